@@ -11,7 +11,8 @@ NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu newest-triton test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
+.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports structure docs check-docs \
+  table check-table check-ratchet archive wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -40,6 +41,10 @@ test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newe
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
+digests: $(STAMP) newest-triton ## compare all machine code with its digests, both Tritons: 25 minutes on two cores (ARGS=--write-digests: write)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check --quiet . || { echo 'run: make format'; exit 1; }
@@ -53,6 +58,9 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## the import contracts
 	@$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache --no-logo
 
+structure: $(STAMP) ## print rooms, arrows, floors, long files and lines of code (ARGS="--against REVISION": the change too)
+	@$(BIN)/python tools/structure.py $(ARGS)
+
 docs: $(STAMP) ## write the generated pages and the README's numbers
 	@$(BIN)/python docs/generate.py
 
@@ -64,6 +72,12 @@ table: $(STAMP) ## write the dispatch table that the committed records support
 
 check-table: $(STAMP) ## fail if the dispatch table is not what the records support
 	@$(BIN)/python tools/dispatch_table.py --check && echo 'table: the dispatch table is what the records support'
+
+archive: $(STAMP) ## gzip the runs that no verdict, claim or entry of the table rests on into evidence/archive
+	@$(BIN)/python tools/archive_runs.py
+
+check-ratchet: $(STAMP) ## fail if a committed record is a proven regression from what is kept
+	@$(BIN)/flashmoe ratchet
 
 wheel: $(STAMP) ## build the wheel and look inside
 	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.formats import significant
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
-from flashmoe_science.judge.standing import JudgedRun, is_drawn, standing
+from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation, parse_problem
@@ -39,6 +42,7 @@ BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suites of the summary
 DECODE, PAGED = "decode", "decode-paged"
+BY_NAME = "custom"  # the suite of a run whose problems were named on the command line
 LONG_DRAWN, DECODE_DRAWN = ("long-draw",), ("decode-draw", "decode-paged-draw")
 EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
 MOST_SHORT = 512
@@ -58,7 +62,7 @@ class Numbers:
     @classmethod
     def read(cls, root: Path) -> Numbers:
         """The numbers of a checkout. Raises StoreError or ClaimError, in one line, where a file is torn or wrong."""
-        folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
+        folder, claims = root / "evidence", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         judged = [JudgedRun(run) for run in runs]
         stand = standing(judged)
@@ -67,10 +71,13 @@ class Numbers:
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:
-        """Our verdicts, one a problem: that of the fastest of our kernels, which is what dispatch runs once it is promoted."""
+        """Our verdicts that count (docs/design/0010), one a problem: that of the fastest of our kernels, which is what dispatch
+        runs once it is promoted."""
         best: dict[tuple[Key, str], Verdict] = {}
-        for row in self.verdicts:
-            if not row.of_ours:
+        ours = [row for row in self.verdicts if row.of_ours and self._speaks_of_today(row)]
+        counting = latest(ours, _work)
+        for row in ours:
+            if row.suite == BY_NAME and counting[_work(row)].suite != BY_NAME:
                 continue
             key: tuple[Key, str] = ((row.gpu, row.suite, row.clock, row.cache), row.problem)
             if key not in best or _time(row) < _time(best[key]):
@@ -79,6 +86,18 @@ class Numbers:
         for (group, _), row in best.items():
             groups[group].append(row)
         return dict(sorted(groups.items(), key=lambda group: (group[0][:2], group[0][2] != "graph", group[0][3])))
+
+    @cached_property
+    def _runs(self) -> dict[str, JudgedRun]:
+        return {one.run.header.run: one for one in self.judged}
+
+    def _speaks_of_today(self, row: Verdict) -> bool:
+        """Whether the row's run measured the kernel that serves the problem now, which may be newer than the run."""
+        if row.run not in self._runs or row.gpu not in GPUS:
+            return True
+        problem = parse_problem(row.problem)
+        op = operation(problem.op)
+        return select(problem, GPUS[row.gpu], committed_table(), op.ours(), op.fallback()).kernel in self._runs[row.run].kernels
 
     def evidence(self) -> str:
         """Where, when and with what the standing records were taken: a line each machine, day and set of versions."""
@@ -117,7 +136,7 @@ class Numbers:
             _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
             _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
             _summarised("fp32, 512 to 4096 tokens: device time", "best peer", _intervals(fp32)),
-            *self._as_a_caller_waits(),
+            *self._eager_latency(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
             _summarised("decoding from pages of 16 and 64 keys: device time", "best peer", _intervals(paged)),
             _summarised("decoding drawn at random around both: device time", "best peer", _intervals(drawn_decode)),
@@ -135,9 +154,9 @@ class Numbers:
                 _intervals([row for suite, row in experts if is_drawn(suite)]),
             ),
             _memory(suites),
-            _slower(suites),
+            _slower([row for rows in graph.values() for row in rows]),
         ]
-        head = "| | problems | against | ratio, geometric mean | least |\n|---|---|---|---|---|"
+        head = "| | problems | against | ratio, geometric mean | min |\n|---|---|---|---|---|"
         return "\n".join([head, *(row for row in rows if row)])
 
     def experts(self) -> str:
@@ -159,24 +178,23 @@ class Numbers:
             lines.append(f"| {model} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def _as_a_caller_waits(self) -> Iterable[str]:
+    def _eager_latency(self) -> Iterable[str]:
         """Eager calls of the fastest of our kernels against the framework's own, on each operation that has one."""
-        judged = {one.run.header.run: one for one in self.judged}
         found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
         for (_, suite, clock, _), rows in self.groups.items():
             for row in rows if clock == "eager" and suite in (SHORT, LONG) else ():
                 if suite == SHORT and _length(row) > MOST_SHORT:
                     continue
                 fallback = operation(row.op).fallback()
-                beside = judged[row.run].beside(row) if row.run in judged else []
+                beside = self._runs[row.run].beside(row) if row.run in self._runs else []
                 found[suite, fallback] += [pair.interval for pair in beside if pair.rival == fallback]
         for (suite, fallback), intervals in found.items():
-            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager: as a caller waits", fallback, intervals)
+            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager calls: end-to-end latency", fallback, intervals)
 
     def results(self) -> str:
         """One line a GPU, suite and clock."""
         lines = [
-            "| GPU | suite | clock | problems | ratio, geometric mean | least | most | " + " | ".join(SAID) + " |",
+            "| GPU | suite | clock | problems | ratio, geometric mean | min | max | " + " | ".join(SAID) + " |",
             "|---|---|---|---|---|---|---|" + "---|" * len(SAID),
         ]
         for (gpu, suite, clock, cache), rows in self.groups.items():
@@ -194,14 +212,16 @@ class Numbers:
 
     def losses(self) -> str:
         """The rows where a peer is faster, worst first, by clock; and what was refused."""
-        slower = [row for rows in self.groups.values() for row in rows if row.verdict == "slower" and row.ratio is not None]
         lines = []
         for clock in ("graph", "eager"):
-            here = sorted((row for row in slower if row.clock == clock), key=lambda row: row.ratio or 0.0)
-            if here:
-                lines.append(f"On the {clock} clock {len(here)} of our rows are slower than the best peer; the worst:\n")
+            rows = [row for key, rows in self.groups.items() if key[2] == clock for row in rows]
+            if slower := _worst_first(rows):
+                lines.append(
+                    f"On the {clock} clock {len(slower)} of our {len(rows)} rows are slower than the best peer; the worst:\n"
+                )
                 lines.extend(
-                    f"- {_short(row.ratio or 0.0)} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5]
+                    f"- {_short(row.ratio or 0.0)} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})"
+                    for row in slower[:5]
                 )
                 lines.append("")
         refused = sum(row.verdict == "refused" for row in self.verdicts if row.of_ours)
@@ -303,6 +323,11 @@ def _routed(row: Verdict) -> bool:
     return ROUTED in row.problem.split()
 
 
+def _work(row: Verdict) -> tuple[str, ...]:
+    """Equal for rows of the same work, whatever suite asked for it."""
+    return row.gpu, str(parse_problem(row.problem).without_layout()), row.clock, row.cache
+
+
 def _memory(rows: Iterable[Verdict]) -> str:
     """What a call allocates at the most, over its results."""
     shares = [row.peak_extra_bytes / row.output_bytes for row in rows if row.peak_extra_bytes and row.output_bytes]
@@ -314,13 +339,17 @@ def _memory(rows: Iterable[Verdict]) -> str:
 
 def _slower(rows: Sequence[Verdict]) -> str:
     """Where we lose: the problems on which a peer is faster by device time."""
-    slower = sorted((row for row in rows if row.verdict == "slower" and row.ratio), key=lambda row: row.ratio or 0.0)
+    slower = _worst_first(rows)
     if not slower:
         return ""
     worst, intervals = slower[0], _intervals(slower)
     mean = f"{_short(geometric_mean(intervals).ratio)}x" if intervals else ""
     where = f"where we lose (worst: `{worst.problem}`)"
     return f"| {where} | {len(slower)} of {len(rows)} | {worst.rival} there | {mean} | {_short(worst.ratio or 0.0)}x |"
+
+
+def _worst_first(rows: Iterable[Verdict]) -> list[Verdict]:
+    return sorted((row for row in rows if row.verdict == "slower" and row.ratio), key=lambda row: row.ratio or 0.0)
 
 
 def _length(row: Verdict) -> int:

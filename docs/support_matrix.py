@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from flashmoe_science.ops.attention.problem.features import KINDS
-from flashmoe_science.problem import Dtype
+from flashmoe_science.problem import Dtype, Problem
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-BASE = AttentionProblem(1, 16, 16, 4096, 4096, 64, 64)
-# What else may be asked, each as a change to a problem that the kernel takes.
-FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {"mask": "causal"},
-    "causal, bottom-right, Sq != Sk": {"mask": "causal", "seqlen_k": 8192},
-    "causal, top-left, Sq != Sk": {"mask": "causal-topleft", "seqlen_k": 8192},
-    "GQA": {"heads_kv": 4},
-    "V of another head dimension": {"head_dim_v": 32},
-    "[B, S, H, D] in memory": {"layout": "bshd"},
-}
+# A prompt, a short sequence, a token over a cache: a kernel is asked at the first that it takes.
+BASES = tuple(AttentionProblem(1, 16, 16, q, k, 64, 64) for q, k in ((4096, 4096), (128, 128), (1, 4096)))
 # Each mode as the words that are added to a problem's text.
 MODES: dict[str, str] = {
     "window": "causal left127",
@@ -41,36 +33,35 @@ MODES: dict[str, str] = {
 }
 INTRODUCTION = """# What runs where
 
-For each kernel: the head dimensions (of Q, K and V alike) that it takes of each dtype, then what else it takes at a head
-dimension of 64. GPUs that take the same share a line. To ask by name for a kernel that cannot serve is an error, and the
-reasons below are what it says.
+For each kernel, at the lengths of the problem that is named with it: the head dimensions (of Q, K and V alike) that it takes of
+each dtype, then what else it takes at a head dimension of 64. GPUs that take the same share a line. To ask by name for a kernel
+that cannot serve is an error, and the reasons below are what it says.
 """
 
 
 MODES_INTRODUCTION = """## Modes
 
-Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64. A mode is asked for by words
-in a problem's text; `flashmoe explain` says for any problem which kernel takes it, and why the others do not.
+Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64 and one of the lengths above. A
+mode is asked for by words in a problem's text; `flashmoe explain` says for any problem which kernel takes it, and why the
+others do not.
 
 | mode | words | kernels |
 |---|---|---|"""
 
 
+KERNELS = operation("attention").kernels()
+
+
 def page() -> str:
-    return "\n".join(
-        [INTRODUCTION, *(_section(kernel) for kernel in operation(BASE.op).kernels()), MODES_INTRODUCTION, *_modes()]
-    )
+    return "\n".join([INTRODUCTION, *map(_section, KERNELS), MODES_INTRODUCTION, *_modes()])
 
 
 def _modes() -> list[str]:
     lines = []
     for kind, words in MODES.items():
-        problem = parse_problem(f"{BASE} {words}")
-        assert isinstance(problem, AttentionProblem)
+        asked = [parse_problem(f"{base} {words}") for base in BASES]
         taking = [
-            f"`{kernel.name}`"
-            for kernel in operation(BASE.op).kernels()
-            if any(_takes(kernel, problem, gpu) for gpu in GPUS.values())
+            f"`{kernel.name}`" for kernel in KERNELS if any(_takes(kernel, one, gpu) for one in asked for gpu in GPUS.values())
         ]
         lines.append(f"| {KINDS[kind]} | `{words}` | {', '.join(taking)} |")
     return [*lines, ""]
@@ -78,47 +69,68 @@ def _modes() -> list[str]:
 
 def _section(kernel: AnyKernel) -> str:
     origin = "ours" if kernel.origin == "ours" else "a peer, for comparison"
-    lines = [f"## `{kernel.name}`\n\n{kernel.about} ({origin}).\n"]
+    base = base_of(kernel)
+    lines = [f"## `{kernel.name}`\n\n{kernel.about} ({origin}), asked at `{base}`.\n"]
     lines.append(f"| GPU | {' | '.join(DTYPES)} | also takes | does not take |\n|---|{'---|' * len(DTYPES)}---|---|")
     rows: dict[tuple[str, ...], list[str]] = {}
     for gpu in GPUS.values():
-        rows.setdefault(_row(kernel, gpu), []).append(gpu.name)
+        rows.setdefault(_row(kernel, base, gpu), []).append(gpu.name)
     lines.extend(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items())
-    reasons = _reasons(kernel)
+    reasons = _reasons(kernel, base)
     if reasons:
         lines.append("\nIt says, where it cannot serve:\n")
         lines.extend(f"- {reason}" for reason in reasons)
     return "\n".join(lines) + "\n"
 
 
-def _row(kernel: AnyKernel, gpu: Gpu) -> tuple[str, ...]:
-    dims = [_spans([d for d in range(1, MAX_HEAD_DIM + 1) if _takes(kernel, _square(d, dtype), gpu)]) for dtype in DTYPES]
-    taken = [dtype for dtype in DTYPES if _takes(kernel, _square(BASE.head_dim, dtype), gpu)]
+def base_of(kernel: AnyKernel) -> AttentionProblem:
+    """The first base problem that the kernel takes on some GPU, in some dtype."""
+    for base in BASES:
+        if any(_takes(kernel, replace(base, dtype=dtype), gpu) for dtype in DTYPES for gpu in GPUS.values()):
+            return base
+    raise ValueError(f"{kernel.name} takes no problem of BASES on any GPU; add one that it takes")
+
+
+def _features(base: AttentionProblem) -> dict[str, AttentionProblem]:
+    """What else may be asked, each as a change to a problem that the kernel takes."""
+    longer = 2 * base.seqlen_k
+    return {
+        "causal": replace(base, mask="causal"),
+        "causal, bottom-right, Sq != Sk": replace(base, mask="causal", seqlen_k=longer),
+        "causal, top-left, Sq != Sk": replace(base, mask="causal-topleft", seqlen_k=longer),
+        "GQA": replace(base, heads_kv=4),
+        "V of another head dimension": replace(base, head_dim_v=32),
+        "[B, S, H, D] in memory": replace(base, layout="bshd"),
+    }
+
+
+def _row(kernel: AnyKernel, base: AttentionProblem, gpu: Gpu) -> tuple[str, ...]:
+    dims = [_spans([d for d in range(1, MAX_HEAD_DIM + 1) if _takes(kernel, _square(base, d, dtype), gpu)]) for dtype in DTYPES]
+    taken = [dtype for dtype in DTYPES if _takes(kernel, replace(base, dtype=dtype), gpu)]
     if not taken:
         return (*dims, "", "")
-    can = {name: all(_takes(kernel, replace(BASE, dtype=d, **change), gpu) for d in taken) for name, change in FEATURES.items()}
+    can = {name: all(_takes(kernel, replace(one, dtype=d), gpu) for d in taken) for name, one in _features(base).items()}
     return (*dims, "; ".join(name for name in can if can[name]), "; ".join(name for name in can if not can[name]))
 
 
-def _reasons(kernel: AnyKernel) -> list[str]:
+def _reasons(kernel: AnyKernel, base: AttentionProblem) -> list[str]:
     """Each reason once, in the order met, with the GPU's own names put in general terms."""
     reasons: dict[str, None] = {}
     for gpu in GPUS.values():
-        problems = [_square(d, dtype) for d in (4, 8, 60, 64, 72, 128, 192, 256) for dtype in DTYPES]
-        problems += [replace(BASE, **change) for change in FEATURES.values()]
-        for problem in problems:
+        problems = [_square(base, d, dtype) for d in (4, 8, 60, 64, 72, 128, 192, 256) for dtype in DTYPES]
+        for problem in (*problems, *_features(base).values(), *BASES):
             reason = kernel.supports(problem, gpu)
             if reason is not None:
                 reasons.setdefault(reason.replace(gpu.product, "*this GPU*").replace(f"is {gpu.arch}", "is *another*"))
     return list(reasons)
 
 
-def _takes(kernel: AnyKernel, problem: AttentionProblem, gpu: Gpu) -> bool:
+def _takes(kernel: AnyKernel, problem: Problem, gpu: Gpu) -> bool:
     return kernel.supports(problem, gpu) is None
 
 
-def _square(dim: int, dtype: Dtype) -> AttentionProblem:
-    return replace(BASE, head_dim=dim, head_dim_v=dim, dtype=dtype)
+def _square(base: AttentionProblem, dim: int, dtype: Dtype) -> AttentionProblem:
+    return replace(base, head_dim=dim, head_dim_v=dim, dtype=dtype)
 
 
 def _spans(dims: list[int]) -> str:

@@ -38,7 +38,7 @@ def _apart() -> None:
     """Give each part of what stands between two launches an allocation of its own."""
     import torch
 
-    from flashmoe_science.ops.moe.products import triton as grouped_triton
+    from flashmoe_science.ops.moe.products import grouped
 
     def between(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
         def take() -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ def _apart() -> None:
 
         return take
 
-    setattr(grouped_triton, "between", between)  # noqa: B010  # mypy: it is not a name that the module exports
+    setattr(grouped, "between", between)  # noqa: B010  # mypy: it is not a name that the module exports
 
 
 def _normal(*shape: int, width: int = 1) -> Any:

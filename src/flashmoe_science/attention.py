@@ -10,33 +10,34 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
-from flashmoe_science.ops.attention.call.spec import AttentionSpec, Names, Unserved, check_flag, check_name, check_tensors
-from flashmoe_science.ops.attention.front.as_pytorch import (
+from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
+from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.front.operator import Given, attend, decide
+from flashmoe_science.ops.attention.front.sdpa import (
     TORCH_NAMES,
     autocast,
     by_pytorch,
     explain_by_pytorch,
+    explain_masked,
+    masked,
 )
-from flashmoe_science.ops.attention.front.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.masks import explain_masked, masked
-from flashmoe_science.ops.attention.front.modes_op import attend_with
-from flashmoe_science.ops.attention.front.torch_op import attend, decide
-from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.problem.features import Extras
 
-_DOCUMENT_NAMES = Names("Q", "K", "V", "softmax_scale")
-# Specs of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
+_DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
+# Options of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
 _FLASH = {
-    (causal, lse): AttentionSpec("causal" if causal else "full", lse) for causal in (False, True) for lse in (False, True)
+    (causal, lse): Options("causal" if causal else "full", lse, tokens_first=True, names=FLASH_NAMES)
+    for causal in (False, True)
+    for lse in (False, True)
 }
-# Specs of PyTorch's signature where no kernel is asked for, by (is_causal, enable_gqa).
+# Options of PyTorch's signature where no kernel is asked for, by (is_causal, enable_gqa).
 _TORCH = {
-    (causal, gqa): AttentionSpec("causal-topleft" if causal else "full", False, gqa, None, False, TORCH_NAMES)
+    (causal, gqa): Options("causal-topleft" if causal else "full", gqa=gqa, allow_empty=False, names=TORCH_NAMES)
     for causal in (False, True)
     for gqa in (False, True)
 }
-_DOCUMENT = {causal: AttentionSpec("causal" if causal else "full", True, names=_DOCUMENT_NAMES) for causal in (False, True)}
+_DOCUMENT = {causal: Options("causal" if causal else "full", names=FLASH_NAMES) for causal in (False, True)}
+_DOCUMENT_LSE = {causal: Options("causal" if causal else "full", True, names=_DOCUMENT_NAMES) for causal in (False, True)}
 
 
 def scaled_dot_product_attention(
@@ -76,13 +77,13 @@ def scaled_dot_product_attention(
     """
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    spec = _torch_spec(is_causal, enable_gqa, kernel)
+    options = _torch_options(is_causal, enable_gqa, kernel)
     refused = None
     if dropout_p == 0.0:
         if attn_mask is None:
             try:
-                return attend(query, key, value, spec, scale)[0]
-            except Unserved as refusal:
+                return attend((query, key, value), options, scale)[0]
+            except Unsupported as refusal:
                 refused = refusal
         else:
             out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
@@ -110,7 +111,7 @@ def explain(
     """
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    spec = _torch_spec(is_causal, enable_gqa, kernel)
+    options = _torch_options(is_causal, enable_gqa, kernel)
     refusal = None
     if dropout_p != 0.0:
         reason = f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
@@ -121,14 +122,14 @@ def explain(
         reason = found
     else:
         try:
-            return decide(query, key, value, spec, scale)
-        except Unserved as unserved:
-            reason, refusal = f"no kernel of ours takes the input: {unserved}", unserved
+            return decide((query, key, value), options, scale)
+        except Unsupported as refused:
+            reason, refusal = f"no kernel of ours takes the input: {refused}", refused
     tensors = (query, key, value, attn_mask)
     return explain_by_pytorch(tensors, dropout_p, is_causal, scale, enable_gqa, kernel, refusal, reason)
 
 
-def _torch_spec(is_causal: bool, enable_gqa: bool, kernel: str | None) -> AttentionSpec:
+def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Options:
     if is_causal is not False:
         check_flag(is_causal, "is_causal")
     if enable_gqa is not False:
@@ -181,23 +182,21 @@ def flash_attn_func(
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
-        check_tensors(q, k, v, _FLASH[False, False].names)
+        check_tensors(q, k, v, FLASH_NAMES)
     check_flag(causal, "causal")
     check_flag(return_attn_probs, "return_attn_probs")
     views = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
-        plain = _FLASH[causal, return_attn_probs]
-        if kernel is not None:
-            check_name(kernel, "kernel")
-            plain = plain._replace(kernel=kernel)
-        out, lse = attend(*views, plain, softmax_scale)
-    else:
+    tensors: Given = views
+    options = _FLASH[causal, return_attn_probs]
+    if kernel is not None:
+        check_name(kernel, "kernel")
+        options = options._replace(kernel=kernel)
+    if not (type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None):
         left, right = window_of(window_size, causal)
-        extras = Extras(softcap=checked_cap(softcap), alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
-        mask: Mask = "causal" if causal else "full"
-        spec = ModesSpec(mask, left, right, return_attn_probs, kernel, names=FLASH_NAMES, others=FLASH_OTHERS)
-        out, lse = attend_with(*views, extras, spec, softmax_scale)
-    out = out.transpose(1, 2)
+        options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
+        if alibi_slopes is not None:
+            tensors = Tensors(*views, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
+    out, lse = attend(tensors, options, softmax_scale)
     return (out, lse, None) if lse is not None else out
 
 
@@ -227,7 +226,7 @@ def flash_attention_science(
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     check_flag(causal, "causal")
-    return attend(q, k, v, _FLASH[causal, False], softmax_scale)[0]
+    return attend((q, k, v), _DOCUMENT[causal], softmax_scale)[0]
 
 
 def flash_attention_forward(
@@ -255,8 +254,8 @@ def flash_attention_forward(
     lse = _lse_view(softmax_lse, Q)
     check_flag(causal, "causal")
     if torch.compiler.is_compiling() or lse.data_ptr() % 16 == 0:
-        return attend(Q, K, V, _DOCUMENT[causal], softmax_scale, lse)[0]
-    out, aligned = attend(Q, K, V, _DOCUMENT[causal], softmax_scale)
+        return attend((Q, K, V), _DOCUMENT_LSE[causal], softmax_scale, lse)[0]
+    out, aligned = attend((Q, K, V), _DOCUMENT_LSE[causal], softmax_scale)
     assert aligned is not None
     lse.copy_(aligned)
     return out

@@ -159,7 +159,7 @@ class Contract:
 
     def cap(self, problem: Any, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...] | None:
         """The most that each result may be off by, whatever the plain maths is off by; None for the general cap
-        (sixteen roundings of the largest result: ``reference.tolerance.general_cap``)."""
+        (sixteen roundings of the largest result: ``measure.tolerance.general_cap``)."""
         return None
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

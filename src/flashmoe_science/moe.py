@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.ops.moe.call import Options, Tensors
 from flashmoe_science.ops.moe.front.operator import decide, experts_forward
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
 
@@ -44,7 +45,7 @@ def fused_moe(
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
         top_k_ids: [..., K], int32 or int64. An id below 0 or at least E is no expert here and adds nothing (experts of other
-            ranks); an id that stands twice adds twice.
+            ranks); an id given twice adds twice.
         activation: "silu", "gelu" (by erf), "gelu_tanh", "relu", "relu2" (its square), or "clamped_silu", gpt-oss's:
             ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``.
         gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H]; added before the activation and before the routing weight.
@@ -59,8 +60,9 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
+    # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
     return experts_forward(tensors, options)
 
 
@@ -85,6 +87,5 @@ def explain_moe(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    return decide(tensors, options)
+    tensors = Tensors(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    return decide(tensors, Options(activation, transposed, interleaved, alpha, limit, kernel))

@@ -11,7 +11,7 @@ from flashmoe_science.ops.moe.route.spec import Normalize, Scoring
 
 
 class FlashMoELayer(nn.Module):
-    """A gated mixture of experts, by ``route`` and ``fused_moe``; weights lie as transformers holds them.
+    """A gated mixture of experts, by ``route`` and ``fused_moe``, of weights in transformers' layout.
 
     State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
     [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
@@ -93,7 +93,7 @@ class FlashMoELayer(nn.Module):
         """The layer's output, shaped as ``hidden_states`` [..., H].
 
         Args:
-            router_logits: [..., E], where they are at hand (for a balance loss, say); else computed.
+            router_logits: [..., E], if computed before (for a balance loss, say); computed by default.
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Literal, Self, get_args
 
 Dtype = Literal["fp16", "bf16", "fp32"]
+Arithmetic = Literal["fp32", "16-bit", "8-bit", "4-bit"]
 
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAX_EXTENT = 2**31 - 1  # a size that a kernel's 32-bit row counter can hold
@@ -86,6 +87,11 @@ class Problem:
     def queries(self) -> int | None:
         """Rows that a user would count (queries, tokens); None where there are none."""
         return None
+
+    def arithmetic(self) -> Arithmetic:
+        """What the products must be computed with to be accurate enough: the narrowest operands, as the dtype has them. Where
+        operands are quantised, or a contract allows more rounding than the dtype's, a subclass says so."""
+        return "fp32" if self.dtype == "fp32" else "16-bit"
 
     def exponentials(self) -> int:
         """Exponentials of one call."""
@@ -177,6 +183,10 @@ class CustomProblem(Problem):
 
     def min_bytes(self) -> int:
         return self.byte_count
+
+    def arithmetic(self) -> Arithmetic:
+        """The narrowest there is: how much may be rounded is for the contract to say, whatever the dtype of its results."""
+        return "4-bit"
 
     def features(self) -> Mapping[str, str]:
         return {"dtype": self.dtype} | {name: str(value) for name, value in self.sizes}

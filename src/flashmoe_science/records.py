@@ -5,12 +5,13 @@ The first row of a file is a ``RunRow``; the others name its ``run`` id. Times a
 
 from __future__ import annotations
 
+import math
 import statistics
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-SCHEMA = 2  # 1 is read too: it lacked the rows and fields that have defaults or kinds of their own here
+SCHEMA = 3  # older ones are read too: they lacked rows and fields that have defaults here, and named two outputs alone
 
 Clock = Literal["graph", "eager"]
 Cache = Literal["cold", "warm"]
@@ -83,10 +84,17 @@ class SeenLaunch(_Model):
     registers: Extent | None = None
     stream: int | None = None
     strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
+    count: Annotated[int, Field(ge=1)] = 1  # launches of that name in a call path; of these, this one has the most threads
+
+    @property
+    def threads(self) -> int:
+        """Of all its blocks; 0 for a copy or a fill."""
+        return math.prod((*self.grid, *self.block))
 
 
 class CallPathRow(_OfKernel):
-    """Kernels that one call launched, and what the promise did not cover (empty where all is as promised)."""
+    """Kernels that one call launched, each name once (in older rows each launch), and what the promise did not cover (empty
+    where all is as promised)."""
 
     kind: Literal["callpath"] = "callpath"
     launches: list[SeenLaunch]
@@ -119,13 +127,28 @@ class ErrorStats(_Model):
 
 
 class CorrectnessRow(_OfKernel):
+    """Errors of one call's outputs by the contract's names for them; those without a finite reference are left out."""
+
     kind: Literal["correctness"] = "correctness"
     origin: Origin
     passed: bool
-    out: ErrorStats
-    lse: ErrorStats | None = None
+    outputs: Annotated[dict[str, ErrorStats], Field(min_length=1)]
     peak_extra_bytes: int | None = None  # device memory of one call beyond its inputs
-    output_bytes: int | None = None  # of the output and, where asked for, the LSE
+    output_bytes: int | None = None  # of all outputs that were asked for
+
+    @property
+    def tightest(self) -> ErrorStats:
+        """Errors of the output whose largest error is nearest to its bound, or farthest beyond it."""
+        return max(self.outputs.values(), key=lambda one: math.inf if one.max is None else one.max / (one.bound_max or 1e-300))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, values: Any) -> Any:
+        """Read rows to schema 2, which had the fields ``out`` and, at times, ``lse``."""
+        if not isinstance(values, dict) or "outputs" in values:
+            return values
+        rest = {name: value for name, value in values.items() if name not in ("out", "lse")}
+        return rest | {"outputs": {name: values[name] for name in ("out", "lse") if values.get(name) is not None}}
 
 
 _TELLING = 8  # different samples: on a grid of 100 readings the same series come again once in 10**16 times

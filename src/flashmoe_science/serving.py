@@ -8,28 +8,26 @@ served by PyTorch's operators.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashmoe_science.ops.attention.call.modes_spec import ModesSpec, check_table
+from flashmoe_science.ops.attention.call.append import Append
+from flashmoe_science.ops.attention.call.checks import check_flag, check_table
 from flashmoe_science.ops.attention.call.packed import used_rows
-from flashmoe_science.ops.attention.call.spec import check_flag
-from flashmoe_science.ops.attention.front.append_op import append_to_cache
-from flashmoe_science.ops.attention.front.flash_args import (
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, DTYPES, Options, Tensors
+from flashmoe_science.ops.attention.front.append import append_to_cache
+from flashmoe_science.ops.attention.front.flash import (
     CACHE_NAMES,
-    FLASH_NAMES,
-    FLASH_OTHERS,
-    VARLEN_OTHERS,
-    append_of,
+    VARLEN_NAMES,
     check_dimensions,
     checked_cap,
+    concat_qv,
     dequantised_query,
     lengths_of,
-    longest,
     mask_of,
+    max_seqlen,
+    new_keys,
     one_table,
     packed_view,
     queries_of,
@@ -38,12 +36,9 @@ from flashmoe_science.ops.attention.front.flash_args import (
     whole_cache,
     window_of,
     with_chunks,
-    with_second_query,
 )
-from flashmoe_science.ops.attention.front.known_calls import NO_APPEND, first_launch, launch_known
-from flashmoe_science.ops.attention.front.modes_op import attend_with
+from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
-from flashmoe_science.ops.attention.problem.features import Extras
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -52,6 +47,7 @@ _PACKED, _ROWS, _PAGES = (
     ("batch, tokens, heads, head_dim", 4),
     ("pages, rows, heads, head_dim", 4),
 )
+_NOTHING_NEW = (None,) * 5
 
 
 def flash_attn_varlen_func(
@@ -116,22 +112,24 @@ def flash_attn_varlen_func(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
-    key: Hashable = None
+    store = None
     cu_keys = cu_seqlens_k if block_table is None else None
-    tensors = (
-        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, None, k_descale, v_descale,
-        *NO_APPEND,
-    )  # fmt: skip
     if (
         not torch.compiler.is_compiling()
         and qv is q_descale is seqused_q is None
         and (seqused_k if cu_keys is None else cu_keys) is not None
         and max_seqlen_q.__class__ is max_seqlen_k.__class__ is attention_chunk.__class__ is int
+        and window_size.__class__ is tuple
         and attention_chunk == 0 <= max_seqlen_k
     ):
-        # A call serves all of a class of ``max_seqlen_k``, which decides nothing but the number of splits.
-        options = (causal, softcap, num_splits, return_attn_probs, kernel, max_seqlen_q, -(-max_seqlen_k // KEY_CLASS))
-        found, key = launch_known(tensors, 0, window_size, softmax_scale, options)
+        given = (
+            q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, None, None, k_descale,
+            v_descale, *_NOTHING_NEW,
+        )  # fmt: skip
+        # One launch serves a class of ``max_seqlen_k``, which decides nothing but the number of splits.
+        most = (max_seqlen_q, -(-max_seqlen_k // KEY_CLASS))
+        others = ("varlen", causal, softcap, num_splits, return_attn_probs, kernel, *most, *window_size)
+        found, store = cached_call(given, ALL_KEYS, others, softmax_scale)
         if found is not None:
             return found if return_attn_probs else found[0]  # type: ignore[return-value]
     mask = mask_of(causal)
@@ -139,12 +137,14 @@ def flash_attn_varlen_func(
     left, right = window_of(window_size, causal)
     kind = _PACKED if block_table is None else _PAGES
     check_dimensions((("q", q), ("k", k), ("v", v)), (_PACKED, kind, kind))
+    if q.dtype not in DTYPES:
+        store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q is None; it must be an int32 tensor of batch + 1 numbers")
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
-    q, k = with_second_query(q, k, v, qv)
-    most_q, total_q = longest(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
+    q, k = concat_qv(q, k, v, qv)
+    most_q, total_q = max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
     used = None
     if seqused_q is not None:
         check_table(seqused_q, "seqused_q", (cu_seqlens_q.shape[0] - 1,), q)
@@ -155,31 +155,21 @@ def flash_attn_varlen_func(
             check_table(cu_seqlens_k, "cu_seqlens_k", (cu_seqlens_q.shape[0],), q)
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
-    batch = cu_seqlens_q.shape[0] - 1
-    most = k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1]
-    extras = Extras(
-        cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, None, None, most_q, longest(max_seqlen_k, "max_seqlen_k", most),
-        checked_cap(softcap), s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
+    most_k = max_seqlen(max_seqlen_k, "max_seqlen_k", k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1])
+    keys, values = (packed_view(one) if block_table is None else one.transpose(1, 2) for one in (k, v))
+    tensors = Tensors(
+        packed_view(q), keys, values, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks=s_aux,
+        alibi_slopes=slopes_of(alibi_slopes, cu_seqlens_q.shape[0] - 1), k_scale=k_descale, v_scale=v_descale,
     )  # fmt: skip
-    rows, keys, values = packed_view(q), packed_view(k), packed_view(v)
-    if block_table is not None:
-        keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    extras = with_chunks(extras, attention_chunk, rows, keys)
-    spec = ModesSpec(mask, left, right, return_attn_probs, kernel, num_splits, FLASH_NAMES, VARLEN_OTHERS)
-    if key is not None:
-        found = first_launch(key, tensors, 0, (rows, keys, values), extras, spec, softmax_scale, None)
-        if found is not None:
-            return found if return_attn_probs else found[0]  # type: ignore[return-value]
-    result, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
-    out = result[0].transpose(0, 1)
+    options = Options(
+        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, tokens_first=True,
+        names=VARLEN_NAMES,
+    )  # fmt: skip
+    out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale, store=store)
     if used is not None:
         out = torch.where(used.used[:, None, None], out.index_select(0, used.place), 0.0)
-    if lse is None:
-        return out
-    lse = lse[0]
-    if used is not None:
-        lse = torch.where(used.used, lse.index_select(1, used.place), -torch.inf)
-    return out, lse
+        lse = None if lse is None else torch.where(used.used, lse.index_select(1, used.place), -torch.inf)
+    return out if lse is None else (out, lse)
 
 
 def flash_attn_with_kvcache(
@@ -256,34 +246,35 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
-    key: Hashable = None
-    table, length = block_table if page_table is None else page_table, 0
-    all_lengths: Any = cache_seqlens
-    if cache_seqlens.__class__ is int:
-        length, all_lengths = cache_seqlens, None
-    tensors = (
-        q, k_cache, v_cache, None, None, all_lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, None,
-        k_descale, v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
-    )  # fmt: skip
+    store = None
+    length: int | None = cache_seqlens if cache_seqlens.__class__ is int else None
     if (
         not torch.compiler.is_compiling()
         and cache_seqlens is not None
         and qv is q_descale is cu_seqlens_q is cu_seqlens_k_new is None
-        and (table is None or cache_batch_idx is None)
+        and ((page_table is block_table is None) or cache_batch_idx is None)
         and (page_table is None or block_table is None)
         and attention_chunk.__class__ is int
         and attention_chunk == 0
+        and window_size.__class__ is tuple
     ):
-        options = (causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel)
-        found, key = launch_known(tensors, length, window_size, softmax_scale, options)
+        lengths: Any = cache_seqlens if length is None else None
+        table = block_table if page_table is None else page_table
+        given = (
+            q, k_cache, v_cache, None, None, lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, None, None,
+            k_descale, v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
+        )  # fmt: skip
+        others = ("cache", causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel, *window_size)
+        found, store = cached_call(given, ALL_KEYS if length is None else length, others, softmax_scale)
         if found is not None:
             return found if return_softmax_lse else found[0]  # type: ignore[return-value]
     mask = mask_of(causal)
     check_flag(return_softmax_lse, "return_softmax_lse")
     left, right = window_of(window_size, causal)
-    cap = checked_cap(softcap)
     packed = cu_seqlens_q is not None
     check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    if q.dtype not in DTYPES:
+        store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         batch, rows = q.shape[0], q.transpose(1, 2)
@@ -299,29 +290,29 @@ def flash_attn_with_kvcache(
     if seqlens is None and (packed or any(one is not None for one in partly)):
         seqlens = whole_cache(k_cache, page_table, batch, k)
     keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    extras = Extras(
-        cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, most_q, 0, cap,
-        s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
+    tensors = Tensors(
+        rows, keys, values, cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, s_aux,
+        slopes_of(alibi_slopes, batch), k_scale=k_descale, v_scale=v_descale,
     )  # fmt: skip
-    spec = ModesSpec(mask, left, right, return_softmax_lse, kernel, num_splits, CACHE_NAMES, FLASH_OTHERS)
     moving = mask == "causal" or left is not None or right is not None
-    append = append_of(k, v, cu_seqlens_k_new is not None, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, moving)
-    if key is not None:
-        found = first_launch(key, tensors, length, (rows, keys, values), extras, spec, softmax_scale, append)
-        if found is not None:
-            return found if return_softmax_lse else found[0]  # type: ignore[return-value]
-    if append is not None:
+    options = Options(
+        mask, return_softmax_lse, kernel, left, right, checked_cap(softcap), num_splits, most_q,
+        rotary_interleaved=rotary_interleaved, rotary_per_query=moving, one_length=length is not None and store is not None,
+        tokens_first=True, names=CACHE_NAMES,
+    )  # fmt: skip
+    new = new_keys(k, v, cu_seqlens_k_new is not None, rotary_cos, rotary_interleaved)
+    if new is not None:
         assert seqlens is not None
-        rows, seqlens = append_to_cache(
-            keys, values, append.k, append.v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q,
-            rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, not moving, most_q,
+        append = Append(
+            keys, values, *new, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
+            rotary_sin, rotary_seqlens, rotary_interleaved, not moving, most_q,
         )  # fmt: skip
-        extras = replace(extras, cache_seqlens=seqlens)
+        if store is not None and (result := append_and_attend(append, tensors, options, softmax_scale, store)) is not None:
+            return result if return_softmax_lse else result[0]  # type: ignore[return-value]
+        rows, seqlens = append_to_cache(append)
+        tensors, store = tensors._replace(q=rows, cache_seqlens=seqlens), None
     if qv is not None:
-        rows, keys = with_second_query(rows, keys, values, packed_view(qv) if packed else qv.transpose(1, 2))
-    extras = with_chunks(extras, attention_chunk, rows, keys)
-    out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
-    out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
-    if lse is None:
-        return out
-    return out, lse[0] if packed else lse
+        rows, keys = concat_qv(rows, keys, values, packed_view(qv) if packed else qv.transpose(1, 2))
+        tensors = tensors._replace(q=rows, k=keys)
+    out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale, store=store)
+    return out if lse is None else (out, lse)

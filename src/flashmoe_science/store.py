@@ -1,4 +1,5 @@
-"""Runs on disk: one append-only JSONL file a run, a row a line. Written by one process at a time, read by anyone, never edited.
+"""Runs on disk: one append-only JSONL file a run, a row a line. Written by one process at a time, read by anyone, never edited;
+a run that nothing rests on may lie gzipped (docs/design/0010).
 
 A file that was cut in the middle of its last line (power, a full disk, a killed process) still gives its whole rows; the cut
 line is set aside and said in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
@@ -7,10 +8,12 @@ line is set aside and said in ``Run.torn``. Anything else that is wrong with a f
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +32,7 @@ from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, Row, RunRow, 
 __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
+_SUFFIXES = (".jsonl", ".jsonl.gz")
 _MOST_FAULTS = 3  # of a row, that are told
 
 
@@ -115,7 +119,10 @@ def read_run(path: Path | str) -> Run:
     try:
         if path.exists() and not path.is_file():  # a pipe or a device might never end
             raise StoreError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; a run is a file (*.jsonl)")
-        lines = path.read_bytes().split(b"\n")
+        content = path.read_bytes()
+        lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise StoreError(f"{path} is no whole gzip file: {error}") from None
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
@@ -201,8 +208,8 @@ def _is_utc(text: str) -> bool:
 
 
 def read_runs(folder: Path | str) -> list[Run]:
-    """Every run under ``folder`` (``**/*.jsonl``), oldest first. Raises StoreError: no such folder, a file that ``read_run``
-    refuses, or two files that hold the same run, or its samples."""
+    """Every run under ``folder`` (``**/*.jsonl``, ``**/*.jsonl.gz``), oldest first. Raises StoreError: no such folder, a file
+    that ``read_run`` refuses, or two files that hold the same run, or its samples."""
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
@@ -237,7 +244,7 @@ def _records_under(folder: Path) -> Iterator[Path]:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None
 
     for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        yield from (Path(root, name) for name in (*folders, *names) if name.endswith(".jsonl"))
+        yield from (Path(root, name) for name in (*folders, *names) if name.endswith(_SUFFIXES))
 
 
 def refuse_torn(runs: list[Run]) -> list[Run]:

@@ -1,7 +1,7 @@
 """Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints them.
 
 Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments that are
-known multiples of 16, the tensor descriptors' signatures.
+known multiples of 16, the tensor descriptors' signatures, the PTX.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from triton.runtime import driver
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
-from flashmoe_science.ops.attention.call.spec import problem_of
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, problem_of
 from flashmoe_science.ops.attention.forward import tiled_triton as fwd_triton
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel as fwd_gluon_sm90
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 
 H200 = gpu_named("h200")
+OPTIONS = Options(return_lse=True)
 
 
 class OnlyCompiled(launch.Build):
@@ -35,7 +36,10 @@ class OnlyCompiled(launch.Build):
         names = function.arg_names
         signature = {name: str(kind) for name, kind in compiled.src.signature.items() if "tensordesc" in str(kind)}
         aligned = [names[path[0]] for path, attributes in compiled.src.attrs.items() if attributes]
-        print(json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature}), flush=True)
+        print(
+            json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature, "ptx": compiled.asm["ptx"]}),
+            flush=True,
+        )
         self.launch = lambda grid, *args: None
         self.bound = lambda grid, *last: lambda *args: None
 
@@ -45,7 +49,7 @@ class OnlyCompiled(launch.Build):
 
 def bound(launcher: Launcher, q: torch.Tensor, keys: int, width: int = 64) -> None:
     k = torch.zeros(2, 2, keys, width, dtype=q.dtype)[..., :64]
-    launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))
+    launcher.bind(Tensors(q, k, k), OPTIONS)
 
 
 def main() -> None:
@@ -60,9 +64,9 @@ def main() -> None:
         kernel.current_gpu = lambda device: H200
         q = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)
         k = torch.zeros(2, 2, 130, 64, dtype=torch.bfloat16)
-        problem = problem_of(q, k, k, "full")  # compiles sooner than with a mask
+        problem = problem_of(Tensors(q, k, k), OPTIONS)  # compiles sooner than with a mask
         config = kernel.configs(problem, H200)[-1]
-        launcher = kernel.plan(AttentionInputs(problem, q, k, k, 0.125, return_lse=True), config)
+        launcher = kernel.plan(AttentionInputs(problem, Tensors(q, k, k), OPTIONS, 0.125), config)
         for keys in (130, 131, 257):  # one build
             bound(launcher, q, keys)
         bound(launcher, q, 256)  # another: a multiple of the tile

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.kernel import CompileJob
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -30,10 +34,30 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0, marks=AGAIN),
     ],
 )
-def test_modes_build_and_fit(text: str, spills: int) -> None:
+def test_modes_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(text), gpu_named("h200")
     assert isinstance(problem, AttentionProblem)
     assert KERNEL.compile_job is not None
-    build = compile_for(KERNEL.compile_job(problem, KERNEL.configs(problem, gpu)[0], gpu), gpu)
+    config = KERNEL.configs(problem, gpu)[0]
+    build = built(KERNEL.compile_job(problem, config, gpu), gpu, KERNEL.name, problem, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
+
+
+MERGES = [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128), (256, 128)]
+
+
+@pytest.mark.one_triton
+@pytest.mark.parametrize(  # sinks take registers more; without them a build of some and one of all splits at once
+    ("width", "splits", "sinks"), [*((*sizes, "*bf16") for sizes in MERGES), (128, 16, None), (256, 128, None)]
+)
+def test_the_merge_builds_without_spills(width: int, splits: int, sinks: str | None, built: Callable[..., Build]) -> None:
+    absent = {"cu_seqlens_q": None} | ({} if sinks else {"sinks": None})
+    fixed = chunk_merge.constexprs(4, width, splits, early=True) | absent
+    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32", "sinks": sinks}
+    signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
+    aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
+    job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
+    build = built(job, gpu_named("h200"), KERNEL.name, f"d{width} bf16{' sinks' if sinks else ''}", f"num_splits={splits}")
+    assert build.refusal is None
+    assert build.spill_bytes == 0

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
+import machine_code
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
-SINCE_WINDOWS = pytest.mark.xfail(strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps")
+NEWER = pytest.mark.xfail(
+    machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 56 and 32"
+)
+SINCE_WINDOWS = pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps"
+)
 
 
 def problem(text: str) -> AttentionProblem:
@@ -34,7 +41,7 @@ def problem(text: str) -> AttentionProblem:
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
         pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
-        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=AGAIN),
+        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=(*AGAIN, NEWER)),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
         ("attn b2 h16 q512 k513 d96 bf16 causal", 48),
         *(
@@ -42,7 +49,7 @@ def problem(text: str) -> AttentionProblem:
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
-        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=AGAIN),
+        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=(*AGAIN, NEWER)),
         pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 80, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
         ("attn b2 h16 q2048 d64 bf16 bias", 0),
@@ -51,21 +58,22 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=AGAIN),
     ],
 )
-def test_builds_fit(text: str, spills: int) -> None:
+def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     one, gpu = problem(text), gpu_named("h200")
     config = host.configs(one, gpu)[0]
-    build = compile_for(kernel.compile_job(one, config, gpu), gpu)
+    build = built(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
     assert 0 <= build.shared_dynamic - host.tile_bytes(one, dict(config)) <= 2048
 
 
 @pytest.mark.parametrize("width", ["d40", "d192"])
-def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str) -> None:
+def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str, compiled: Callable[..., Any]) -> None:
     """Only there is one; and a barrier stands between the marks and the look."""
     one, gpu = problem(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
-    compiled = run_compiler(kernel.compile_job(one, host.configs(one, gpu)[0], gpu), gpu)
-    before, _, after = compiled.asm["ptx"].rpartition("%dynamic_smem_size;")
+    config = host.configs(one, gpu)[0]
+    found = compiled(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
+    before, _, after = found.asm["ptx"].rpartition("%dynamic_smem_size;")
     assert before
     look = re.search(r"ld\.shared\.b32\s+%r\d+, \[global_smem(?:\+(\d+))?\];", after)
     assert look is not None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-import triton
+from collections.abc import Callable
+from typing import Any
 
-from flashmoe_science.hardware.compiler import run_compiler
+import pytest
+
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.kernel import CompileJob
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.products import gluon_sm90 as grouped
+from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as grouped
+from flashmoe_science.ops.moe.products.gluon_sm90.config import down_of
 
 GPU = GPUS["h200"]
-NEWER = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)  # than the Triton that the kernels are measured with
 QWEN, MIXTRAL, UNEVEN = (
     "moe t4096 e128 k8 d2048 f768 bf16",
     "moe t4096 e8 k2 d4096 f14336 fp16",
@@ -23,19 +24,24 @@ QWEN, MIXTRAL, UNEVEN = (
 DIVIDED = pytest.param(QWEN, marks=pytest.mark.one_triton)
 # QWEN's build but for numbers, and for fp16, which test_kernels.py builds.
 AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])
-JOBS = {"up": grouped.compile_job, "down": grouped.compile_job_down}
+JOBS: dict[str, Callable[..., CompileJob]] = {
+    "up": grouped.compile_job,
+    "down": lambda problem, config, gpu: grouped.job(grouped.flashmoe_moe_down_gluon_sm90, problem, down_of(problem, config)),
+}
 
 
-def job_of(product: str, text: str) -> CompileJob:
+def first_of(product: str, text: str) -> tuple[Any, ...]:
+    """What builds a product with the first config."""
     problem = parse_problem(text)
-    return JOBS[product](problem, grouped.configs(problem, GPU)[0], GPU)
+    config = grouped.configs(problem, GPU)[0]
+    return JOBS[product](problem, config, GPU), GPU, grouped.NAME, problem, config
 
 
 @pytest.mark.parametrize("product", JOBS)
 @pytest.mark.parametrize("text", [DIVIDED, AGAIN, UNEVEN])
-def test_builds_without_spills_and_fits(product: str, text: str) -> None:
-    job = job_of(product, text)
-    build = compile_for(job, GPU)
+def test_builds_without_spills_and_fits(product: str, text: str, built: Callable[..., Build]) -> None:
+    job, *names = first_of(product, text)
+    build = built(job, *names)
     assert (build.refusal, build.registers, build.spill_bytes) == (None, 168, 0)
     assert build.threads == job.threads == 384
     assert fits(build, GPU) is None
@@ -43,8 +49,8 @@ def test_builds_without_spills_and_fits(product: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [DIVIDED, UNEVEN])
-def test_rows_are_gathered_by_16_bytes_and_a_gate_stays_with_its_up(text: str) -> None:
-    asm = run_compiler(job_of("up", text), GPU).asm
+def test_rows_are_gathered_by_16_bytes_and_a_gate_stays_with_its_up(text: str, compiled: Callable[..., Any]) -> None:
+    asm = compiled(*first_of("up", text)).asm
     # A thread's of a stage, in the loop before a program takes its next tile and in the one after.
     assert asm["ptx"].count("cp.async.cg.shared.global") == 2 * 8
     assert asm["ptx"].count("cp.async.bulk.tensor.5d") == 2
@@ -53,15 +59,17 @@ def test_rows_are_gathered_by_16_bytes_and_a_gate_stays_with_its_up(text: str) -
 
 @pytest.mark.parametrize("product", JOBS)
 @pytest.mark.parametrize("text", [DIVIDED, UNEVEN])
-def test_multiplies_64_rows_in_a_loop_that_is_not_unrolled(product: str, text: str) -> None:
-    ptx = run_compiler(job_of(product, text), GPU).asm["ptx"]
+def test_multiplies_64_rows_in_a_loop_that_is_not_unrolled(product: str, text: str, compiled: Callable[..., Any]) -> None:
+    ptx = compiled(*first_of(product, text)).asm["ptx"]
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 2 * 4  # of two consumers, 64 deep
     assert ptx.count("cp.async.bulk.tensor.4d.global.shared") == 2 * (2 if product == "up" else 4)
 
 
 @pytest.mark.parametrize("product", JOBS)
-def test_a_producer_takes_tiles_by_a_counter_and_tells_each_consumer_of_them(product: str) -> None:
-    ptx = run_compiler(job_of(product, QWEN), GPU).asm["ptx"]
+def test_a_producer_takes_tiles_by_a_counter_and_tells_each_consumer_of_them(
+    product: str, compiled: Callable[..., Any]
+) -> None:
+    ptx = compiled(*first_of(product, QWEN)).asm["ptx"]
     assert ptx.count("atom.global.gpu.relaxed.add") == ptx.count("atom.") == 1
     # All threads of a consumer have read the board before its first one gives it back.
     waits = [part.split("mbarrier.arrive")[0] for part in ptx.split("mbarrier.try_wait")[1:]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 POINTERS = ["q_base", "k_base", "v_base", "out_base", "lse_base"]
 
 
-def test_kernels_build_from_stand_ins_of_tensors_once_a_variant() -> None:
+def test_kernels_build_from_stand_ins_of_tensors_once_a_variant(hold: Callable[..., None]) -> None:
     script = Path(__file__).with_name("jit_builds.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     builds = [json.loads(line) for line in done.stdout.splitlines()]
     assert [build["kernel"] for build in builds] == ["flashmoe_fwd_triton"] * 3 + ["flashmoe_fwd_gluon_sm90"] * 2
+    for build, launched in zip(builds, ("usual", "even", "odd", "usual", "even"), strict=True):
+        function = build["kernel"]
+        hold(build["ptx"], function.removeprefix("flashmoe_"), function, "h200", f"launched {launched}", "the last")
     usual, even, odd = (build["aligned"] for build in builds[:3])
     strides = [
         f"stride_{tensor}{dim}" for tensor, last in (("q", "m"), ("k", "n"), ("v", "n"), ("o", "m")) for dim in f"bh{last}"

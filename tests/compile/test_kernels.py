@@ -11,13 +11,14 @@ branch, for the GPU of the records, and for an older one a problem that none div
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import machine_code
 import pytest
 
-from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS, Gpu
-from flashmoe_science.hardware.target import build_residency, compile_for, fits
+from flashmoe_science.hardware.target import Build, build_residency, fits
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
@@ -119,18 +120,21 @@ def _marks(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> list[pytest.MarkDec
     marks = [] if str(problem) in NEWEST_TOO.get(gpu.name, ()) else [pytest.mark.one_triton]
     if kernel.name == "fp32_gluon_sm90" and "d256" in str(problem).split():
         reason = "spills 400 bytes of the 192 that are allowed, and is 1.0 to 1.4 times PyTorch's speed (docs/notes/fp32.md)"
-        marks.append(pytest.mark.xfail(reason=reason, strict=True))
+        marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
+    elif kernel.name == "fp32_gluon_sm90" and "d128" in str(problem).split() and machine_code.VERSION != "3.6":
+        reason = "spills 208 and 240 bytes of the 192 that are allowed, with Triton 3.9's assembler"
+        marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
     return marks
 
 
-def check(kernel: AnyKernel, gpu: Gpu, problem: Problem, places: slice = slice(None)) -> None:
+def check(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build], places: slice = slice(None)) -> None:
     """Build the configs at these places among those that the kernel offers."""
     assert kernel.compile_job is not None
     configs = kernel.configs(problem, gpu)
     assert configs
     for place, config in list(enumerate(configs))[places]:
         job = kernel.compile_job(problem, config, gpu)
-        build = compile_for(job, gpu)
+        build = built(job, gpu, kernel.name, problem, config)
         assert fits(build, gpu) is None, f"{config}: {fits(build, gpu)}"
         assert build_residency(build, gpu).blocks >= 1
         allowed = SPILLS_WARP_SPECIALISED if job.gluon else (SPILLS_OTHERS if place else SPILLS_FIRST)[problem.dtype]
@@ -151,13 +155,16 @@ def check(kernel: AnyKernel, gpu: Gpu, problem: Problem, places: slice = slice(N
         ("split_triton", "attn b8 h32 hk8 q1 k4096 d72 bf16", 16),
     ],
 )
-def test_rows_of_no_multiple_of_16_elements_are_read_many_at_once_and_nothing_spills(name: str, text: str, width: int) -> None:
+def test_rows_of_no_multiple_of_16_elements_are_read_many_at_once_and_nothing_spills(
+    name: str, text: str, width: int, built: Callable[..., Build], compiled: Callable[..., Any]
+) -> None:
     """Read one by one they cannot be copied ahead, and the addresses spilled up to 5760 bytes a thread."""
     kernel, gpu, problem = next(one for one in BUILT if one.name == name), GPUS[MEASURED], parse_problem(text)
     assert kernel.compile_job is not None
-    job = kernel.compile_job(problem, kernel.configs(problem, gpu)[0], gpu)
-    assert compile_for(job, gpu).spill_bytes == 0
-    ptx = run_compiler(job, gpu).asm["ptx"]
+    config = kernel.configs(problem, gpu)[0]
+    made = kernel.compile_job(problem, config, gpu), gpu, name, problem, config
+    assert built(*made).spill_bytes == 0
+    ptx = compiled(*made).asm["ptx"]
     assert set(re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) == {hex(width)}
     assert not re.findall(r"ld\.global\S*\.b16", ptx)
 
@@ -175,25 +182,25 @@ def test_every_kernel_is_built() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED], PROBLEMS))
-def test_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
-    check(kernel, gpu, problem, slice(1))
+def test_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
+    check(kernel, gpu, problem, built, slice(1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([OLDER, NEWER], SOME))
-def test_builds_and_fits_on_other_gpus(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
-    check(kernel, gpu, problem, slice(1))
+def test_builds_and_fits_on_other_gpus(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
+    check(kernel, gpu, problem, built, slice(1))
 
 
 @pytest.mark.slow
 @pytest.mark.one_triton
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED], UNEVEN, least=2))
-def test_other_configs_build_and_fit(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
-    check(kernel, gpu, problem, slice(1, None))
+def test_other_configs_build_and_fit(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
+    check(kernel, gpu, problem, built, slice(1, None))
 
 
 @pytest.mark.slow
 @pytest.mark.again
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED, OLDER, NEWER, *OTHERS], (*PROBLEMS, *REST), every=True))
-def test_every_config_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
-    check(kernel, gpu, problem)
+def test_every_config_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
+    check(kernel, gpu, problem, built)

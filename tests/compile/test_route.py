@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.hardware.target import build_residency, compile_for, fits
-from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.hardware.target import Build, build_residency, fits
+from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.triton import MAX_EXPERTS, compile_job
 
 ROUTERS = {  # spec, experts, biased
-    "mixtral": (RouteSpec(2, "softmax", "sum"), 8, False),
-    "qwen3": (RouteSpec(8, "softmax", "sum"), 128, False),
-    "gpt-oss": (RouteSpec(4, "softmax_topk"), 32, False),
-    "deepseek-v3": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, True),
-    "deepseek-v3 without a bias": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, False),
-    "kimi-k2": (RouteSpec(8, "sigmoid", "sum", 1, 1, 2.827), 384, True),
-    "one expert": (RouteSpec(1, "softmax"), 1, False),
-    "all of 512": (RouteSpec(512, "softmax"), 512, False),
-    "most experts": (RouteSpec(8, "sigmoid", "sum"), MAX_EXPERTS, True),
+    "mixtral": (Options(2, "softmax", "sum"), 8, False),
+    "qwen3": (Options(8, "softmax", "sum"), 128, False),
+    "gpt-oss": (Options(4, "softmax_topk"), 32, False),
+    "deepseek-v3": (Options(8, "sigmoid", "sum", 8, 4, 2.5), 256, True),
+    "deepseek-v3 without a bias": (Options(8, "sigmoid", "sum", 8, 4, 2.5), 256, False),
+    "kimi-k2": (Options(8, "sigmoid", "sum", 1, 1, 2.827), 384, True),
+    "one expert": (Options(1, "softmax"), 1, False),
+    "all of 512": (Options(512, "softmax"), 512, False),
+    "most experts": (Options(8, "sigmoid", "sum"), MAX_EXPERTS, True),
 }
+
+
+def named(router: str, dtype: str, gpu: str) -> tuple[Any, ...]:
+    """What builds a router."""
+    spec, experts, biased = ROUTERS[router]
+    return compile_job(spec, experts, dtype=dtype, biased=biased), GPUS[gpu], "route", router, dtype
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(("gpu", "dtype"), [("h200", "bf16"), pytest.param("b200", "fp32", marks=pytest.mark.one_triton)])
-def test_it_builds_without_spills(router: str, dtype: str, gpu: str) -> None:
-    spec, experts, biased = ROUTERS[router]
-    job = compile_job(spec, experts, dtype=dtype, biased=biased)
-    build = compile_for(job, GPUS[gpu])
+def test_it_builds_without_spills(router: str, dtype: str, gpu: str, built: Callable[..., Build]) -> None:
+    job, *names = named(router, dtype, gpu)
+    build = built(job, *names)
     assert (build.kernel, build.refusal, build.spill_bytes) == ("flashmoe_moe_route", None, 0)
     assert build.threads == job.threads
     assert fits(build, GPUS[gpu]) is None
@@ -38,8 +45,7 @@ def test_it_builds_without_spills(router: str, dtype: str, gpu: str) -> None:
 @pytest.mark.parametrize(
     ("router", "dtype"), [("qwen3", "bf16"), ("gpt-oss", "fp32"), ("deepseek-v3", "fp32"), ("kimi-k2", "bf16")]
 )
-def test_a_choice_is_two_instructions_of_one_warp(router: str, dtype: str) -> None:
-    spec, experts, biased = ROUTERS[router]
-    ptx = run_compiler(compile_job(spec, experts, dtype=dtype, biased=biased), GPUS["h200"]).asm["ptx"]
+def test_a_choice_is_two_instructions_of_one_warp(router: str, dtype: str, compiled: Callable[..., Any]) -> None:
+    ptx = compiled(*named(router, dtype, "h200")).asm["ptx"]
     assert ptx.count("redux.sync.max.s32") == ptx.count("redux.sync.min.s32") >= 1
     assert ptx.count("bar.sync") <= 3  # results change their layout once; no choice waits for other warps

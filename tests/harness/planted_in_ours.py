@@ -29,9 +29,9 @@ from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import kernels as attention_kernels
-from flashmoe_science.ops.moe.call.inputs import MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.front import kernels as moe_kernels
 from flashmoe_science.records import RefusalRow, TimingRow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flashmoe_science.kernel import Config, Kernel, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 

@@ -21,7 +21,7 @@ from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY,
 from flashmoe_science.measure.worker import clocks
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import kernels
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, RunRow, TimingRow

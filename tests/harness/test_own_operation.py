@@ -64,7 +64,8 @@ def in_two_passes(x, config):
     assert config["block"] == 64
     most = x.float().amax(-1, keepdim=True)
     weights = torch.exp(x.float() - most)
-    return (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+    total = weights.sum(-1, keepdim=True)
+    return (weights / total).to(x.dtype), most, total
 
 
 def kernel(name, origin, run, configs, **more):
@@ -96,7 +97,7 @@ from flashmoe_science.contract import Contract, Output
 
 class RowSoftmax(Contract):
     name = "row_softmax"
-    outputs = (Output("y"),)
+    outputs = (Output("y"), Output("most", optional=True), Output("total", optional=True))
 
     def default_problems(self):
         return self.suites()["cpu"]
@@ -109,7 +110,8 @@ class RowSoftmax(Contract):
         return {"x": torch.randn(shape, device=device, generator=generator).to(self.dtype(problem))}
 
     def reference(self, problem, inputs):
-        return torch.softmax(inputs["x"], -1)
+        most = inputs["x"].to(torch.promote_types(inputs["x"].dtype, torch.float32)).amax(-1, keepdim=True)
+        return torch.softmax(inputs["x"], -1), most, (inputs["x"] - most).exp().sum(-1, keepdim=True)
 
     def for_kernel(self, problem, inputs):
         return inputs["x"]
@@ -178,8 +180,8 @@ def test_it_goes_from_prove_to_verdicts_and_a_report(flashmoe: Flashmoe) -> None
     run, said = proved(flashmoe, TINY, OTHER)
     assert [row.problem for row in run.rows if isinstance(row, DoneRow)] == [TINY, OTHER]
     assert not any(isinstance(row, RefusalRow) and row.stage == "correctness" for row in run.rows)
-    passed = {(row.kernel, row.passed) for row in run.rows if isinstance(row, CorrectnessRow)}
-    assert passed == {("two_pass", True), ("torch_softmax", True)}
+    passed = {(row.kernel, row.passed, *row.outputs) for row in run.rows if isinstance(row, CorrectnessRow)}
+    assert passed == {("two_pass", True, "y", "most", "total"), ("torch_softmax", True, "y")}
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
     assert {row.op for row in rows} <= {"row_softmax"}
     assert {row.origin for row in rows} <= {"ours"}

@@ -12,7 +12,8 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention.front import append_op, known_calls, masks, modes_calls
+from flashmoe_science.ops import calls
+from flashmoe_science.ops.attention.front import append, choose, sdpa
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -20,12 +21,12 @@ def i32(*values: int) -> torch.Tensor:
 
 
 def both(function: Any, *tensors: torch.Tensor, **options: Any) -> dict[str, object]:
-    """The function by our kernels and by PyTorch's operators, each on copies of the tensors that it may change; as a known call
-    (known_calls.py) of other values where it becomes one."""
+    """The function by our kernels and by PyTorch's operators, each on copies of the tensors that it may change; by a
+    stored launch, of other values, where one is stored."""
     results = []
     for kernel in ("split_triton", "sdpa"):
         copies = [one.clone() for one in tensors]
-        modes_calls.gpu_of = append_op.gpu_of = lambda q, gpu=("l4" if kernel == "split_triton" else None): (
+        choose.gpu_of = append.gpu_of = lambda q, gpu=("l4" if kernel == "split_triton" else None): (
             None if gpu is None else gpu_named(gpu)
         )
         function(*[torch.zeros_like(one) for one in tensors], kernel=kernel, **options)
@@ -69,7 +70,7 @@ def main() -> None:
             return fm.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 5, **options)
 
         report[name] = both(varlen, *packed, **options)
-    masks._is_on_nvidia = lambda tensor: True
+    sdpa._is_on_nvidia = lambda tensor: True
     rows = [torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 40), (2, 40))]
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, kernel: str) -> Any:
@@ -77,8 +78,9 @@ def main() -> None:
 
     report["mask"] = both(masked, *rows, torch.rand(2, 1, 3, 40) > 0.3)
     report["bias"] = both(masked, *rows, torch.randn(3, 40))
-    known = [one for alike in known_calls.CALLS.values() for one in alike if one.launch is not None]
-    print(json.dumps(report | {"plans": len(modes_calls.PLANS), "known": len(known)}))
+    public = [one for key, stored in calls.LAUNCHES.items() if len(key) == 6 and key[5] for one in stored]
+    direct = [one for one in public if one.launch is not calls.slow_path]
+    print(json.dumps(report | {"plans": len(choose.PLANS), "stored": len(direct)}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import flashmoe_science as fm
+from flashmoe_science.kernel import CannotServe
 
 # fp32 accumulates over up to 130 keys; the 16-bit types round inputs' products and the output once each.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -86,15 +87,25 @@ def test_a_query_that_sees_no_key_gets_zeros_and_minus_infinity() -> None:
     assert torch.all(lse[:, :, 2:].isfinite())
 
 
+@pytest.mark.parametrize(("width", "width_v"), [(257, 257), (16, 300)])
+def test_heads_wider_than_our_kernels_take_are_served_by_pytorch(width: int, width_v: int) -> None:
+    q, k, v = tensors((1, 4, 2, 5, 7, width, width_v), torch.float32)
+    expected, _ = plain(q, k, v, None)
+    torch.testing.assert_close(fm.flash_attention_science(q, k, v).double(), expected, rtol=0, atol=5e-6)
+    with pytest.raises(CannotServe, match="'split_triton' cannot serve this call: no kernel of ours takes the input: head_dim"):
+        fm.scaled_dot_product_attention(q, k, v, enable_gqa=True, kernel="split_triton")
+    assert "no kernel of ours takes the input: head_dim" in fm.explain(q, k, v, enable_gqa=True).reason
+
+
 def test_the_log_sum_exp_is_taken_in_pieces_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_science.ops.attention.front import fallback
+    from flashmoe_science.ops.attention.front import pytorch
 
     q, k, v = tensors((2, 6, 2, 37, 21, 16, 16), torch.float32)
     for causal in (False, True):
-        monkeypatch.setattr(fallback, "_SCORES_AT_ONCE", 2**24)
+        monkeypatch.setattr(pytorch, "_SCORES_AT_ONCE", 2**24)
         whole, pieces = torch.zeros(2, 6, 37), torch.zeros(2, 6, 37)
         fm.flash_attention_forward(q, k, v, whole, causal, None)
-        monkeypatch.setattr(fallback, "_SCORES_AT_ONCE", 5 * 2 * 6 * 21)
+        monkeypatch.setattr(pytorch, "_SCORES_AT_ONCE", 5 * 2 * 6 * 21)
         fm.flash_attention_forward(q, k, v, pieces, causal, None)
         torch.testing.assert_close(pieces, whole)
 

@@ -14,8 +14,8 @@ import torch.utils.flop_counter
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
-from flashmoe_science.ops.moe.front import operator as torch_op
-from flashmoe_science.ops.plan import Cache
+from flashmoe_science.ops import calls
+from flashmoe_science.ops.cache import Cache
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
 from moe_cases import CASES, Case, inputs_of, off, reference
@@ -47,7 +47,7 @@ def arguments(dtype: torch.dtype = torch.float32, dim: int = H, hidden: int = F)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_case_is_right(case: Case) -> None:
     inputs = inputs_of(case, "cpu")
-    got = call(inputs, transposed=case.transposed)
+    got = call(inputs, transposed=inputs.problem.transposed)
     assert got.dtype == inputs.x.dtype
     assert off(got, inputs) is None
 
@@ -87,11 +87,11 @@ def test_leading_dimensions_strides_and_no_tokens() -> None:
 
 def test_a_call_is_bound_once_and_sees_what_changes() -> None:
     given = arguments()
-    torch_op.CALLS.clear()
+    calls.LAUNCHES.clear()
     first = fm.fused_moe(**given)
     again = fm.fused_moe(**{name: tensor.clone() for name, tensor in given.items()})
     assert torch.equal(first, again)
-    assert len(torch_op.CALLS) == 1
+    assert len(calls.LAUNCHES) == 1
     other = given | {"hidden_states": 2 * given["hidden_states"], "top_k_ids": given["top_k_ids"].flip(0)}
     right = fm.fused_moe(**{name: tensor.double().float() if name != "top_k_ids" else tensor for name, tensor in other.items()})
     assert torch.equal(fm.fused_moe(**other), right)
@@ -110,23 +110,23 @@ def test_a_call_is_bound_once_and_sees_what_changes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_a_known_call_serves_no_other_that_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes, transforms, traces, derivatives, subclasses and other memory take the long way, and are right there."""
+def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes, transforms, traces, derivatives, subclasses and other memory take the slow path, and are right there."""
 
     def fail(*tensors: Any) -> torch.Tensor:
-        raise AssertionError("the known call was taken")
+        raise AssertionError("the cached launch was taken")
 
-    monkeypatch.setattr(torch_op, "CALLS", Cache(8))
+    monkeypatch.setattr(calls, "LAUNCHES", Cache(8))
     given = arguments()
     right = fm.fused_moe(**given)
-    ((key, (known,)),) = torch_op.CALLS.items()
+    ((key, (cached,)),) = calls.LAUNCHES.items()
     tensors = tuple(given.values())
 
     def differs(*others: torch.Tensor, **options: Any) -> None:
-        torch_op.CALLS[key] = (known._replace(call=fail),)
+        calls.LAUNCHES[key] = (cached._replace(launch=fail),)
         torch.testing.assert_close(fm.fused_moe(*others, **options), right)
 
-    with pytest.raises(AssertionError, match="known call"):
+    with pytest.raises(AssertionError, match="cached launch"):
         differs(*tensors)
     x, w1, w2, weights, ids = tensors
     differs(x, w1, torch._neg_view(-w2), weights, ids)
@@ -153,7 +153,7 @@ def test_a_known_call_serves_no_other_that_looks_like_it(monkeypatch: pytest.Mon
         differs(*tensors)
     with torch.no_grad():
         differs(*tensors)
-    torch_op.CALLS[key] = (known._replace(call=fail),)
+    calls.LAUNCHES[key] = (cached._replace(launch=fail),)
     traced = torch.jit.trace(lambda x: fm.fused_moe(x, w1, w2, weights, ids), x, check_trace=False)
     torch.testing.assert_close(traced(2 * x), fm.fused_moe(2 * x, *tensors[1:], limit=6.0))
 
@@ -161,7 +161,7 @@ def test_a_known_call_serves_no_other_that_looks_like_it(monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
-    """Also where the call is known but for them: they have no strides, at which PyTorch's guards end the process."""
+    """Also where the call is cached but for them: they have no strides, at which PyTorch's guards end the process."""
     given = arguments()
     fm.fused_moe(**given)
     for name, tensor in given.items():
@@ -170,27 +170,27 @@ def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
             fm.fused_moe(**given | {name: nested})
 
 
-def test_a_call_is_known_without_its_tensors() -> None:
-    torch_op.CALLS.clear()
+def test_a_launch_is_cached_without_its_tensors() -> None:
+    calls.LAUNCHES.clear()
     given = arguments()
     fm.fused_moe(**given)
-    assert len(torch_op.CALLS) == 1
+    assert len(calls.LAUNCHES) == 1
     held = [weakref.ref(tensor) for tensor in given.values()]
     given.clear()
     gc.collect()
     assert not any(one() is not None for one in held)
 
 
-def test_a_tensor_given_twice_is_known_too() -> None:
-    torch_op.CALLS.clear()
+def test_a_tensor_given_twice_is_cached_too() -> None:
+    calls.LAUNCHES.clear()
     square = torch.randn(E, H, H)
     given = arguments(hidden=H) | {"gate_up_proj": square, "down_proj": square}
     one = fm.fused_moe(**given)
-    assert [len(known) for known in torch_op.CALLS.values()] == [1]
+    assert [*map(len, calls.LAUNCHES.values())] == [1]
     assert torch.equal(fm.fused_moe(**given), one)
-    assert [len(known) for known in torch_op.CALLS.values()] == [1]
+    assert [*map(len, calls.LAUNCHES.values())] == [1]
     torch.testing.assert_close(fm.fused_moe(**given | {"down_proj": square.clone()}), one)
-    assert [len(known) for known in torch_op.CALLS.values()] == [2]
+    assert [*map(len, calls.LAUNCHES.values())] == [2]
 
 
 @pytest.mark.parametrize(("dim", "hidden"), [(16, 24), (9, 5)])  # whose strides PyTorch's grouped product takes, and does not

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import flashmoe_science as fm
-from flashmoe_science.ops.attention.front import modes_calls
+from flashmoe_science.ops import calls
+from flashmoe_science.ops.attention.front import choose
 
 pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
@@ -185,13 +186,13 @@ def test_a_cache_that_grows_makes_no_new_plan() -> None:
     k_cache, v_cache = randn(1, capacity, 2, 64), randn(1, capacity, 2, 64)
     for length in (1, 40):
         fm.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)
-    plans, calls = len(modes_calls.PLANS), len(modes_calls.CALLS)
+    plans, stored = len(choose.PLANS), len(calls.LAUNCHES)
     for length in range(41, 300):
         fm.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)
-    assert (len(modes_calls.PLANS), len(modes_calls.CALLS)) == (plans, calls)
+    assert (len(choose.PLANS), len(calls.LAUNCHES)) == (plans, stored)
     for length in range(64, 300):  # tensors that grow: with a window no other kernel serves them
         fm.flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], window_size=(50, 0))
-    assert len(modes_calls.PLANS) <= plans + 4
+    assert len(choose.PLANS) <= plans + 4
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

@@ -100,7 +100,7 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
                 told.append(value if count == total else f"{value} ({count} of {total})")
         if told:
             parts.append(f"{answer}: {', '.join(told)}")
-    put_wrapped(out, f"  {name}  {'; '.join(parts)}", hanging=len(name) + 4)
+    put_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
 
 
 def _print_reasons(out: Console, result: CheckResult) -> None:

@@ -20,7 +20,7 @@ from flashmoe_science.operations import parse_problem
 GOOD, REGRESSED, REFUSED = 0, 1, 3
 # How many entries of each outcome are listed: of those that ask for nothing, a few.
 _SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
-_RUNS = "runs"  # the folder of committed records beside the file
+_RUNS = "runs"  # where there is one beside the file, its folder holds the committed records
 
 
 def ratchet(
@@ -37,10 +37,13 @@ def ratchet(
     """Hold what was measured now to the best that is known of each problem, GPU, clock and cache.
 
     What is kept is the ratio to a named rival, so that a machine in another state does not matter. It fails on a proven
-    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%.
-    It rises on a proven gain, with --update, and falls only by --accept, with a reason. A quick run raises nothing.
+    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%,
+    on the eager clock by more than 20%: what a host's own state makes of a ratio. It rises on a proven gain, of as much above,
+    with --update, and falls only by --accept, with a reason. A quick run raises nothing.
 
-    The kept ratios are held to the runs they rest on, where those lie in runs/ beside the file or under --runs.
+    A run that was not asked for an entry's rival (prove --against) says nothing of the entry.
+
+    The kept ratios are held to the runs they rest on, where those lie beside the file or under --runs.
 
     Exit code: 0 nothing regressed, 1 a proven regression, 2 it could not run, 3 a kept problem was measured but has no number
     that can be believed, or none was measured at all. A kept problem that no run here measured is named, and fails nothing.
@@ -84,8 +87,8 @@ def ratchet(
 
 def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The runs measured now, and those that are committed beside the file."""
-    beside = file.parent / _RUNS
-    if not beside.is_dir() or beside.resolve().is_relative_to(folder.resolve()):
+    beside = file.parent
+    if not (beside / _RUNS).is_dir() or beside.resolve().is_relative_to(folder.resolve()):
         return list(now)
     ids = {judged.run.header.run for judged in now}
     return [*now, *(JudgedRun(run) for run in runs_under(beside) if run.header.run not in ids)]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flashmoe_science.problem import Arithmetic
+
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -41,12 +43,22 @@ class Gpu:
     memory_bytes: int
     memory_bandwidth: float  # bytes/s
     tensor_flops_16bit: float  # fp16 and bf16 with fp32 accumulation
-    fp32_flops: float
+    tensor_flops_8bit: float  # the faster of fp8 and int8, however they are accumulated
+    tensor_flops_4bit: float  # the faster of fp4 and int4; of 8 bits where there is neither
+    fp32_flops: float  # without tensor cores
     boost_clock_hz: float
 
     @property
     def arch(self) -> str:
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
+
+    def fastest_flops(self, arithmetic: Arithmetic) -> float:
+        """The most FLOP/s of products of that accuracy, by whatever method; ``hardware.floor`` says why no method has more."""
+        if arithmetic == "fp32":
+            return self.fp32_flops + self.tensor_flops_8bit / 4
+        return {"16-bit": self.tensor_flops_8bit / 2, "8-bit": self.tensor_flops_8bit, "4-bit": self.tensor_flops_4bit}[
+            arithmetic
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +69,23 @@ class _Capability:
     blocks_per_sm: int
     shared_per_sm: int
     tensor_rate: int
+    tensor_rate_4bit: int
     fp32_rate: int
 
 
-# Warps, blocks and shared memory: guide. Rates: whitepapers (tensor: 16-bit inputs, fp32 accumulation, dense; GeForce cards
-# of 8.6, 8.9 and 12.0 run at half the tensor rate given here).
+# Warps, blocks and shared memory: guide. Rates: whitepapers (tensor: 16-bit inputs, fp32 accumulation, dense; 8-bit ones have
+# twice it; GeForce cards of 8.6, 8.9 and 12.0 run at half the tensor rate given here, but where fp16 is accumulated in fp16).
 _CAPABILITIES: dict[tuple[int, int], _Capability] = {
-    (8, 0): _Capability(64, 32, 164 * KIB, 2048, 128),
-    (8, 6): _Capability(48, 16, 100 * KIB, 1024, 256),
-    (8, 7): _Capability(48, 16, 164 * KIB, 2048, 256),
-    (8, 9): _Capability(48, 24, 100 * KIB, 1024, 256),
-    (9, 0): _Capability(64, 32, 228 * KIB, 4096, 256),
-    (10, 0): _Capability(64, 32, 228 * KIB, 8192, 256),
-    (10, 3): _Capability(64, 32, 228 * KIB, 8192, 256),
-    (11, 0): _Capability(48, 24, 228 * KIB, 8192, 256),
-    (12, 0): _Capability(48, 24, 100 * KIB, 1024, 256),
-    (12, 1): _Capability(48, 24, 100 * KIB, 1024, 256),
+    (8, 0): _Capability(64, 32, 164 * KIB, 2048, 8192, 128),
+    (8, 6): _Capability(48, 16, 100 * KIB, 1024, 4096, 256),
+    (8, 7): _Capability(48, 16, 164 * KIB, 2048, 8192, 256),
+    (8, 9): _Capability(48, 24, 100 * KIB, 1024, 4096, 256),
+    (9, 0): _Capability(64, 32, 228 * KIB, 4096, 8192, 256),
+    (10, 0): _Capability(64, 32, 228 * KIB, 8192, 32768, 256),
+    (10, 3): _Capability(64, 32, 228 * KIB, 8192, 65536, 256),
+    (11, 0): _Capability(48, 24, 228 * KIB, 8192, 32768, 256),
+    (12, 0): _Capability(48, 24, 100 * KIB, 1024, 4096, 256),
+    (12, 1): _Capability(48, 24, 100 * KIB, 1024, 4096, 256),
 }
 _RESERVED_SHARED = 1 * KIB  # guide: of an SM's shared memory a block can have all but 1 KB, which the system keeps
 _STATIC_SHARED = 48 * KIB  # guide: what a block gets without asking, on every capability
@@ -88,6 +101,8 @@ def _gpu(
     memory_bytes: int,
     memory_bandwidth: float,
     tensor_flops_16bit: float,
+    tensor_flops_8bit: float,
+    tensor_flops_4bit: float,
     fp32_flops: float,
     boost_clock_hz: float,
 ) -> Gpu:
@@ -107,6 +122,8 @@ def _gpu(
         memory_bytes=memory_bytes,
         memory_bandwidth=memory_bandwidth,
         tensor_flops_16bit=tensor_flops_16bit,
+        tensor_flops_8bit=tensor_flops_8bit,
+        tensor_flops_4bit=tensor_flops_4bit,
         fp32_flops=fp32_flops,
         boost_clock_hz=boost_clock_hz,
     )
@@ -122,6 +139,8 @@ _TABLE = (
         memory_bytes=80 * GIB,  # driver: 81,920 MiB
         memory_bandwidth=2.039e12,  # datasheet
         tensor_flops_16bit=312e12,  # datasheet
+        tensor_flops_8bit=624e12,  # datasheet: int8
+        tensor_flops_4bit=1248e12,  # whitepaper: int4
         fp32_flops=19.5e12,  # datasheet
         boost_clock_hz=1.410e9,  # whitepaper
     ),
@@ -134,6 +153,8 @@ _TABLE = (
         memory_bytes=23_609_475_072,  # driver
         memory_bandwidth=600e9,  # datasheet
         tensor_flops_16bit=125e12,  # datasheet
+        tensor_flops_8bit=250e12,  # datasheet: int8
+        tensor_flops_4bit=500e12,  # datasheet: int4
         fp32_flops=31.2e12,  # datasheet
         boost_clock_hz=1.695e9,  # driver
     ),
@@ -146,6 +167,8 @@ _TABLE = (
         memory_bytes=25_286_672_384,  # driver
         memory_bandwidth=936e9,  # whitepaper
         tensor_flops_16bit=71e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
+        tensor_flops_8bit=284e12,  # whitepaper: int8
+        tensor_flops_4bit=568e12,  # whitepaper: int4
         fp32_flops=35.6e12,  # whitepaper
         boost_clock_hz=1.695e9,  # whitepaper
     ),
@@ -158,6 +181,8 @@ _TABLE = (
         memory_bytes=23_612_293_120,  # driver; 24 GB on the datasheet
         memory_bandwidth=300e9,  # datasheet
         tensor_flops_16bit=121e12,  # datasheet: 242 with sparsity
+        tensor_flops_8bit=242.5e12,  # datasheet: 485 with sparsity
+        tensor_flops_4bit=485e12,  # whitepaper: int4 at twice the rate of int8
         fp32_flops=30.3e12,  # datasheet
         boost_clock_hz=2.040e9,  # driver
     ),
@@ -170,6 +195,8 @@ _TABLE = (
         memory_bytes=45_589 * MIB,  # driver; 48 GB on the datasheet
         memory_bandwidth=864e9,  # datasheet
         tensor_flops_16bit=362.05e12,  # datasheet
+        tensor_flops_8bit=733e12,  # datasheet
+        tensor_flops_4bit=1466e12,  # whitepaper: int4 at twice the rate of int8
         fp32_flops=91.6e12,  # datasheet
         boost_clock_hz=2.520e9,  # whitepaper
     ),
@@ -182,6 +209,8 @@ _TABLE = (
         memory_bytes=24_563 * MIB,  # driver
         memory_bandwidth=1008e9,  # whitepaper
         tensor_flops_16bit=165.2e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
+        tensor_flops_8bit=660.6e12,  # whitepaper: int8, and fp8 with fp16 accumulation
+        tensor_flops_4bit=1321.2e12,  # whitepaper: int4
         fp32_flops=82.6e12,  # whitepaper
         boost_clock_hz=2.520e9,  # whitepaper
     ),
@@ -194,6 +223,8 @@ _TABLE = (
         memory_bytes=81_090 * MIB,  # driver
         memory_bandwidth=3.35e12,  # datasheet, SXM
         tensor_flops_16bit=989.4e12,  # datasheet, SXM: 1,979 with sparsity; whitepaper: at 1,830 MHz
+        tensor_flops_8bit=1979e12,  # datasheet, SXM: 3,958 with sparsity
+        tensor_flops_4bit=1979e12,  # whitepaper: no 4-bit arithmetic
         fp32_flops=66.9e12,  # datasheet, SXM
         boost_clock_hz=1.980e9,  # driver: the highest SM clock; matrix products sustain 1,830 MHz at most (whitepaper)
     ),
@@ -206,6 +237,8 @@ _TABLE = (
         memory_bytes=143_771 * MIB,  # driver
         memory_bandwidth=4.8e12,  # datasheet
         tensor_flops_16bit=989e12,  # datasheet: 1,979 with sparsity
+        tensor_flops_8bit=1979e12,  # datasheet: 3,958 with sparsity
+        tensor_flops_4bit=1979e12,  # whitepaper: no 4-bit arithmetic
         fp32_flops=67e12,  # datasheet
         boost_clock_hz=1.980e9,  # driver: the highest SM clock
     ),
@@ -218,6 +251,8 @@ _TABLE = (
         memory_bytes=182_642 * MIB,  # driver
         memory_bandwidth=8e12,  # datasheet, DGX B200: 64 TB/s over 8 GPUs
         tensor_flops_16bit=2.25e15,  # datasheet, HGX B200: 36 PFLOP/s with sparsity over 8 GPUs
+        tensor_flops_8bit=4.5e15,  # datasheet, HGX B200: 72 PFLOP/s with sparsity over 8 GPUs
+        tensor_flops_4bit=9e15,  # datasheet, HGX B200: fp4, 144 PFLOP/s with sparsity over 8 GPUs
         fp32_flops=75e12,  # datasheet, HGX B200: 600 TFLOP/s over 8 GPUs
         boost_clock_hz=1.965e9,  # driver: the highest SM clock
     ),
@@ -230,6 +265,8 @@ _TABLE = (
         memory_bytes=32 * GIB,  # whitepaper
         memory_bandwidth=1792e9,  # whitepaper
         tensor_flops_16bit=209.5e12,  # whitepaper: with fp32 accumulation
+        tensor_flops_8bit=838e12,  # whitepaper: int8, and fp8 with fp16 accumulation
+        tensor_flops_4bit=1676e12,  # whitepaper: fp4
         fp32_flops=104.8e12,  # whitepaper
         boost_clock_hz=2.407e9,  # whitepaper
     ),
@@ -322,6 +359,8 @@ def gpu_for_device(
         memory_bytes=memory_bytes,
         memory_bandwidth=max(gpu.memory_bandwidth for gpu in _TABLE) if memory_bandwidth is None else memory_bandwidth,
         tensor_flops_16bit=sm_count * limits.tensor_rate * clock,
+        tensor_flops_8bit=sm_count * 2 * limits.tensor_rate * clock,
+        tensor_flops_4bit=sm_count * limits.tensor_rate_4bit * clock,
         fp32_flops=sm_count * limits.fp32_rate * clock,
         boost_clock_hz=clock,
     )

@@ -14,21 +14,19 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoe_science import serving
-from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
-from flashmoe_science.ops.attention.call.spec import check_flag
-from flashmoe_science.ops.attention.front.flash_args import (
+from flashmoe_science.ops.attention.call.checks import check_flag
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.flash import (
     FLASH_NAMES,
-    FLASH_OTHERS,
     check_dimensions,
     checked_cap,
+    concat_qv,
     dequantised_query,
     mask_of,
     window_of,
     with_chunks,
-    with_second_query,
 )
-from flashmoe_science.ops.attention.front.modes_op import attend_with
-from flashmoe_science.ops.attention.problem.features import Extras
+from flashmoe_science.ops.attention.front.operator import attend
 
 __all__ = [
     "flash_attn_combine",
@@ -82,15 +80,14 @@ def flash_attn_func(
     left, right = window_of(window_size, causal)
     check_dimensions((("q", q), ("k", k), ("v", v)), (_ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
-    q, k = with_second_query(q, k, v, qv)
-    rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
-    extras = Extras(softcap=checked_cap(softcap), k_scale=k_descale, v_scale=v_descale)
-    extras = with_chunks(extras, attention_chunk, rows, keys)
-    if num_splits == 1 and rows.shape[2] > _FEW_QUERIES:
+    q, k = concat_qv(q, k, v, qv)
+    if num_splits == 1 and q.shape[1] > _FEW_QUERIES:
         num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
-    spec = ModesSpec(mask, left, right, return_attn_probs, None, num_splits, FLASH_NAMES, FLASH_OTHERS)
-    out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
-    out = out.transpose(1, 2)
+    options = Options(
+        mask, return_attn_probs, None, left, right, checked_cap(softcap), num_splits, tokens_first=True, names=FLASH_NAMES
+    )
+    tensors = Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), k_scale=k_descale, v_scale=v_descale)
+    out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale)
     return out if lse is None else (out, lse)
 
 

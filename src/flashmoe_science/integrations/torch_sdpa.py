@@ -23,15 +23,15 @@ import torch
 import torch.nn.attention as registry
 from torch.nn.attention import SDPBackend
 
-from flashmoe_science.ops.attention.call.spec import DTYPES, AttentionSpec
-from flashmoe_science.ops.attention.front.torch_op import attend
+from flashmoe_science.ops.attention.call.tensors import DTYPES, Options
+from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.serving import flash_attn_varlen_func
 
 NAME = "flashmoe"
 
 _DENSE, _PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 _PACKED_OUT = "_flash_attention_forward_no_dropout_inplace"  # from PyTorch 2.12
-_SPECS = {causal: AttentionSpec("causal" if causal else "full", return_lse=True) for causal in (False, True)}
+_OPTIONS = {causal: Options("causal" if causal else "full", return_lse=True) for causal in (False, True)}
 
 
 def register() -> None:
@@ -146,7 +146,7 @@ def _dense(original: _Original) -> Callable[..., Any]:
         if _BUSY.now or dropout_p or return_debug_mask or query.dtype not in DTYPES:
             return original(keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
         with _ours():
-            out, lse = attend(query, key, value, _SPECS[is_causal], scale)
+            out, lse = attend((query, key, value), _OPTIONS[is_causal], scale)
         return out, lse, None, None, query.shape[2], key.shape[2], *_nothing_random(query)
 
     return scaled_dot_product
@@ -204,12 +204,14 @@ def _packed_out(original: _Original) -> Callable[..., Any]:
     return flash_attention_into
 
 
-_OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
+_PACKED_OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
 
 
 def _serves_packed(query: torch.Tensor, dropout_p: float, return_debug_mask: bool, options: dict[str, Any]) -> bool:
-    known = all(name in _OPTIONS or value is None for name, value in options.items())  # ALiBi, and what a later PyTorch adds
-    return known and not (_BUSY.now or dropout_p or return_debug_mask) and query.dtype in DTYPES
+    supported = all(
+        name in _PACKED_OPTIONS or value is None for name, value in options.items()
+    )  # ALiBi, and what a later PyTorch adds
+    return supported and not (_BUSY.now or dropout_p or return_debug_mask) and query.dtype in DTYPES
 
 
 def _attend_packed(

@@ -21,8 +21,9 @@ import torch
 
 from flashmoe_science.integrations import transformers_attention
 from flashmoe_science.moe import fused_moe
-from flashmoe_science.ops.moe.call.inputs import Activation, Function
-from flashmoe_science.ops.moe.front.pytorch import activate
+from flashmoe_science.ops.moe.call import Activation
+from flashmoe_science.ops.moe.problem import Function
+from flashmoe_science.ops.moe.pytorch import activate
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 OLDEST = "5.10"  # the first whose modules say is_concatenated

@@ -14,20 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, make_mask
-from flashmoe_science.ops.attention.call.modes_spec import modes_of
-from flashmoe_science.ops.attention.call.spec import AttentionSpec, Unserved
-from flashmoe_science.ops.attention.front.as_pytorch import autocast
-from flashmoe_science.ops.attention.front.modes_calls import needs_grad
-from flashmoe_science.ops.attention.front.modes_op import attend_modes
-from flashmoe_science.ops.attention.front.torch_op import attend
+from flashmoe_science.ops.attention.call.checks import Unsupported
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.attention.front.sdpa import autocast
 from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.problem.features import Extras
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 
 _UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
 _FEW = 16  # queries of a padded sequence, up to which lengths say all: keys are split over programs then
-_PLAIN: dict[Mask, AttentionSpec] = {"full": AttentionSpec("full"), "causal": AttentionSpec("causal")}
+_PLAIN: dict[Mask, Options] = {"full": Options("full"), "causal": Options("causal")}
 
 
 def register() -> None:
@@ -94,7 +91,7 @@ def attention_forward(
     call.add_softmax(softcap, s_aux)
     try:
         out = None if dropout else call.serve(query, key, value, scaling)
-    except Unserved:
+    except Unsupported:
         out = None
     if out is None:
         out = _by_pytorch(query, key, value, attention_mask, position_bias, call, dropout, scaling)
@@ -103,18 +100,20 @@ def attention_forward(
 
 @dataclass
 class _Call:
-    """How our functions are called: ``keys`` of the keys, a window, and the arguments of Extras.
+    """How our functions are called: ``keys`` of the keys, a window, tensors by their names in Tensors.
 
     matrix: a mask that has no structure, which becomes a bias.
     packed: of padded sequences of more than a few queries, which the kernels for prompts serve as packed ones. What those lack
-        (gradients, a bias) is served by lengths, which are in ``extras`` too.
+        (gradients, a bias) is served by lengths, which are in ``tensors`` too.
     """
 
     mask: Mask
     keys: int
     left: int | None = None
     right: int | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
+    softcap: float = 0.0
+    max_seqlen_q: int = 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     matrix: torch.Tensor | None = None
     packed: Packed | None = None
 
@@ -122,29 +121,29 @@ class _Call:
         bias = _sum(self.matrix, None if position_bias is None else position_bias[..., : self.keys])
         if bias is not None:
             bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
-            self.extras["bias"] = bias.expand(*query.shape[:3], self.keys)
+            self.tensors["bias"] = bias.expand(*query.shape[:3], self.keys)
 
     def add_softmax(self, softcap: float | None, sinks: torch.Tensor | None) -> None:
         if softcap:
-            self.extras["softcap"] = float(softcap)
+            self.softcap = float(softcap)
         if sinks is not None:
-            self.extras["sinks"] = sinks.reshape(-1)
+            self.tensors["sinks"] = sinks.reshape(-1)
 
     def serve(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-        if not self.extras and self.left is None and self.right is None:
-            return attend(query, key, value, _PLAIN[self.mask], scaling)[0]
-        extras = Extras(**self.extras)
-        if self.packed is None or extras.bias is not None or needs_grad(query, key, value, extras):
-            modes = modes_of(key, extras, self.left, self.right)
-            return attend_modes(query, key, value, modes, extras, mask=self.mask, softmax_scale=scaling)[0]
+        if not self.tensors and self.left is self.right is None and not self.softcap:
+            return attend((query, key, value), _PLAIN[self.mask], scaling)[0]
+        most = (self.max_seqlen_q, self.keys if self.max_seqlen_q else 0)
+        options = Options(self.mask, False, None, self.left, self.right, self.softcap, 0, *most)
+        tensors = Tensors(query, key, value, **self.tensors)
+        if self.packed is None or tensors.bias is not None or tensors.needs_grad():
+            return attend(tensors, options, scaling)[0]
         batch, _, queries, _ = query.shape
-        extras = Extras(
-            self.packed.cu_seqlens_q, self.packed.cu_seqlens_k, self.packed.seqused_k, max_seqlen_q=queries,
-            max_seqlen_k=self.keys, softcap=extras.softcap, sinks=extras.sinks,
-        )  # fmt: skip
         q, k, v = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value))
-        modes = modes_of(k, extras, self.left, self.right)
-        tokens_first = attend_modes(q, k, v, modes, extras, mask=self.mask, softmax_scale=scaling)[0][0].transpose(0, 1)
+        packed = Tensors(
+            q, k, v, self.packed.cu_seqlens_q, self.packed.cu_seqlens_k, self.packed.seqused_k, sinks=tensors.sinks
+        )
+        options = options._replace(max_seqlen_q=queries, max_seqlen_k=self.keys, tokens_first=True)
+        tokens_first = attend(packed, options, scaling)[0]
         return tokens_first.reshape(batch, queries, *tokens_first.shape[1:]).transpose(1, 2)
 
 
@@ -163,9 +162,9 @@ def _by_structure(mask: StructuredMask, queries: int) -> _Call:
     visible = mask.visible
     call = _Call("causal" if visible.causal and queries > 1 else "full", visible.length, visible.left, visible.right)
     if visible.end is not None:
-        call.extras.update(cache_seqlens=visible.end, max_seqlen_q=queries, max_seqlen_k=visible.length)
+        call.tensors["cache_seqlens"], call.max_seqlen_q = visible.end, queries
     if visible.first is not None:
-        call.extras["leftpad"] = visible.first
+        call.tensors["leftpad"] = visible.first
     if queries > _FEW:
         call.packed = mask.packed()
     return call
@@ -193,7 +192,7 @@ def _by_pytorch(
     Raises:
         ValueError: the layer asks for what PyTorch's attention lacks.
     """
-    lacking: list[str] = [name for name in ("softcap", "sinks") if name in call.extras]
+    lacking = ["softcap"] * bool(call.softcap) + ["sinks"] * ("sinks" in call.tensors)
     if attention_mask is None and call.left is not None:
         lacking.append("sliding_window")
     if lacking:

@@ -54,12 +54,12 @@ class Cell:
         """Plain values: its time and speed-ups, whether it is right, and what the launch with the most threads takes."""
         row, oracle, launches = self.verdict, self.judged.error(self.verdict), self.judged.launches(self.verdict)
         sdpa = next((one.interval for one in self.judged.beside(row) if one.rival == USERS_OWN), None)
-        launch = max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
+        launch = max(launches, key=lambda one: one.threads, default=None)
         own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
         return {name: getattr(row, name) for name in own} | {
             "correct": oracle and oracle.passed,
-            "error": oracle and oracle.out.max,
-            "allowed": oracle and oracle.out.bound_max,
+            "error": oracle and oracle.tightest.max,
+            "allowed": oracle and oracle.tightest.bound_max,
             "refused": row.reason if row.verdict == "refused" else None,
             "over_first": self.over_first and self.over_first.ends,
             "how": self.how,

@@ -33,6 +33,7 @@ from flashmoe_science.records import (
 from flashmoe_science.store import Run
 
 _ROUNDED = 1 + 1e-6
+_OUTPUTS = {"out": "output", "lse": "log-sum-exp"}  # in words, where a contract's name is none
 
 # Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
 AT_THE_CLOCK = ("sanity", "timing")
@@ -182,7 +183,7 @@ class Trust:
         return self._answered[best]
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
-        """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
+        """Bytes that one call took beyond its inputs, and bytes of its outputs."""
         oracle = self.oracle.get((problem, kernel, config))
         return (oracle.peak_extra_bytes, oracle.output_bytes) if oracle else (None, None)
 
@@ -256,9 +257,8 @@ def _listed(machine: Environment) -> Gpu | None:
 
 def _error_in_words(row: CorrectnessRow) -> str | None:
     """What the recorded errors say by themselves, whatever ``passed`` says."""
-    for name, stats in (("output", row.out), ("log-sum-exp", row.lse)):
-        if stats is None:
-            continue
+    for output, stats in row.outputs.items():
+        name = _OUTPUTS.get(output, output)
         if stats.nonfinite:
             return f"{stats.nonfinite} values of its {name} are NaN or Inf"
         if stats.max is None or stats.rms is None or stats.mean is None:

@@ -59,7 +59,7 @@ class Exam:
         inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
         with self._finding() as found:
             call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
-            found.stats = list(call.stats)
+            found.stats = call.stats
             if call.reasons:
                 found.wrong(call)
             if call.vacuous:
@@ -84,7 +84,7 @@ class Exam:
             first = self._first_call(found)
             if first is None:
                 return found
-            found.stats = list(first.stats)
+            found.stats = first.stats
             if first.reasons:
                 self._what_is_wrong(found, first)
                 return found
@@ -124,7 +124,7 @@ class Exam:
             return Call(facts, wrong, other_kind=True)
         told = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
         named = [(code, words) for code, words in told["named"]]
-        stats = [None if one is None else ErrorStats.model_validate(one) for one in told["stats"]]
+        stats = {name: ErrorStats.model_validate(one) for name, one in told["stats"].items()}
         return Call(facts, told["reasons"], False, named, stats, told["digest"], told["vacuous"])
 
     def _first_call(self, found: Finding) -> Call | None:

@@ -26,9 +26,9 @@ OTHERS = {  # distributions beside the normal one, in words
 @dataclass(slots=True)
 class Finding:
     """What was found. ``reasons`` are faults in words, none where it passed, and ``codes`` name them for machines; ``notes``
-    are worth knowing. ``stats`` are of each output on ordinary inputs."""
+    are worth knowing. ``stats`` are of each output, by its name, on ordinary inputs."""
 
-    stats: list[ErrorStats | None] = field(default_factory=list)
+    stats: dict[str, ErrorStats] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -59,13 +59,13 @@ class Call:
     reasons: list[str]
     other_kind: bool = False  # what came back was not of the kind that the contract has, and its numbers were not looked at
     named: Sequence[Named] = ()
-    stats: Sequence[ErrorStats | None] = ()
+    stats: dict[str, ErrorStats] = field(default_factory=dict)
     digest: str = ""
     vacuous: bool = False
 
     @property
     def nonfinite(self) -> int:
-        return sum(one.nonfinite for one in self.stats if one is not None)
+        return sum(one.nonfinite for one in self.stats.values())
 
 
 def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:

@@ -81,7 +81,16 @@ def look(
     return seen
 
 
+_MOST_NAMES = 64  # of a call path, that are recorded
 _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
+
+
+def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
+    """Of each name, in the order met, the launch with the most threads, with their count: a loop over experts has thousands."""
+    named: dict[str, list[SeenLaunch]] = {}
+    for one in launches:
+        named.setdefault(one.name, []).append(one)
+    return [max(same, key=lambda one: one.threads).model_copy(update={"count": len(same)}) for same in named.values()]
 
 
 @dataclass(slots=True)
@@ -165,7 +174,7 @@ class OnProblem:
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        launched = seen[0] if seen else []
+        launched = by_name(seen[0] if seen else [])[:_MOST_NAMES]
         self.session.record(CallPathRow, self.problem, entry, launches=launched, broken_promises=broken)
         if broken:
             self.refuse("callpath", "; ".join(broken), entry)

@@ -112,10 +112,10 @@ class Oracle:
         """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
 
         Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of
-        each output, None where the case has no finite reference (``vacuous``); a digest of the bits.
+        each output by its name, but of those that have no finite reference (``vacuous``); a digest of the bits.
         """
         wanted = self._expected(Case(*case))[:count]
-        answer: dict[str, Any] = {"reasons": [], "stats": [], "digest": "", "named": [], "vacuous": False}
+        answer: dict[str, Any] = {"reasons": [], "stats": {}, "digest": "", "named": [], "vacuous": False}
         try:
             kinds = [(tuple(one.value.shape), one.dtype) for one in wanted]
             outputs, answer["digest"] = self._handover.get(path, kinds, self._device)
@@ -125,11 +125,10 @@ class Oracle:
         for index, (got, one) in enumerate(zip(outputs, wanted, strict=True)):
             if not _judgeable(one):
                 answer["vacuous"] = True
-                answer["stats"].append(None)
                 continue
             name = names[index] if index < len(names) else "out" if len(wanted) == 1 else f"output {index}"
             stats, reasons = check_output(name, got, one.value, one.bound)
-            answer["stats"].append(stats.model_dump())
+            answer["stats"][name] = stats.model_dump()
             answer["reasons"] += reasons
             if reasons and naming:
                 answer["named"] += self._mistake(Case(*case), index, got) or kind_of_wrong(got, one, stats)

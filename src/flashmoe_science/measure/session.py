@@ -171,10 +171,9 @@ class Session:
     def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
         """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is. Where what came
         back was no tensor of the right kind, there is no error to record, and no row."""
-        out, lse = (*found.stats, None, None)[:2]
-        if out is not None or lse is not None:
+        if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
-            errors = {"passed": not found.reasons, "out": out or lse, "lse": lse}
+            errors = {"passed": not found.reasons, "outputs": found.stats}
             self.record(CorrectnessRow, problem, entry, origin=entry.origin, **errors, **sizes)
         if found.reasons:
             self.refuse("correctness", "; ".join(found.reasons), problem, entry, voids, found.codes)

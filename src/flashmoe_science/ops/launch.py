@@ -16,7 +16,7 @@ import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.ops.plan import Cache
+from flashmoe_science.ops.cache import Cache
 
 Grid = tuple[int, int, int]
 Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly
@@ -114,7 +114,7 @@ def between(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]
             return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
         held = straight(whole, (1,), torch.uint8)
         base = held.data_ptr()
-        return (held, *[base + start for start in starts])
+        return (held, *map(base.__add__, starts))  # no frame, as a comprehension's
 
     return take
 

@@ -46,12 +46,13 @@ def advance(state, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """The barriers of full and of empty stages, [STAGES, 1] each. Whoever makes them fences before other warps start."""
+def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """The barriers of full and of empty stages, [STAGES, 1] each: full after ARRIVALS, empty after READERS. Whoever makes them
+    fences before other warps start."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from flashmoe_science.cli.sheet import print_table, put_wrapped
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 
-COLUMNS = columns("problem", "kernel", "n:us", "n:rate", "v:verdict")
+COLUMNS = columns("problem", "k:kernel", "n:us", "n:rate", "v:verdict")
 
 
 def row(problem: str, *texts: str, note: str | None = None) -> Row:
@@ -30,7 +30,7 @@ def shown(width: int, colour: bool = False) -> list[str]:
         file=io.StringIO(), width=width, highlight=False, force_terminal=colour, color_system="standard" if colour else None
     )
     print_table(out, Table("t", "quick on h200", COLUMNS, LINES))
-    return out.file.getvalue().splitlines()
+    return [line.rstrip() for line in out.file.getvalue().splitlines()]
 
 
 def test_the_group_stands_above_its_rows() -> None:
@@ -53,6 +53,24 @@ def test_no_line_is_wider_than_there_is_room_and_reasons_are_whole(width: int) -
     assert "call path: promised a kernel named 'fwd'; saw 'old'" in " ".join(" ".join(lines).split())
 
 
+def test_names_that_leave_no_room_stand_above_their_row_and_no_number_is_cut() -> None:
+    assert shown(30) == [
+        "quick on h200",
+        "     us  rate  verdict",
+        "attn b1 h1 q64 d64 fp16",
+        "  fwd",
+        "   1.50  10.2  faster",
+        "  sdpa",
+        "  12.00   1.3  slower",
+        "attn b1 h1 q128 d64 fp16",
+        "  fwd",
+        "               refused",
+        "      call path: promised a",
+        "      kernel named 'fwd'; saw",
+        "      'old'",
+    ]
+
+
 def test_colour_is_for_terminals() -> None:
     assert any("\x1b[32mfaster" in line for line in shown(60, colour=True))
     assert not any("\x1b" in line for line in shown(60))
@@ -60,4 +78,4 @@ def test_colour_is_for_terminals() -> None:
 
 def test_what_a_terminal_would_obey_is_written_out_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     put_wrapped(Console(width=80), "wrong: \x1b[2J\x1b[32mall good")
-    assert capsys.readouterr().out == "wrong: \\x1b[2J\\x1b[32mall good\n"
+    assert capsys.readouterr().out.rstrip() == "wrong: \\x1b[2J\\x1b[32mall good"

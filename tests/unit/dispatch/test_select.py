@@ -12,7 +12,7 @@ from flashmoe_science.dispatch.table import Table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.problem import Problem
 
 

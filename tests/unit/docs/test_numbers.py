@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.unit.fabricated import Fabricate
 
-from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.verdicts import Verdict
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -27,9 +27,9 @@ def numbers_module() -> ModuleType:
     return numbers_from_records
 
 
-def row(problem: str, ratio: float | None, suite: str = "documents") -> Verdict:
+def row(problem: str, ratio: float | None, suite: str = "documents", started: str = "2026-01-01T00:00:00+00:00") -> Verdict:
     """Ours beside fa4, so many times as fast; without a ratio, wrong."""
-    run = Fabricate(suite=suite).control("fwd_gluon_sm90", problem=problem, noise=0)
+    run = Fabricate(started=started, suite=suite).control("fwd_gluon_sm90", problem=problem, noise=0)
     run.prove(problem, "fwd_triton", passed=ratio is not None)
     run.timed("fwd_triton", 20_000, "fa4", 20_000 * (ratio or 1), problem=problem, noise=0)
     return next(one for one in verdicts([run.done()]) if one.kernel == "fwd_triton")
@@ -67,7 +67,7 @@ def test_a_refused_row_is_counted_and_has_no_number(numbers) -> None:
 def test_losses_are_named_worst_first(numbers) -> None:
     told = numbers(*(row(f"attn b1 h1 q{64 + i} d64 fp16", 0.9 - i / 100) for i in range(7))).losses()
     listed = [line for line in told.splitlines() if line.startswith("- ")]
-    assert "7 of our rows" in told
+    assert "7 of our 7 rows" in told
     assert len(listed) == 5
     assert listed[0].startswith("- 0.84 of fa4: `attn b1 h1 q70 d64 fp16`")
 
@@ -99,4 +99,40 @@ def test_the_summary_holds_what_is_on_record_and_where_we_lose(numbers: Callable
     assert drawn.startswith("| drawn at random around the long: device time | 1 | best peer | 0.80x [")
     assert decode.startswith("| decoding drawn at random around both: device time | 1 | best peer | 1.20x [")
     assert memory == "| memory of a call | 4 | its results | 1.00 (median) | 1.00 (the most) |"
-    assert slower == "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 4 | fa4 there | 0.63x | 0.50x |"
+    assert slower == "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 5 | fa4 there | 0.63x | 0.50x |"
+
+
+def test_the_summary_and_the_page_count_the_same_losses(numbers: Callable[..., Any]) -> None:
+    found = numbers(
+        row("attn b1 h1 q64 d64 fp16", 2.0),
+        row("attn b1 h1 q4096 d64 fp16", 0.5, suite="fp32"),
+        row("attn b1 h1 q2048 d64 fp16", 0.8, suite="custom"),
+    )
+    assert "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 3 | fa4 there | 0.63x | 0.50x |" in found.summary()
+    assert "On the graph clock 2 of our 3 rows are slower than the best peer; the worst:\n\n- 0.50 of fa4" in found.losses()
+
+
+def test_a_problem_that_a_suite_measured_since_counts_there_alone(numbers: Callable[..., Any]) -> None:
+    """Whatever its layout; a run of problems named on the command line counts where no suite has them, or had them before."""
+    asked = [row(f"attn b1 h1 q{q} d64 fp16", 0.5, suite="custom") for q in (1024, 2048)]
+    later = row("attn b1 h1 q1024 d64 fp16 bshd", 1.5, suite="long", started="2026-01-02T00:00:00+00:00")
+    earlier = row("attn b1 h1 q2048 d64 fp16 bshd", 1.5, suite="long", started="2025-12-31T00:00:00+00:00")
+    found = numbers(*asked, later, earlier)
+    shown = {(key[1], one.problem) for key, rows in found.groups.items() for one in rows}
+    assert shown == {("custom", asked[1].problem), ("long", later.problem), ("long", earlier.problem)}
+
+
+def test_a_run_without_the_kernel_that_serves_the_problem_now_says_nothing_of_us(
+    numbers_module: ModuleType, tmp_path: Path
+) -> None:
+    """fp32_gluon_sm90 is newer than a run in which fwd_triton was half as fast as PyTorch."""
+    problem = "attn b4 h16 q2048 d128 fp32"
+    runs = []
+    for kernel in ("fwd_triton", "fp32_gluon_sm90"):
+        run = Fabricate(kernel, suite="custom").control("fwd_triton", problem=problem, noise=0)
+        runs.append(run.timed("fwd_triton", 20_000, "sdpa", 10_000, problem=problem, noise=0))
+    runs[1].prove(problem, "fp32_gluon_sm90", passed=False)
+    for run, count in zip(runs, (0, 1), strict=True):
+        judged = JudgedRun(run.done())
+        found = numbers_module.Numbers([judged.run], judged.verdicts, [], tmp_path, [judged])
+        assert sum(map(len, found.groups.values())) == count

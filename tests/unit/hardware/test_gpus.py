@@ -9,6 +9,7 @@ from flashmoe_science.hardware.gpus import GPUS, KIB, MIB, Gpu, gpu_for_device, 
 # 16-bit tensor FLOP per SM and clock with fp32 accumulation, from the whitepapers' tables of units.
 TENSOR_RATE = {"a100": 2048, "a10": 1024, "l4": 1024, "l40s": 1024, "h100": 4096, "h200": 4096, "b200": 8192}
 GEFORCE_RATE = {"rtx3090": 512, "rtx4090": 512, "rtx5090": 512}
+NO_4BIT = ("h100", "h200")
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
@@ -16,6 +17,9 @@ def test_peak_rates_follow_from_units_and_clock(gpu: Gpu) -> None:
     """A dense peak that is really the sparse one, or another card's, is off by a factor; clocks differ by 8% at most."""
     rate = (TENSOR_RATE | GEFORCE_RATE)[gpu.name]
     assert gpu.tensor_flops_16bit / (gpu.sm_count * rate * gpu.boost_clock_hz) == pytest.approx(1, abs=0.08)
+    wide = gpu.tensor_flops_16bit * (2 if gpu.name in GEFORCE_RATE else 1)  # fp16 sums, on a GeForce card
+    assert gpu.tensor_flops_8bit / wide == pytest.approx(2, rel=0.02)
+    assert gpu.tensor_flops_4bit == gpu.tensor_flops_8bit * (1 if gpu.name in NO_4BIT else 2)
     lanes = 64 if gpu.compute_capability == (8, 0) else 128
     assert gpu.fp32_flops / (2 * lanes * gpu.sm_count * gpu.boost_clock_hz) == pytest.approx(1, abs=0.03)
 
@@ -62,6 +66,8 @@ def test_an_unlisted_card_is_built_from_its_report() -> None:
     assert found.name == "a100-pcie-40gb"
     assert (found.shared_per_block, found.max_blocks_per_sm, found.memory_bandwidth) == (163 * KIB, 32, 1.555e12)
     assert found.tensor_flops_16bit == pytest.approx(312e12, rel=0.01)
+    assert found.tensor_flops_8bit == pytest.approx(624e12, rel=0.01)
+    assert found.tensor_flops_4bit == pytest.approx(1248e12, rel=0.01)
 
 
 def test_a_capability_that_is_not_known_takes_an_older_ones_limits_and_its_own_report() -> None:

@@ -117,7 +117,7 @@ def test_parameters_are_those_of_the_schema(name: str) -> None:
     expected = [one.name for one in schema.arguments]
     options = expected[len(named) :]
     assert named == expected[: len(named)]
-    assert set(options) <= torch_sdpa._OPTIONS | {"alibi_slopes"}
+    assert set(options) <= torch_sdpa._PACKED_OPTIONS | {"alibi_slopes"}
 
 
 def drawn(*shape: int) -> list[torch.Tensor]:

@@ -31,7 +31,7 @@ from transformers import (
 from flashmoe_science.integrations import transformers as ours
 from flashmoe_science.integrations import transformers_attention as attention
 from flashmoe_science.integrations.transformers_masks import StructuredMask
-from flashmoe_science.ops.attention.front.modes_op import attend_modes
+from flashmoe_science.ops.attention.call.tensors import Tensors
 
 SIZES = {
     "vocab_size": 97,
@@ -118,12 +118,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """However few queries are served as packed sequences where there is padding; what they were, a call each."""
     calls: list[Any] = []
 
-    def attend(*args: Any, **options: Any) -> Any:
-        calls.extend([args[4]] if args[4].cu_seqlens_q is not None else [])
-        return attend_modes(*args, **options)
+    serve = attention.attend
+
+    def attend(tensors: Any, *args: Any) -> Any:
+        calls.extend([tensors] if isinstance(tensors, Tensors) and tensors.cu_seqlens_q is not None else [])
+        return serve(tensors, *args)
 
     monkeypatch.setattr(attention, "_FEW", 0)
-    monkeypatch.setattr(attention, "attend_modes", attend)
+    monkeypatch.setattr(attention, "attend", attend)
     return calls
 
 

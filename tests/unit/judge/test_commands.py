@@ -73,7 +73,7 @@ def test_an_empty_folder_has_no_records(tmp_path: Path, flashmoe: Flashmoe) -> N
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda text: text.replace('"schema_version":2', '"schema_version":3', 1), "schema version 3 is newer than 2"),
+        (lambda text: text.replace('"schema_version":3', '"schema_version":4', 1), "schema version 4 is newer than 3"),
         (lambda text: text.replace(PROBLEM, "attn b2 h8"), "lacks q<n>, d<n>"),
     ],
 )

@@ -95,6 +95,35 @@ def test_a_problem_that_has_no_number_is_named_with_the_reason(day: Callable[...
     assert (new.outcome, new.key.problem, new.why) == ("new", LONGER, None)
 
 
+def test_a_run_that_was_not_asked_for_the_rival_says_nothing_of_it(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
+    """`flashmoe prove --against fa3` measures ours again, and the run before it stays the one that speaks of sdpa."""
+    later = Fabricate("day3", "2026-01-03T00:00:00+00:00").control().timed("fwd_triton", 29_000, "fa3", 30_000)
+    runs = [day(1), day(2, 19_000), JudgedRun(later.done())]
+    (one,) = check(kept, runs, [])
+    assert (one.outcome, one.now and one.now.run) == ("gained", "day2")
+    wrong = Fabricate("day4", "2026-01-04T00:00:00+00:00").control("fwd_gluon_sm90")
+    wrong.prove(PROBLEM, "fwd_triton", passed=False)
+    wrong.timed("fwd_triton", 29_000, "fa3", 30_000)
+    (one,) = check(kept, [*runs, JudgedRun(wrong.done())], [])
+    assert one.outcome == "refused"
+    assert "wrong: its output is off by" in str(one.why)
+
+
+@pytest.mark.parametrize(
+    ("clock", "time", "outcome"),
+    [
+        ("graph", 23_000, "regressed"), ("graph", 20_300, "held"), ("graph", 19_700, "held"), ("graph", 17_500, "gained"),
+        ("eager", 23_000, "held"), ("eager", 26_000, "regressed"), ("eager", 17_500, "held"), ("eager", 15_500, "gained"),
+    ],
+)  # fmt: skip
+def test_a_hosts_own_moves_are_no_regression_and_no_gain(
+    day: Callable[..., JudgedRun], clock: str, time: float, outcome: str
+) -> None:
+    """Two peers' eager times move by a fifth against each other from run to run, where nobody changed them."""
+    kept = raised([], check([], [day(1, clock=clock)], []))
+    assert outcomes(check(kept, [day(2, time, clock=clock)], [])) == [outcome]
+
+
 def test_a_lowering_keeps_its_reason_and_what_was_before(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     checks = check(kept, [day(2, 25_000)], [])
     (one,) = lowered(kept, checks, PROBLEM, "exact now")

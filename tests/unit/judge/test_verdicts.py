@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, errors
 
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.verdicts import Verdict
@@ -274,22 +274,23 @@ def edited(run: Any, kind: type, **changes: object) -> list[Verdict]:
     return verdicts([run.done()])
 
 
+@pytest.mark.parametrize("output", ["out", "lse", "dsinks"])
 @pytest.mark.parametrize(
     ("forged", "said"),
     [
-        ({"max": None}, "the error of its output is not on record"),
-        ({"mean": None}, "the error of its output is not on record"),
+        ({"max": None}, "the error of its {} is not on record"),
+        ({"mean": None}, "the error of its {} is not on record"),
         ({"max": -1.0}, "contradict each other"),
         ({"rms": 9e-4}, "contradict each other"),
         ({"max": 1e-6}, "contradict each other"),
     ],
 )
-def test_errors_that_cannot_be_of_one_output_are_no_proof(forged: dict[str, float | None], said: str) -> None:
+def test_errors_that_cannot_be_of_one_output_are_no_proof(output: str, forged: dict[str, float | None], said: str) -> None:
     run = Fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    first = next(row for row in run.rows if isinstance(row, CorrectnessRow))
-    row = edited(run, CorrectnessRow, out=first.out.model_copy(update=forged))[0]
+    outputs = {name: errors().model_copy(update=forged if name == output else {}) for name in ("out", "lse", "dsinks")}
+    row = edited(run, CorrectnessRow, outputs=outputs)[0]
     assert (row.verdict, row.ratio) == ("refused", None)
-    assert said in (row.reason or "")
+    assert said.format({"out": "output", "lse": "log-sum-exp"}.get(output, output)) in (row.reason or "")
 
 
 def test_a_gpus_clock_in_a_run_without_a_gpu_is_not_believed() -> None:

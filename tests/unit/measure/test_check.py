@@ -22,7 +22,7 @@ from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
 from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 
 ROOT = Path(__file__).parents[3]
@@ -183,7 +183,7 @@ def with_problem(**changes: Any) -> Callable[[AttentionInputs], AttentionInputs]
 def with_heads(index: list[int]) -> Callable[[AttentionInputs], AttentionInputs]:
     def change(inputs: AttentionInputs) -> AttentionInputs:
         shared = replace(inputs.problem, heads_kv=inputs.problem.heads)
-        return replace(inputs, problem=shared, k=inputs.k[:, index], v=inputs.v[:, index])
+        return replace(inputs, problem=shared, tensors=inputs.tensors._replace(k=inputs.k[:, index], v=inputs.v[:, index]))
 
     return change
 
@@ -217,7 +217,8 @@ def test_queries_that_see_no_key_are_named() -> None:
 
 def test_noise_is_no_mistake_and_a_right_answer_has_no_name() -> None:
     def noisy(inputs: AttentionInputs) -> AttentionInputs:
-        return replace(inputs, v=inputs.v + 0.3 * torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1)))
+        noise = 0.3 * torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1))
+        return replace(inputs, tensors=inputs.tensors._replace(v=inputs.v + noise))
 
     assert named("attn b1 h4 hk2 q20 d16 fp32", noisy) == []
     assert named("attn b1 h4 hk2 q20 k30 d16 fp32 causal") == []

@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from tests.harness.rows import Rows
 
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure import channel
+from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Failed
-from flashmoe_science.measure.on_problem import Blind, look
-from flashmoe_science.measure.session import BudgetSpent
+from flashmoe_science.measure.on_problem import Blind, OnProblem, by_name, look
+from flashmoe_science.measure.request import Entry, Request
+from flashmoe_science.measure.session import BudgetSpent, Session
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import CallPathRow, SeenLaunch
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
 TODO = [(problem, [("sdpa", "")]) for problem in PROBLEMS]
@@ -105,3 +111,23 @@ def test_what_a_step_raises_ends_it_with_every_process_closed(children: type[Pro
     with pytest.raises(BudgetSpent):
         look(None, "attention", TODO, 42, 60.0, step, 2)
     assert not any(child.alive for child in children.started)
+
+
+def test_a_call_of_thousands_of_launches_is_recorded_by_name() -> None:
+    """A loop over 128 experts: 1.2 MB of record where each launch had its own entry."""
+    problem, rows = parse_problem("attn b1 h1 q4 d4 fp16"), Rows()
+    names = [f"kernel_{index % 100}" for index in range(1900)]
+    launched = [launch(name, blocks) for blocks, name in enumerate(names, 1)]
+    session = Session(Bench(torch.device("cpu"), gpu_named("h200")), rows, Request(), lambda *step: None)
+    on = OnProblem(session, problem, *[None] * 3, 0, {(str(problem), "", ""): [launched, launched]}, "")  # type: ignore[arg-type]
+    assert on.keeps_its_promise(Entry("mine.py:fn", ""), ())
+    (row,) = rows.of(CallPathRow)
+    assert [(one.name, one.count, one.grid) for one in row.launches] == [
+        (f"kernel_{index}", 19, (1801 + index, 1, 1)) for index in range(64)
+    ]
+    assert len(row.model_dump_json()) < 20_000
+    assert sum(one.count for one in by_name(launched)) == len(launched)
+
+
+def launch(name: str, blocks: int) -> SeenLaunch:
+    return SeenLaunch(name=name, grid=(blocks, 1, 1), block=(128, 1, 1), shared_bytes=0)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flashmoe_science.contract import Contract
+from flashmoe_science.contract import Contract, Output
 from flashmoe_science.measure.inputs import Case, Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.problem import CustomProblem
@@ -82,3 +83,19 @@ def test_a_cost_that_its_contract_does_not_count_is_refused(monkeypatch: pytest.
     assert judge.problem(text.format(960, 7680))["cannot"] is None
     assert judge.problem(text.format(1, 7680))["cannot"] == "it says flops1, and its contract counts 960"
     assert judge.problem(text.format(960, 1))["cannot"] == "it says bytes1, and its contract counts 7680"
+
+
+def test_errors_go_by_the_names_of_the_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Backward(Doubled):
+        outputs = (Output("dq"), Output("dk"), Output("dbias", optional=True))
+
+    judge = oracle(Backward(right=lambda x: (2 * x, 3 * x, 4 * x)), monkeypatch)
+    x = drawn(torch.Generator().manual_seed(0), ROWS, COLS)
+    Files().put(str(tmp_path / "three"), [2 * x, 3 * x, 5 * x])
+    found = judge.check(Case(0), str(tmp_path / "three"))
+    assert list(found["stats"]) == ["dq", "dk", "dbias"]
+    assert all(reason.startswith("dbias: ") for reason in found["reasons"])
+    assert found["reasons"]
+    Files().put(str(tmp_path / "two"), [2 * x, 3 * x])
+    found = judge.check(Case(0), str(tmp_path / "two"), count=2)
+    assert (list(found["stats"]), found["reasons"]) == (["dq", "dk"], [])

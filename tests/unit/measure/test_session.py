@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from tests.harness.rows import Rows
+from tests.unit.fabricated import errors
 
 from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.request import Entry, Request
 from flashmoe_science.measure.session import Earlier, Session
 from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
+from flashmoe_science.records import CorrectnessRow, DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
 from flashmoe_science.store import Run
 
 ONE, TWO = "attn b1 h1 q1 d8 fp32", "attn b1 h1 q2 d8 fp32"
@@ -85,3 +87,12 @@ def test_the_header_has_the_price_of_an_hour_where_one_was_given(price: float | 
     row = rows[0]
     assert isinstance(row, RunRow)
     assert row.price_per_hour == price
+
+
+def test_the_errors_of_every_output_are_recorded_by_name() -> None:
+    rows, problem = Rows(), parse_problem(ONE)
+    session = Session(Bench(torch.device("cpu"), None), rows, Request(), lambda *step: None)
+    stats = dict.fromkeys(("dq", "dk", "dv", "dsinks", "dbias"), errors())
+    assert session.examined(problem, Entry("mine.py:fn", ""), Finding(stats=stats))
+    assert session.examined(problem, Entry("mine.py:fn", ""), Finding()), "nothing came back to record an error of"
+    assert [row.outputs for row in rows.of(CorrectnessRow)] == [stats]

@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.measure.tolerance import Errors, Expected, check_output, expected, general_cap
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.oracle import attention_plain
 from flashmoe_science.records import ErrorStats
@@ -112,7 +112,7 @@ def test_a_small_bias_everywhere_fails_by_its_mean() -> None:
 def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
     """Scores of hundreds ruin the plain version in fp16; what it ruins must not become allowed."""
     inputs, _ = case("fp16", "attn b1 h1 q64 d64")
-    hot = replace(inputs, q=inputs.q * 30, k=inputs.k * 3)
+    hot = replace(inputs, tensors=inputs.tensors._replace(q=inputs.q * 30, k=inputs.k * 3))
     reference = held(hot)
     plain_error = (attention_plain(hot)[0].double() - reference[0].value).abs().max().item()
     assert reference[0].bound.max < 2 * plain_error

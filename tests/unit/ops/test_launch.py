@@ -169,7 +169,7 @@ def test_a_map_is_made_as_triton_makes_it(made: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.usefixtures("made")
 def test_maps_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch._MAPS, "most", 8)
+    monkeypatch.setattr(launch._MAPS, "max_entries", 8)
     build = Build(Function(descriptors=1), ())
     alive = []
     for rows in range(1, 40):

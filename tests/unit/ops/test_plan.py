@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmoe_science.ops.plan import Cache, device_guard, is_plain
+from flashmoe_science.ops.cache import Cache
+from flashmoe_science.ops.calls import device_guard, is_plain
 
 
 def test_a_full_cache_drops_its_oldest_entry() -> None:

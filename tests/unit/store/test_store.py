@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -12,10 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, errors
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import CallPathRow, DoneRow, EndRow, NoteRow, OtherRow, RunRow, SeenLaunch, TimingRow
+from flashmoe_science.records import (
+    CallPathRow,
+    CorrectnessRow,
+    DoneRow,
+    EndRow,
+    NoteRow,
+    OtherRow,
+    RunRow,
+    SeenLaunch,
+    TimingRow,
+)
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs
 
 ONE, TWO = "attn b1 h1 q4 d4 fp16", "attn b1 h1 q8 d4 fp16"
@@ -119,6 +130,31 @@ def test_every_cut_of_the_last_line_is_torn_or_whole(tmp_path: Path) -> None:
     assert read_run(path).complete
 
 
+@pytest.mark.parametrize("names", [(), ("out",), ("lse",), ("out", "lse")])
+def test_outputs_of_older_rows_get_their_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """To schema 2 a row had the fields ``out`` and ``lse``; which of them was absent was null."""
+    path, stats = write(tmp_path / "run.jsonl"), errors()
+    old = {"schema_version": 2, "kind": "correctness", "run": "r1", "problem": ONE, "kernel": "k", "config": ""}
+    old |= {"origin": "ours", "passed": True, "out": None, "lse": None} | {name: stats.model_dump() for name in names}
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], json.dumps(old), lines[2], ""]))
+    if not names:
+        assert "outputs: Dictionary should have at least 1 item" in fault(path)
+        return
+    (row, _) = read_run(path).rows
+    assert isinstance(row, CorrectnessRow)
+    assert row.outputs == dict.fromkeys(names, stats)
+
+
+def test_the_error_that_is_shown_is_of_the_output_nearest_to_its_bound() -> None:
+    near, nan = (errors().model_copy(update=changes) for changes in ({"bound_max": 2e-4}, {"max": None, "nonfinite": 1}))
+    row = CorrectnessRow(
+        run="r1", problem=ONE, kernel="k", config="", origin="ours", passed=True, outputs={"out": errors(), "lse": near}
+    )
+    assert row.tightest == near
+    assert row.model_copy(update={"outputs": row.outputs | {"dq": nan}}).tightest == nan
+
+
 def timing(**changes: object) -> Callable[[object], str]:
     """A timing row with these fields, in place of the row that there was."""
     return lambda row: json.dumps(TIMING.model_dump(mode="json") | changes)
@@ -139,8 +175,8 @@ def launched(**changes: object) -> Callable[[object], str]:
         (2, lambda row: json.dumps(row | {"problem": "attn q4 b1 h1 d4 fp16"}), "it must be written 'attn b1 h1 q4 d4 fp16'"),
         (2, lambda row: json.dumps(row | {"schema_version": 0}), ":2: schema version 0 never was"),
         (1, lambda row: json.dumps(row | {"started": "zzz"}), ":1: started is 'zzz'; it must be a time in UTC"),
-        (2, lambda row: json.dumps(row | {"schema_version": 3}), ":2: schema version 3 is newer than 2"),
-        (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 2"),
+        (2, lambda row: json.dumps(row | {"schema_version": 4}), ":2: schema version 4 is newer than 3"),
+        (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 3"),
         (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),
         (1, lambda row: json.dumps({"kind": "note", "run": "r1", "text": "x"}), ":1: the first row is of kind 'note'"),
         (2, lambda row: header().model_dump_json(), ":2: a second row of kind 'run'"),
@@ -181,6 +217,18 @@ def test_runs_are_found_in_every_folder_oldest_first(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "z.jsonl", "early", "2026-01-01T00:00:00Z")
     (tmp_path / "notes.txt").write_text("not a run")
     assert [run.header.run for run in read_runs(tmp_path)] == ["early", "late"]
+
+
+def test_a_gzipped_run_is_read_as_the_same_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    packed = path.with_name("run.jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    plain, (run,) = read_run(path), (path.unlink(), read_runs(tmp_path))[1]
+    assert (run.header, run.rows, run.torn, run.path) == (plain.header, plain.rows, None, packed)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert "run.jsonl.gz is no whole gzip file" in fault(packed)
+    packed.write_bytes(b"no gzip")
+    assert "run.jsonl.gz is no whole gzip file" in fault(packed)
 
 
 def test_one_run_in_two_files_is_an_error(tmp_path: Path) -> None:

@@ -227,5 +227,5 @@ def _seen(rows: Sequence[_Known], config: str) -> tuple[SeenLaunch | None, Count
         if counted.launch:
             return counted.launch, counters, None
     # The launch with the most threads: no time of any single one is known. Copies and fills have none.
-    every = [one for one in launches or [row.launch for row in profiles if row.launch] if math.prod(one.grid)]
-    return max(every, key=lambda one: math.prod((*one.grid, *one.block)), default=None), counters, absent
+    every = [one for one in launches or [row.launch for row in profiles if row.launch] if one.threads]
+    return max(every, key=lambda one: one.threads, default=None), counters, absent

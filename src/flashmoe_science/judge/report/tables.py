@@ -77,19 +77,21 @@ def verdict_table(
 def _error_in_words(row: CorrectnessRow | None) -> str:
     if row is None:
         return ""
-    return f"{row.out.nonfinite} NaN or Inf" if row.out.max is None else f"{row.out.max:.2e} of {row.out.bound_max:.2e}"
+    one = row.tightest
+    return f"{one.nonfinite} NaN or Inf" if one.max is None else f"{one.max:.2e} of {one.bound_max:.2e}"
 
 
 def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
     """The launch with the most threads, and how many there are beside it."""
     if not launches:
         return None
-    one = max(launches, key=lambda seen: math.prod(seen.grid) * math.prod(seen.block))
+    one = max(launches, key=lambda seen: seen.threads)
     blocks = _count(math.prod(one.grid), "block")
     words = f"{blocks} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
     if one.registers is not None:
         words += f", {one.registers} registers"
-    return words + (f", and {len(launches) - 1} more" if len(launches) > 1 else "")
+    more = sum(seen.count for seen in launches) - 1
+    return words + (f", and {more} more" if more else "")
 
 
 def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Table]:

@@ -1,4 +1,7 @@
-"""One mixture-of-experts layer. Text form: ``moe t4096 e64 k8 d1024 f2048 bf16``; with ``logits`` it has its router."""
+"""One mixture-of-experts layer. Text form: ``moe t4096 e64 k8 d1024 f2048 bf16``; with ``logits`` it has its router.
+
+gpt-oss's experts are ``moe t4096 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed``.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,35 @@ from flashmoe_science.problem import (
     rounded_up,
 )
 
+Function = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu"]
 # ids: the call is given the experts of each token and their weights. logits, zipf: it starts from router logits.
 Routing = Literal["ids", "logits", "zipf"]
 
-GRAMMAR = "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32] [ids|logits|zipf]"
+_FUNCTIONS: dict[str, Function] = {one.removesuffix("_silu"): one for one in get_args(Function)}  # by their words
+_FLAGS = ("bias", "ungated", "interleaved", "transposed")
+GRAMMAR = (
+    "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32] [bias] "
+    f"[{'|'.join(_FUNCTIONS)}] [ungated] [interleaved] [transposed] [ids|logits|zipf]"
+)
 _ROUTING_BYTES = 4 + 4  # of one (token, expert) pair: its fp32 weight and its int32 expert
 _LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MoEProblem(Problem):
-    """Gated experts: out[t] = sum over j of weights[t, j] * W2[e] (silu(G x[t]) * (U x[t])), e = ids[t, j].
+    """Experts: out[t] = sum over j of weights[t, j] * (W2[e] (act(G x[t]) * (U x[t]))), e = ids[t, j].
 
     x and out are [tokens, dim]; w1 is [experts, 2 * hidden, dim], its first ``hidden`` rows G and the others U; w2 is
-    [experts, dim, hidden]. ``routing`` says what a call starts from:
+    [experts, dim, hidden]. What differs from that:
+
+    - ``activation``: act, silu by default. "clamped_silu" is gpt-oss's: the gate at most 7, the up projection within 7 of 0,
+      then (up + 1) * gate * sigmoid(1.702 * gate); a call may have other numbers.
+    - ``bias``: gate_up_bias [experts, 2 * hidden] is added to the first product, down_bias [experts, dim] to the second.
+    - not ``gated``: w1 is [experts, hidden, dim] and an expert is W2[e] act(G x[t]).
+    - ``interleaved``: rows of G and of U alternate in w1.
+    - ``transposed``: w1 or w2 is [experts, in, out] in memory.
+
+    ``routing`` says what a call starts from:
 
     - "ids": weights [tokens, top_k] fp32 and ids [tokens, top_k] int32, the ids of a token all different. The routing that is
       measured touches every expert that it can: ``experts``, or tokens * top_k where those are fewer.
@@ -48,7 +66,7 @@ class MoEProblem(Problem):
     problem.
 
     Raises:
-        ProblemError: a size below 1, an unknown dtype or routing.
+        ProblemError: a size below 1, an unknown dtype, activation or routing, ``interleaved`` without a gate.
     """
 
     tokens: int
@@ -58,6 +76,11 @@ class MoEProblem(Problem):
     hidden: int
     dtype: Dtype = "bf16"
     routing: Routing = "ids"
+    activation: Function = "silu"
+    bias: bool = False
+    gated: bool = True
+    interleaved: bool = False
+    transposed: bool = False
 
     op = "moe"
 
@@ -66,6 +89,20 @@ class MoEProblem(Problem):
             check_extent(field, getattr(self, field))
         check_dtype(self.dtype)
         check_word("routing", self.routing, get_args(Routing))
+        check_word("activation", self.activation, get_args(Function))
+        if self.interleaved and not self.gated:
+            raise ProblemError("interleaved is True and gated is False; only gates and ups can alternate")
+
+    def words(self) -> tuple[str, ...]:
+        """What differs from SwiGLU without biases in the default layout, in the words of the text form."""
+        words = (
+            "bias" if self.bias else "",
+            self.activation.removesuffix("_silu") if self.activation != "silu" else "",
+            "" if self.gated else "ungated",
+            "interleaved" if self.interleaved else "",
+            "transposed" if self.transposed else "",
+        )
+        return tuple(filter(None, words))
 
     def pairs(self) -> int:
         """(token, expert) pairs: rows of the grouped matrix products."""
@@ -89,13 +126,21 @@ class MoEProblem(Problem):
         return self.pairs() / min(self.experts, self.pairs())
 
     def flops(self) -> int:
-        """Multiplications and additions of the three matrix products of every pair."""
-        return 2 * self.pairs() * 3 * self.dim * self.hidden
+        """Multiplications and additions of the matrix products of every pair: three, or two without a gate."""
+        return 2 * self.pairs() * self._weights()
+
+    def _weights(self) -> int:
+        """Elements of one expert's matrices."""
+        return (3 if self.gated else 2) * self.dim * self.hidden
+
+    def _biases(self) -> int:
+        """Elements of one expert's biases."""
+        return ((2 if self.gated else 1) * self.hidden + self.dim) * self.bias
 
     def min_bytes(self) -> int:
-        """Bytes that must cross device memory: x, the touched experts' weights and the routing (ids and weights, or logits)
-        read, the output written."""
-        elements = 2 * self.tokens * self.dim + self.touched() * 3 * self.dim * self.hidden
+        """Bytes that must cross device memory: x, the touched experts' weights and biases and the routing (ids and weights, or
+        logits) read, the output written."""
+        elements = 2 * self.tokens * self.dim + self.touched() * (self._weights() + self._biases())
         given = self.pairs() * _ROUTING_BYTES if self.routing == "ids" else self.tokens * self.experts * _LOGIT_BYTES
         return elements * DTYPE_BYTES[self.dtype] + given
 
@@ -108,19 +153,22 @@ class MoEProblem(Problem):
     def series(self) -> Series:
         """Speed against the number of tokens."""
         starts = {"ids": (), "logits": ("from logits",), "zipf": ("from skewed logits",)}[self.routing]
-        family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype, *starts)
-        return Series("tokens", self.tokens, (family,))
+        family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype)
+        return Series("tokens", self.tokens, ((*family, *self.words(), *starts),))
 
     def order(self) -> tuple[object, ...]:
         routing = get_args(Routing).index(self.routing)
-        return (self.op, self.dtype, self.experts, self.top_k, self.dim, self.hidden, routing, self.tokens)
+        sizes = (self.experts, self.top_k, self.dim, self.hidden)
+        return (self.op, self.dtype, *sizes, routing, " ".join(self.words()), self.tokens)
 
     def tile_key(self) -> Hashable:
-        """By the height of an expert's rows, in powers of two, and the sizes of a model."""
-        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.height()))
+        """By the height of an expert's rows, in powers of two, the sizes of a model and the layout of its weights."""
+        layout = self.gated, self.interleaved, self.transposed
+        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.height())), *layout
 
     def distance(self, other: Problem) -> float:
-        """By every size, whatever the calls start from. The dtypes must be as wide."""
+        """By every size, whatever the calls start from, their activation and layout: kernels refuse what they do not support.
+        The dtypes must be as wide."""
         if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
@@ -131,12 +179,13 @@ class MoEProblem(Problem):
         return replace(self, tokens=rounded_up(self.tokens))
 
     def without_layout(self) -> MoEProblem:
-        """From given ids: which kernel is apt does not depend on what a call starts from."""
+        """From given ids: the choice of a kernel does not depend on what a call starts from, but on the layout of weights."""
         return self.from_ids()
 
     def __str__(self) -> str:
-        text = f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden} {self.dtype}"
-        return text if self.routing == "ids" else f"{text} {self.routing}"
+        sizes = f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden}"
+        routing = () if self.routing == "ids" else (self.routing,)
+        return " ".join((sizes, self.dtype, *self.words(), *routing))
 
 
 @lru_cache(maxsize=256)
@@ -163,7 +212,8 @@ def _chances(experts: int, top_k: int, skewed: bool) -> tuple[float, ...]:
 
 def parse(text: str) -> MoEProblem:
     """Read the text form, whose first word is ``moe``. Raises ProblemError, also for a ``top_k`` above ``experts``."""
-    sizes, flags_found = read_words(text, GRAMMAR, "tekdf", {"dtype": get_args(Dtype), "routing": get_args(Routing)})
+    flags = {"dtype": get_args(Dtype), "routing": get_args(Routing), "activation": tuple(_FUNCTIONS)}
+    sizes, found = read_words(text, GRAMMAR, "tekdf", flags | {word: (word,) for word in _FLAGS})
     require(text, GRAMMAR, sizes, "tekdf")
     if sizes["k"] > sizes["e"]:
         raise ProblemError(f"top_k is {sizes['k']} and experts is {sizes['e']}; top_k must be at most experts")
@@ -173,5 +223,10 @@ def parse(text: str) -> MoEProblem:
         top_k=sizes["k"],
         dim=sizes["d"],
         hidden=sizes["f"],
-        **flags_found,  # type: ignore[arg-type]  # just checked against its Literal
+        activation=_FUNCTIONS[found.get("activation", "silu")],
+        bias="bias" in found,
+        gated="ungated" not in found,
+        interleaved="interleaved" in found,
+        transposed="transposed" in found,
+        **{field: found[field] for field in ("dtype", "routing") if field in found},  # type: ignore[arg-type]  # of its Literal
     )

@@ -9,14 +9,24 @@ from __future__ import annotations
 import json
 import random
 import sys
+from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.device.append_triton import NewKeys, Queries, Rotary, append
+from flashmoe_science.ops.attention.call.append import Append
+from flashmoe_science.ops.attention.device.append_triton import append
 
 GARBAGE = 2**30 - 7
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 2e-6}  # the interpreter truncates to bf16
+
+
+class Rotary(NamedTuple):
+    """Tables [positions, half of the rotated width], and how pairs lie."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -56,21 +66,18 @@ class Draw:
         self.v = [self.randn(heads_kv, count, width_v) for count in self.news]
         self.rotary = self._rotary(width) if rng.random() < 0.7 else None
         self._caches(heads_kv, width, width_v)
-        self.queries = None
-        rows = rng.choice([1, most])
-        self.q = [self.randn(heads, rows, width) for _ in range(self.batch)]
-        if self.rotary is not None:
-            self.queries = Queries(torch.stack(self.q), rng.random() < 0.5)
-            if packed:
-                starts = self.int32([rows * place for place in range(self.batch + 1)])
-                joined = torch.cat([one.transpose(0, 1) for one in self.q]).transpose(0, 1)[None]
-                self.queries = Queries(joined, self.queries.moving, starts, rows)
+        rows, moving = rng.choice([1, most]), self.rotary is not None and rng.random() < 0.5
+        self.q, self.moving = [self.randn(heads, rows, width) for _ in range(self.batch)], moving
         starts = self.int32([sum(self.news[:place]) for place in range(self.batch + 1)]) if packed else None
+        starts_q = self.int32([rows * place for place in range(self.batch + 1)]) if packed else None
+        q = torch.cat([one.transpose(0, 1) for one in self.q]).transpose(0, 1)[None] if packed else torch.stack(self.q)
         k, v = (torch.cat(one, 1)[None] if packed else torch.stack(one) for one in (self.k, self.v))
-        table, places = self.table, self.places
-        self.new = NewKeys(
-            k, v, self.k_cache, self.v_cache, self.int32(self.before), table, self.page, places, starts, most if packed else 0
-        )
+        cos, sin, interleaved = self.rotary or (None, None, True)
+        turns = None if self.rotary is None or self.turns is None else self.int32(self.turns)
+        self.append = Append(
+            self.k_cache, self.v_cache, k, v, q, self.int32(self.before), self.table, self.places, starts, starts_q, cos, sin,
+            turns, interleaved, not moving, rows if packed else 0,
+        )  # fmt: skip
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.dtype)
@@ -85,7 +92,7 @@ class Draw:
             self.turns = [self.rng.randint(0, 90) for _ in range(self.batch)]
         angles = self.randn(120, half).double() * 3
         cos, sin = torch.cos(angles).to(self.dtype), torch.sin(angles).to(self.dtype)
-        return Rotary(cos, sin, self.rng.random() < 0.5, None if self.turns is None else self.int32(self.turns))
+        return Rotary(cos, sin, self.rng.random() < 0.5)
 
     def _caches(self, heads_kv: int, width: int, width_v: int) -> None:
         self.table = self.places = None
@@ -119,8 +126,8 @@ class Draw:
                     cache = int(self.numbers[sequence, place // self.page] if self.page else self.numbers[sequence])
                     line = place % self.page if self.page else place
                     k_cache[cache, :, line], v_cache[cache, :, line] = k[:, row], v[:, row].double()
-            if self.queries is not None:
-                steps = torch.arange(self.q[0].shape[1]) * self.queries.moving
+            if self.rotary is not None:
+                steps = torch.arange(self.q[0].shape[1]) * self.moving
                 queries.append(rotated(self.q[sequence], turn + steps, self.rotary))
         return k_cache, v_cache, queries
 
@@ -129,16 +136,16 @@ def complaints(seed: int, device: torch.device) -> list[str]:
     """What is wrong with an append; empty where nothing is."""
     drawn = Draw(seed, device)
     k_cache, v_cache, queries = drawn.expected()
-    got = append(drawn.new, drawn.rotary, drawn.queries)
+    got = append(drawn.append)
     close = TOLERANCES[drawn.dtype]
     found = []
     for name, own, right in (("k_cache", drawn.k_cache, k_cache), ("v_cache", drawn.v_cache, v_cache)):
         if not torch.allclose(own.double(), right, rtol=close, atol=close):
             found.append(f"{name}: off by {(own.double() - right).abs().max():.3g}")
-    if (got is None) != (drawn.queries is None):
+    if (got is None) != (drawn.rotary is None):
         found.append("queries are rotated where none were given, or not where some were")
-    elif got is not None and drawn.queries is not None:
-        right = torch.stack(queries) if drawn.queries.cu_seqlens_q is None else torch.cat(queries, 1)[None]
+    elif got is not None:
+        right = torch.stack(queries) if drawn.append.cu_seqlens_q is None else torch.cat(queries, 1)[None]
         if not torch.allclose(got.double(), right, rtol=close, atol=close):
             found.append(f"queries: off by {(got.double() - right).abs().max():.3g}")
     return found

@@ -10,12 +10,15 @@ import json
 from dataclasses import dataclass
 
 import torch
+from calls import call_of
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, output_strides
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.contract import AttentionContract
 
@@ -167,11 +170,13 @@ def examine(kernel: AttentionKernel, config: Config, case: Case, device: torch.d
     scale = problem.softmax_scale if case.scale is None else case.scale
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     shape = (*q.shape[:3], problem.head_dim_v)
-    out = guarded(shape, q).as_strided(shape, output_strides(q, problem.head_dim_v), BAND)
+    out = guarded(shape, q).as_strided(shape, strides_like(q.shape, q.stride(), problem.head_dim_v), BAND)
     lse = guarded(shape[:3], q.float()) if case.lse else None
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     assert kernel.plan is not None
-    kernel.plan(AttentionInputs(problem, q, k, v, scale, case.lse), config)(q, k, v, out, lse, scale)
+    inputs = call_of(problem, q, k, v, scale, case.lse)
+    launch = kernel.plan(inputs, config).bind(inputs.tensors, inputs.options, out)
+    assert launch((q, k, v), scale, ALL_KEYS, out, lse) is not None
 
     references = contract.reference(problem, {name: tensor.double() for name, tensor in tensors.items()})
     plains, caps = contract.plain(problem, tensors), contract.cap(problem, tensors, references)

@@ -15,16 +15,17 @@ import torch
 
 from flashmoe_science import operations
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.inputs import (
+from flashmoe_science.ops import calls
+from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
+    AttentionLaunch,
     AttentionOutput,
-    BoundBy,
-    BoundLaunch,
     Launcher,
-    Shapes,
 )
-from flashmoe_science.ops.attention.front import kernels, plans, torch_op
+from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front import choose, kernels, operator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,21 +44,7 @@ class FakeKernel:
         if self.refusal:
             raise CannotServe(self.refusal)
         self.planned.append(str(inputs.problem))
-        return BoundBy(self._bind)
-
-    def _bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        if shapes[0][2] == self.refused_rows:
-            raise CannotServe("these strides are not for it")
-        self.bound.append((tuple(shapes[0]), strides[3]))
-        return self._launch
-
-    def _launch(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        self.launches += 1
-        out.fill_(scale)
-        if lse is not None:
-            lse.fill_(float(self.launches))
+        return FakeLauncher(self)
 
     def kernel(self) -> AttentionKernel:
         def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -76,6 +63,39 @@ class FakeKernel:
         )
 
 
+class FakeLauncher(Launcher):
+    """Binds launches that write the scale, and their number into the log-sum-exp."""
+
+    def __init__(self, fake: FakeKernel) -> None:
+        self.fake = fake
+
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q = tensors.q
+        if q.shape[2] == self.fake.refused_rows:
+            raise CannotServe("these strides are not for it")
+        self.fake.bound.append((tuple(q.shape), strides_like(q.shape, q.stride(), tensors.v.shape[3])))
+        of_out, of_lse = outputs_of(tensors, options, out)
+        fake, width, aligned = self.fake, q.shape[3], not any(one.data_ptr() & 15 for one in tensors[:3])
+
+        def launch(
+            tensors: tuple[torch.Tensor | None, ...],
+            scale: float | None,
+            length: int,
+            out: torch.Tensor | None,
+            lse: torch.Tensor | None,
+        ) -> Result | None:
+            if aligned and any(one.data_ptr() & 15 for one in tensors[:3] if one is not None):
+                return None
+            fake.launches += 1
+            out = torch.empty_strided(of_out.shape, of_out.strides, dtype=of_out.dtype) if out is None else out
+            if of_lse is not None:
+                lse = torch.empty(of_lse.shape) if lse is None else lse
+                lse.fill_(float(fake.launches))
+            return out.fill_(width**-0.5 if scale is None else scale), lse
+
+        return launch
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
@@ -86,8 +106,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
-    for cache in (torch_op.CALLS, torch_op.KNOWN, plans.PLANS):
+    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS, operator.SEEN):
         cache.clear()
     yield
-    for cache in (torch_op.CALLS, torch_op.KNOWN, plans.PLANS):
+    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS, operator.SEEN):
         cache.clear()

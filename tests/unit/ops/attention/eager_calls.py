@@ -49,14 +49,14 @@ def growing(kernel: str, way: str) -> tuple[float, float]:
 
     The first pass makes the plans, which is mostly compilation; the second finds them, and no call bound.
     """
-    from flashmoe_science.ops.attention.front import plans, torch_op
+    from flashmoe_science.ops import calls
+    from flashmoe_science.ops.attention.front import choose
 
     times = []
     for _ in range(2):
         cache = torch.randn(2, 1, 8, 200, 64, device="cuda", dtype=torch.float16)
         q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.float16)
-        torch_op.CALLS.clear()
-        torch_op.KNOWN.clear()
+        calls.LAUNCHES.clear()
         times.clear()
         for length in range(1, 201):
             k, v = (one[:, :, :length] if way == "slices" else one[:, :, :length].clone() for one in cache)
@@ -64,7 +64,7 @@ def growing(kernel: str, way: str) -> tuple[float, float]:
             start = time.perf_counter()
             fm.scaled_dot_product_attention(q, k, v, kernel=kernel)
             times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times), float(len(plans.PLANS))
+    return statistics.median(times), float(len(choose.PLANS))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 

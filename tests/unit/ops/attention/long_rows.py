@@ -11,12 +11,12 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention.front import plans
+from flashmoe_science.ops.attention.front import choose
 
 
 def main() -> None:
     torch.manual_seed(0)
-    plans.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
+    choose.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
     q, k, v = (torch.randn(1, 1, rows, 16) * 2**-10 for rows in (16, 8192, 8192))
     lse = torch.empty(1, 1, 16)
     fm.flash_attention_forward(q, k, v, lse, False, None)

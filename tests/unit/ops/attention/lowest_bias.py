@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 
 import torch
+from calls import call_of
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 
 PROBLEM = "attn b1 h2 q70 k150 d64 bf16 bias"
 ROW, HIDDEN = 7, 8  # one such row, and one whose bias is -inf
@@ -29,7 +29,7 @@ def error(kernel: AttentionKernel, config: Config, device: torch.device) -> tupl
     q, k, v = (torch.randn(shape, generator=generator, device=device).to(torch.bfloat16) for shape in shapes)
     bias = torch.zeros(1, 2, 70, 150, dtype=torch.bfloat16, device=device)
     bias[:, :, ROW], bias[:, :, HIDDEN] = torch.finfo(torch.bfloat16).min, -torch.inf
-    out = kernel.run(AttentionInputs(problem, q, k, v, 0.125, extras=Extras(bias=bias)), config).out.float()
+    out = kernel.run(call_of(problem, q, k, v, 0.125, bias=bias), config).out.float()
     off = out[:, :, ROW] - v.float().mean(2)
     return off.abs().max().item(), out[:, :, HIDDEN].abs().max().item()
 

@@ -18,7 +18,7 @@ from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import same_bits
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionKernel
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.contract import CONTRACT, AttentionContract
 from flashmoe_science.ops.attention.proof.inputs import GARBAGE, fill_unused

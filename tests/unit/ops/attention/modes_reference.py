@@ -13,10 +13,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from calls import call_of
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, Launcher
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
-from flashmoe_science.ops.attention.problem.features import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
 from flashmoe_science.problem import Dtype
 
 GARBAGE = 2**30 - 7  # a page number that nothing may follow
@@ -50,13 +52,12 @@ class Drawn:
     queries: list[torch.Tensor]
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
-    num_splits: int
 
     def __str__(self) -> str:
         modes = self.inputs.problem.modes
         changed = {one.name: getattr(modes, one.name) for one in fields(Modes) if getattr(modes, one.name) != one.default}
         lengths = [one.shape[1] for one in self.queries], [one.shape[1] for one in self.keys]
-        return f"{self.seed}: {self.inputs.problem} {changed} lengths {lengths} splits {self.num_splits}"
+        return f"{self.seed}: {self.inputs.problem} {changed} lengths {lengths} splits {self.inputs.options.num_splits}"
 
 
 class Draw:
@@ -138,8 +139,10 @@ class Draw:
         out = None
         if rng.random() < 0.5:
             out = self._nan((q.shape[0], q.shape[2], q.shape[1], problem.head_dim_v), dtype).transpose(1, 2)
-        inputs = AttentionInputs(problem, q, k, v, scale, return_lse=rng.random() < 0.8, out=out, extras=Extras(**extras))
-        return Drawn(self.seed, inputs, queries, keys, values, rng.choice([0, 0, 1, 2, 3, 7]))
+        inputs = call_of(problem, q, k, v, scale, rng.random() < 0.8, out, **extras)
+        splits = rng.choice([0, 0, 1, 2, 3, 7])
+        inputs = replace(inputs, options=inputs.options._replace(num_splits=splits))
+        return Drawn(self.seed, inputs, queries, keys, values)
 
     def _queries(self, problem: AttentionProblem, queries: list[torch.Tensor]) -> torch.Tensor:
         if problem.modes.lengths == "packed":
@@ -254,7 +257,7 @@ def visible(problem: AttentionProblem, queries: int, keys: int, leftpad: int, pr
 def reference(drawn: Drawn) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each sequence the output [heads, queries, head_dim_v] and the log-sum-exp [heads, queries], in fp64."""
     results = []
-    inputs, problem, x = drawn.inputs, drawn.inputs.problem, drawn.inputs.extras
+    inputs, problem, x = drawn.inputs, drawn.inputs.problem, drawn.inputs.tensors
     group = problem.heads // problem.heads_kv
     for place, (q, k, v) in enumerate(zip(drawn.queries, drawn.keys, drawn.values, strict=True)):
         q, k, v = q.double(), k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
@@ -262,8 +265,8 @@ def reference(drawn: Drawn) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if x.k_scale is not None and x.v_scale is not None:
             scores = scores * x.k_scale[place].double().repeat_interleave(group)[:, None, None]
             v = v * x.v_scale[place].double().repeat_interleave(group)[:, None, None]
-        if x.softcap:
-            scores = x.softcap * torch.tanh(scores / x.softcap)
+        if cap := inputs.options.softcap:
+            scores = cap * torch.tanh(scores / cap)
         queries, keys = q.shape[1], k.shape[1]
         if x.alibi_slopes is not None:
             i, j = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)[None, :]
@@ -286,14 +289,14 @@ def reference(drawn: Drawn) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def complaints(drawn: Drawn, got: AttentionOutput) -> list[str]:
     """What is wrong with a result; empty where nothing is."""
-    problem, x = drawn.inputs.problem, drawn.inputs.extras
+    problem, x = drawn.inputs.problem, drawn.inputs.tensors
     tolerance = TOLERANCES[problem.dtype] * (1.0 if x.v_scale is None else max(1.0, float(x.v_scale.max())))
     found, first = [], 0
     for place, (out, lse) in enumerate(reference(drawn)):
         queries = out.shape[1]
         if x.cu_seqlens_q is not None:
             part = slice(first, first + queries)
-            own, own_lse = got.out[0, :, part], None if got.lse is None else got.lse[:, part]
+            own, own_lse = got.out[0, :, part], None if got.lse is None else got.lse[0, :, part]
             first += queries
         else:
             own, own_lse = got.out[place], None if got.lse is None else got.lse[place]
@@ -309,12 +312,21 @@ def complaints(drawn: Drawn, got: AttentionOutput) -> list[str]:
     return found
 
 
-def attend(inputs: AttentionInputs, num_splits: int) -> AttentionOutput:
-    """The kernel with its first config, planned anew."""
+def attend(inputs: AttentionInputs, num_splits: int | None = None) -> AttentionOutput:
+    """split_triton with its first config, planned anew."""
     from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 
     config = split_triton.configs(inputs.problem, None)[0]
-    return split_triton.plan(inputs, config).bind_inputs(inputs, num_splits)(inputs)
+    return bound(split_triton.plan(inputs, config), inputs, num_splits)
+
+
+def bound(launcher: Launcher, inputs: AttentionInputs, num_splits: int | None = None) -> AttentionOutput:
+    """A call of a launcher, bound anew."""
+    splits = inputs.options.num_splits if num_splits is None else num_splits
+    launch = launcher.bind(inputs.tensors, inputs.options._replace(num_splits=splits), inputs.out)
+    result = launch(inputs.tensors, inputs.softmax_scale, ALL_KEYS, inputs.out, None)
+    assert result is not None
+    return AttentionOutput(*result)
 
 
 def grown() -> dict[str, list[str]]:
@@ -328,10 +340,10 @@ def grown() -> dict[str, list[str]]:
         for length in range(60, 140):
             k = cache[:, :, :length] if way == "slices" else cache[:, :, :length].clone()
             problem = AttentionProblem(1, 4, 2, 1, length, 16, 16, "fp32", "causal")
-            inputs = AttentionInputs(problem, q, k, k, 0.25, return_lse=True)
-            drawn = Drawn(length, inputs, [q[0]], [k[0]], [k[0]], 0)
+            inputs = call_of(problem, q, k, k, 0.25, return_lse=True)
+            drawn = Drawn(length, inputs, [q[0]], [k[0]], [k[0]])
             plan = plan or split_triton.plan(inputs, split_triton.configs(problem, None)[0])
-            found[f"{way} {length}"] = complaints(drawn, plan.bind_inputs(inputs)(inputs))
+            found[f"{way} {length}"] = complaints(drawn, bound(plan, inputs))
     assert plan is not None
     found["builds"] = [] if 0 < len(plan._builds) <= 8 else [str(len(plan._builds))]
     return found
@@ -351,7 +363,7 @@ def unequal() -> dict[str, list[str]]:
         for splits in (1, 3):
             results = []
             for plan in plans:
-                got = plan.bind_inputs(drawn.inputs, splits)(drawn.inputs)
+                got = bound(plan, drawn.inputs, splits)
                 results.append(AttentionOutput(got.out.clone(), got.lse))
             wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[0])
             if not torch.equal(results[0].out, results[1].out):
@@ -379,16 +391,16 @@ def ranges() -> dict[str, list[str]]:
         config = split_triton.configs(drawn.inputs.problem, None)[0]
         longest = _most_tiles(drawn.inputs, config["block_n"])
         results = {}
-        for name, bound in (
+        for name, least in (
             ("ranges", -1.0),
             ("pieces", 2.0**30),
             ("just ranges", longest - 1.0),
             ("just pieces", float(longest)),
         ):
-            split_launcher.splits_for = lambda *a, bound=bound: chosen(*a)._replace(even_slope=0.0, even_least=bound)
+            split_launcher.splits_for = lambda *a, least=least: chosen(*a)._replace(even_slope=0.0, even_least=least)
             plan = split_triton.plan(drawn.inputs, config)
             plan._sm_count = (3, 8, 20)[seed % 3]
-            got = plan.bind_inputs(drawn.inputs)(drawn.inputs)
+            got = bound(plan, drawn.inputs, 0)
             results[name] = AttentionOutput(got.out.clone(), got.lse)
             if not all(variant.ranged for variant in plan._builds):
                 found[f"{drawn} {name}"] = ["this build knows no ranges"]
@@ -403,7 +415,7 @@ def ranges() -> dict[str, list[str]]:
 
 def _most_tiles(inputs: AttentionInputs, block_n: int) -> int:
     """How many tiles have keys of the longest sequence."""
-    x = inputs.extras
+    x = inputs.tensors
     assert x.cache_seqlens is not None
     pads = torch.zeros_like(x.cache_seqlens) if x.leftpad is None else x.leftpad
     return int((-(-x.cache_seqlens.clamp(min=0) // block_n) - pads // block_n).max())
@@ -411,10 +423,10 @@ def _most_tiles(inputs: AttentionInputs, block_n: int) -> int:
 
 def _less_than_none(drawn: Drawn) -> Drawn:
     """The call with lengths of -3 in place of 0, which mean the same: past the sequences there must be nothing longer."""
-    extras = drawn.inputs.extras
-    assert extras.cache_seqlens is not None
-    extras = replace(extras, cache_seqlens=torch.where(extras.cache_seqlens == 0, -3, extras.cache_seqlens))
-    return replace(drawn, inputs=replace(drawn.inputs, extras=extras))
+    tensors = drawn.inputs.tensors
+    assert tensors.cache_seqlens is not None
+    tensors = tensors._replace(cache_seqlens=torch.where(tensors.cache_seqlens == 0, -3, tensors.cache_seqlens))
+    return replace(drawn, inputs=replace(drawn.inputs, tensors=tensors))
 
 
 def columns() -> dict[str, list[str]]:
@@ -438,7 +450,7 @@ def main() -> None:
     found = {}
     for seed in range(first, first + count):
         drawn = Draw(seed, torch.device("cpu"), TINY, only).call()
-        found[str(drawn)] = complaints(drawn, attend(drawn.inputs, drawn.num_splits))
+        found[str(drawn)] = complaints(drawn, attend(drawn.inputs))
     print(json.dumps(found))
 
 

@@ -6,20 +6,20 @@ import math
 
 import torch
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 
 
 def naive(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse in fp64, in the shape of Q."""
-    problem, extras = inputs.problem, inputs.extras
+    problem, given = inputs.problem, inputs.tensors
     out = torch.zeros((*inputs.q.shape[:3], problem.head_dim_v), dtype=torch.float64)
     lse = torch.full(inputs.q.shape[:3], -math.inf, dtype=torch.float64)
-    batch = problem.batch if extras.cu_seqlens_q is None else len(extras.cu_seqlens_q) - 1
+    batch = problem.batch if given.cu_seqlens_q is None else len(given.cu_seqlens_q) - 1
     for b in range(batch):
         place, start, queries = b, 0, problem.seqlen_q
-        if extras.cu_seqlens_q is not None:
-            place, start = 0, int(extras.cu_seqlens_q[b])
-            queries = int(extras.cu_seqlens_q[b + 1]) - start
+        if given.cu_seqlens_q is not None:
+            place, start = 0, int(given.cu_seqlens_q[b])
+            queries = int(given.cu_seqlens_q[b + 1]) - start
         for head in range(problem.heads):
             for i in range(queries):
                 q = inputs.q[place, head, start + i].double()
@@ -28,28 +28,28 @@ def naive(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _row(inputs: AttentionInputs, b: int, head: int, i: int, queries: int, q: torch.Tensor) -> tuple[torch.Tensor, float]:
-    problem, extras, modes = inputs.problem, inputs.extras, inputs.problem.modes
+    problem, given, modes = inputs.problem, inputs.tensors, inputs.problem.modes
     kv = head * problem.heads_kv // problem.heads
     keys = _length(inputs, b)
     scores, values = [], []
     for j in range(keys):
         if not _sees(inputs, b, i, j, queries, keys):
             continue
-        if modes.bias == "boolean" and not bool(extras.bias[b, head, i, j]):
+        if modes.bias == "boolean" and not bool(given.bias[b, head, i, j]):
             continue
         k, v = (_at(inputs, tensor, b, kv, j).double() for tensor in (inputs.k, inputs.v))
         if modes.fp8_cache:
-            k, v = k * extras.k_scale[b, kv].double(), v * extras.v_scale[b, kv].double()
+            k, v = k * given.k_scale[b, kv].double(), v * given.v_scale[b, kv].double()
         score = float(q @ k) * inputs.softmax_scale
         if modes.softcap:
-            score = extras.softcap * math.tanh(score / extras.softcap)
+            score = inputs.options.softcap * math.tanh(score / inputs.options.softcap)
         if modes.bias == "alibi":
-            score -= float(extras.alibi_slopes[b, head]) * abs(i + keys - queries - j)
+            score -= float(given.alibi_slopes[b, head]) * abs(i + keys - queries - j)
         if modes.bias == "additive":
-            score += float(extras.bias[b, head, i, j])
+            score += float(given.bias[b, head, i, j])
         scores.append(score)
         values.append(v)
-    every = [*scores, float(extras.sinks[head])] if modes.sinks else scores
+    every = [*scores, float(given.sinks[head])] if modes.sinks else scores
     if not every:
         return torch.zeros(problem.head_dim_v, dtype=torch.float64), -math.inf
     total = max(every) + math.log(sum(math.exp(one - max(every)) for one in every))
@@ -60,30 +60,30 @@ def _row(inputs: AttentionInputs, b: int, head: int, i: int, queries: int, q: to
 
 
 def _length(inputs: AttentionInputs, b: int) -> int:
-    extras = inputs.extras
-    if extras.cache_seqlens is not None:
-        return int(extras.cache_seqlens[b])
-    if extras.cu_seqlens_k is not None:
-        return int(extras.cu_seqlens_k[b + 1] - extras.cu_seqlens_k[b])
+    given = inputs.tensors
+    if given.cache_seqlens is not None:
+        return int(given.cache_seqlens[b])
+    if given.cu_seqlens_k is not None:
+        return int(given.cu_seqlens_k[b + 1] - given.cu_seqlens_k[b])
     return inputs.problem.seqlen_k
 
 
 def _at(inputs: AttentionInputs, tensor: torch.Tensor, b: int, kv: int, j: int) -> torch.Tensor:
-    extras, page = inputs.extras, inputs.problem.modes.page
+    given, page = inputs.tensors, inputs.problem.modes.page
     if page:
-        return tensor[int(extras.page_table[b, j // page]), kv, j % page]
-    if extras.cu_seqlens_k is not None:
-        return tensor[0, kv, int(extras.cu_seqlens_k[b]) + j]
-    row = b if extras.cache_batch_idx is None else int(extras.cache_batch_idx[b])
+        return tensor[int(given.page_table[b, j // page]), kv, j % page]
+    if given.cu_seqlens_k is not None:
+        return tensor[0, kv, int(given.cu_seqlens_k[b]) + j]
+    row = b if given.cache_batch_idx is None else int(given.cache_batch_idx[b])
     return tensor[row, kv, j]
 
 
 def _sees(inputs: AttentionInputs, b: int, i: int, j: int, queries: int, keys: int) -> bool:
-    problem, extras, modes = inputs.problem, inputs.extras, inputs.problem.modes
+    problem, given, modes = inputs.problem, inputs.tensors, inputs.problem.modes
     here = i if problem.mask == "causal-topleft" else i + keys - queries
-    if modes.leftpad and j < int(extras.leftpad[b]):
+    if modes.leftpad and j < int(given.leftpad[b]):
         return False
-    if modes.prefix and j < int(extras.prefix[b]):
+    if modes.prefix and j < int(given.prefix[b]):
         return True
     if modes.window_left is not None and j < here - modes.window_left:
         return False

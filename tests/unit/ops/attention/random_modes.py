@@ -12,7 +12,7 @@ import torch
 from modes_cases import Changed, examine
 
 from flashmoe_science.kernel import CannotServe, Config, Device
-from flashmoe_science.ops.attention.call.inputs import AttentionKernel
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Modes
 from flashmoe_science.ops.attention.proof.contract import CONTRACT

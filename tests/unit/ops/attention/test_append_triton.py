@@ -27,7 +27,7 @@ def test_the_appends_cover_what_the_kernel_meets() -> None:
     drawn = [Draw(seed, torch.device("cpu")) for seed in range(40)]
     assert {one.page > 0 for one in drawn} == {one.places is None for one in drawn} == {True, False}
     assert {one.rotary.interleaved for one in drawn if one.rotary} == {True, False}
-    assert {one.rotary.seqlens is None for one in drawn if one.rotary} == {True, False}
-    assert {one.queries.moving for one in drawn if one.queries} == {True, False}
-    assert {one.new.cu_seqlens_new is None for one in drawn} == {True, False}
+    assert {one.turns is None for one in drawn if one.rotary} == {True, False}
+    assert {one.moving for one in drawn if one.rotary} == {True, False}
+    assert {one.append.cu_seqlens_k_new is None for one in drawn} == {True, False}
     assert any(b + n > one.capacity for one in drawn for b, n in zip(one.before, one.news, strict=True))

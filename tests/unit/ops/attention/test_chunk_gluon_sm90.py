@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -16,10 +17,9 @@ from modes_cases import examine as examine_modes
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.hardware.target import compile_for
-from flashmoe_science.kernel import CompileJob, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.kernel import Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import ROWS
 from flashmoe_science.ops.attention.device.splits import partial_bytes
@@ -28,7 +28,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SIZES = (
@@ -54,8 +53,8 @@ def problem(text: str) -> AttentionProblem:
 
 def test_its_launcher_has_what_public_calls_ask_of_one() -> None:
     """On a machine without a GPU no plan is made, and mypy does not see through Gluon."""
-    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(ChunkLauncher, name)} == set()
     assert issubclass(ChunkLauncher, Launcher)
+    assert not ChunkLauncher.__abstractmethods__
 
 
 @pytest.mark.parametrize("text", SIZES)
@@ -193,24 +192,6 @@ def test_other_modes_are_refused_in_words(text: str) -> None:
     assert "does not serve" in str(KERNEL.supports(problem(text), gpu_named("h200")))
 
 
-MERGES = [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128), (256, 128)]
-
-
-@pytest.mark.parametrize(  # sinks take registers more; without them a build of some and one of all splits at once
-    ("width", "splits", "sinks"), [*((*sizes, "*bf16") for sizes in MERGES), (128, 16, None), (256, 128, None)]
-)
-def test_the_merge_builds_without_spills(width: int, splits: int, sinks: str | None) -> None:
-    absent = {"cu_seqlens_q": None} | ({} if sinks else {"sinks": None})
-    fixed = chunk_merge.constexprs(4, width, splits, early=True) | absent
-    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32", "sinks": sinks}
-    signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
-    aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
-    job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
-    build = compile_for(job, gpu_named("h200"))
-    assert build.refusal is None
-    assert build.spill_bytes == 0
-
-
 # On a GPU -------------------------------------------------------------------------------------------------------------------
 
 
@@ -341,10 +322,10 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
     )
     table = torch.randperm(k.shape[0], device="cuda", generator=generator).to(torch.int32).view(5, -1)
     table[:, : 512 // page] = table[0, : 512 // page]
-    extras = Extras(cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"), max_seqlen_k=capacity)
-    inputs = AttentionInputs(paged, q, k, v, 0.1, True, None, replace(extras, page_table=table))
+    cache = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device="cuda"), "max_seqlen_k": capacity}
+    inputs = call_of(paged, q, k, v, 0.1, True, page_table=table, **cache)
     dense = [one[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for one in (k, v)]
-    contiguous = AttentionInputs(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, None, extras)
+    contiguous = call_of(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, **cache)
     for place, splits in ((0, 0), (0, 3), (1, 1)):
         config = asked(paged, place, splits)
         mine, right = KERNEL.run(inputs, config), KERNEL.run(contiguous, config)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -21,17 +22,15 @@ from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import Table, committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
-from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
 from flashmoe_science.ops.attention.device import softcap
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
-from flashmoe_science.ops.attention.front.modes_calls import _choice, _kernels
+from flashmoe_science.ops.attention.front.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 
@@ -83,7 +82,7 @@ def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.Mon
     q = torch.zeros(8, 4, 1364, 64, dtype=torch.bfloat16)
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
-        launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))(q, k, k, q, None, 0.125)
+        launcher.bind(Tensors(q, k, k), Options())((q, k, k), None, ALL_KEYS, None, None)
     assert launched == [host.PAIRED.value, host.PAIRED_TAIL.value, host.PAIRED.value]
 
 
@@ -111,11 +110,12 @@ def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.Monke
 
     def call(row: int) -> AttentionInputs:
         bias = memory.as_strided((1, 2, 64, 256), (2 * 64 * row, 64 * row, row, 1))
-        return AttentionInputs(one, q, k, k, 0.125, extras=Extras(bias=bias))
+        return call_of(one, q, k, k, 0.125, bias=bias)
 
     launcher = kernel.plan(call(257), host.configs(one, gpu_named("h200"))[0])
     for row in (257, 264, 258, 0):
-        launcher.bind_inputs(call(row))
+        inputs = call(row)
+        launcher.bind(inputs.tensors, inputs.options)
     assert built == [(1, False), (8, True), (2, True)]
 
 
@@ -205,23 +205,17 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
 def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
     one, h200 = parse_problem(text), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    able = [it for it in _kernels() if it.cannot(one, h200) is None]
-    assert select(one, h200, Table(()), able, None).kernel == first
-    assert _choice(one, h200, able, ModesSpec("causal")).kernel == first
+    assert select(one, h200, Table(()), ours(), None).kernel == first
+    assert select(one, h200, committed_table(), ours(), None).kernel == first
 
 
 def test_its_launcher_has_what_calls_with_modes_ask_of_one() -> None:
-    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(fwd_launcher.FwdLauncher, name)} == set()
     assert issubclass(fwd_launcher.FwdLauncher, Launcher)
+    assert not fwd_launcher.FwdLauncher.__abstractmethods__
 
 
 def test_it_refuses_to_split_keys() -> None:
-    one, h200 = parse_problem("attn b1 h2 q64 d64 bf16 softcap50"), gpu_named("h200")
-    assert isinstance(one, AttentionProblem)
-    launcher = fwd_launcher.FwdLauncher(kernel.flashmoe_fwd_gluon_sm90, one, host.configs(one, h200)[0], h200, False, False)
-    q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
-    with pytest.raises(CannotServe, match="num_splits is 2"):
-        launcher.bind_inputs(AttentionInputs(one, q, q, q, 0.125, extras=Extras(softcap=50.0)), 2)
+    assert not fwd_launcher.FwdLauncher.splits_keys
 
 
 @pytest.mark.gpu
@@ -339,12 +333,12 @@ def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None
         assert isinstance(paged, AttentionProblem)
         packed = replace(paged, modes=replace(paged.modes, page=0))
         config = host.configs(packed, gpu)[0]
-        of_keys = Extras(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=300, max_seqlen_k=most)
-        of_pages = replace(of_keys, cu_seqlens_k=None, cache_seqlens=used, page_table=table)
+        both = {"cu_seqlens_q": cu_q, "max_seqlen_q": 300, "max_seqlen_k": most}
+        of_keys, of_pages = both | {"cu_seqlens_k": cu_k}, both | {"cache_seqlens": used, "page_table": table}
         in_pages = [one.transpose(1, 2) for one in caches]
         found, right = (
-            kernel.run(AttentionInputs(one, views[0], *keys, 0.1, True, None, extras), config)
-            for one, keys, extras in ((paged, in_pages, of_pages), (packed, views[1:], of_keys))
+            kernel.run(call_of(one, views[0], *keys, 0.1, True, **lengths), config)
+            for one, keys, lengths in ((paged, in_pages, of_pages), (packed, views[1:], of_keys))
         )
         assert torch.equal(found.out, right.out)
         assert found.lse is not None
@@ -374,7 +368,7 @@ def test_biases_whose_rows_begin_anywhere(lead: int, apart: int) -> None:
     rows = torch.randn(lead + 3 * 190 * max(apart, 777), device="cuda").bfloat16()
     bias = rows.as_strided((2, 3, 190, 777), (0, 190 * apart, apart, 1), lead)
     q, k, v = (torch.randn(2, 3, length, 64, device="cuda").bfloat16() for length in (190, 777, 777))
-    inputs = AttentionInputs(one, q, k, v, 0.125, extras=Extras(bias=bias))
+    inputs = call_of(one, q, k, v, 0.125, bias=bias)
     wide = torch.softmax(q.double() @ k.double().mT * 0.125 + bias.double(), -1) @ v.double()
     for config in host.configs(one, gpu):
         torch.testing.assert_close(kernel.run(inputs, config).out.double(), wide, atol=0.01, rtol=0.01)

@@ -8,7 +8,7 @@ from attention_cases import LARGE, SMALL, Case, examine, problem_of
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.call.inputs import AttentionKernel
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.front.kernels import ours
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The operators of attention with modes: what torch.library, torch.compile and autograd ask of them; and their fallback."""
+"""The operator with features: what torch.library, torch.compile and autograd ask of it; and its fallback."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import torch
 from tests.unit.serving_reference import Row, sequence_attention
 
 import flashmoe_science as fm
+from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.call.modes_spec import ModesSpec, modes_of
-from flashmoe_science.ops.attention.front import append_op, modes_calls
-from flashmoe_science.ops.attention.front.modes_op import attend_modes
+from flashmoe_science.ops.attention.call.append import Append
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front import pytorch
+from flashmoe_science.ops.attention.front.append import append_to_cache
+from flashmoe_science.ops.attention.front.kernels import ours
+from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.ops.calls import LAUNCHES
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -27,25 +32,28 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def operator_arguments(extras: Extras, **modes: Any) -> tuple[object, ...]:
-    e = extras
-    return (
-        "causal", modes.get("left"), modes.get("right"), e.cu_seqlens_q, e.cu_seqlens_k, e.cache_seqlens, e.page_table,
-        e.cache_batch_idx, e.leftpad, e.max_seqlen_q, e.max_seqlen_k, e.softcap, e.sinks, e.alibi_slopes, e.bias, e.prefix,
-        e.k_scale, e.v_scale, None, True,
-    )  # fmt: skip
+def operator_arguments(tensors: Tensors, options: Options) -> tuple[object, ...]:
+    o = options
+    of_window = (o.window_left, o.window_right, o.softcap, o.num_splits, o.max_seqlen_q, o.max_seqlen_k)
+    return (*tensors[:3], "causal", None, True, None, *tensors.of_features(), *of_window)
 
 
 Q, K = randn(2, 4, 3, 8), randn(2, 2, 9, 8, seed=1)
-CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, Extras]] = {
-    "equal": (Q, K, Extras(softcap=2.0, sinks=randn(4))),
-    "bias": (Q, K, Extras(bias=randn(2, 4, 3, 9))),
-    "ragged": (Q, K, Extras(cache_seqlens=i32(4, 9), leftpad=i32(1, 0), alibi_slopes=randn(2, 4).abs())),
-    "paged": (Q, K.new_ones(6, 2, 4, 8), Extras(cache_seqlens=i32(4, 7), page_table=i32(0, 3, 5, 2).view(2, 2))),
+PACKED = (randn(1, 4, 6, 8), randn(1, 2, 9, 8), randn(1, 2, 9, 8, seed=2))
+CALLS: dict[str, tuple[Tensors, Options]] = {
+    "equal": (Tensors(Q, K, K, sinks=randn(4)), Options(softcap=2.0)),
+    "bias": (Tensors(Q, K, K, bias=randn(2, 4, 3, 9)), Options()),
+    "ragged": (
+        Tensors(Q, K, K, cache_seqlens=i32(4, 9), leftpad=i32(1, 0), alibi_slopes=randn(2, 4).abs()),
+        Options(),
+    ),
+    "paged": (
+        Tensors(Q, *(K.new_ones(6, 2, 4, 8),) * 2, cache_seqlens=i32(4, 7), page_table=i32(0, 3, 5, 2).view(2, 2)),
+        Options(),
+    ),
     "packed": (
-        randn(1, 4, 6, 8),
-        randn(1, 2, 9, 8),
-        Extras(i32(0, 2, 6), i32(0, 4, 9), max_seqlen_q=4, max_seqlen_k=5, prefix=i32(1, 3)),
+        Tensors(*PACKED, i32(0, 2, 6), i32(0, 4, 9), prefix=i32(1, 3)),
+        Options(max_seqlen_q=4, max_seqlen_k=5),
     ),
 }
 
@@ -60,10 +68,11 @@ CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, Extras]] = {
 )
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own checks
 def test_opcheck(case: str, grad: bool) -> None:
-    q, k, extras = CALLS[case]
-    q, k = (one.clone().requires_grad_(grad) for one in (q, k))
-    arguments = (q, k, k.detach().clone(), *operator_arguments(extras, left=5))
-    torch.library.opcheck(torch.ops.flashmoe.attention_modes.default, arguments)
+    tensors, options = CALLS[case]
+    q, k = (one.clone().requires_grad_(grad) for one in (tensors.q, tensors.k))
+    tensors = tensors._replace(q=q, k=k, v=tensors.v.clone())
+    arguments = operator_arguments(tensors, options._replace(window_left=5))
+    torch.library.opcheck(torch.ops.flashmoe.attention_forward.default, arguments)
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -129,15 +138,15 @@ def test_one_graph_serves_other_sizes() -> None:
         assert torch.equal(compiled(*arguments), attend(*arguments))
 
 
-def test_a_call_that_was_found_is_found_again_and_keeps_no_tensor() -> None:
-    modes_calls.CALLS.clear()
+def test_a_stored_launch_keeps_no_tensor() -> None:
+    LAUNCHES.clear()
     k_cache = randn(2, 9, 4, 16)
     for length in range(1, 9):  # a cache that grows
         fm.flash_attn_with_kvcache(randn(2, 1, 4, 16), k_cache, k_cache, cache_seqlens=i32(length, length))
-    assert len(modes_calls.CALLS) == 1
+    assert len(LAUNCHES) == 1
     import gc
 
-    held = gc.get_referents(*modes_calls.CALLS, *modes_calls.CALLS.values())
+    held = gc.get_referents(*LAUNCHES, *LAUNCHES.values())
     assert not any(isinstance(one, torch.Tensor) for one in held)
 
 
@@ -148,54 +157,46 @@ def test_records_choose_the_kernel_and_its_config() -> None:
     for entry in entries:
         problem, gpu = entry.problem, gpu_named(entry.gpu)
         assert isinstance(problem, AttentionProblem)
-        able = [one for one in modes_calls._kernels() if one.cannot(problem, gpu) is None]
-        found = modes_calls._choice(problem, gpu, able, ModesSpec("full"))
+        found = select(problem, gpu, committed_table(), ours(), "sdpa")
         assert (found.kernel, found.config, found.basis) == (entry.kernel, entry.config, "measured")
-        named = [one for one in able if one.name == "split_triton"]
-        asked = modes_calls._choice(problem, gpu, named, ModesSpec("full", kernel="split_triton"))
-        assert (asked.kernel, asked.basis) == ("split_triton", "requested")
 
 
 def test_an_explicit_request_never_falls_back() -> None:
-    extras = Extras(softcap=3.0)
+    tensors, capped = (Q, K, K), Options(softcap=3.0)
     with pytest.raises(ValueError, match="kernel is 'x'; it must be one of"):
-        attend_modes(Q, K, K, modes_of(K, extras), extras, kernel="x")
-    with pytest.raises(CannotServe, match="'fwd_triton' cannot serve this call: it takes no modes; 'sdpa' can"):
-        attend_modes(Q, K, K, modes_of(K, extras), extras, kernel="fwd_triton")
-    with pytest.raises(CannotServe, match="requires gradients"):
-        attend_modes(Q.clone().requires_grad_(), K, K, modes_of(K, extras), extras, kernel="fwd_triton")
-    by_name, _ = attend_modes(Q, K, K, modes_of(K, extras), extras, kernel="sdpa")
-    assert torch.equal(by_name, attend_modes(Q, K, K, modes_of(K, extras), extras)[0])
+        attend(tensors, capped._replace(kernel="x"))
+    with pytest.raises(CannotServe, match=r"'fwd_triton' cannot serve attn .* softcap3 on the CPU: .*; sdpa can"):
+        attend(tensors, capped._replace(kernel="fwd_triton"))
+    with pytest.raises(CannotServe, match=r"requires gradients.*'sdpa' can, or call it under torch.no_grad\(\)"):
+        attend((Q.clone().requires_grad_(), K, K), capped._replace(kernel="fwd_triton"))
+    assert torch.equal(attend(tensors, capped._replace(kernel="sdpa"))[0], attend(tensors, capped)[0])
 
 
-def test_modes_and_tensors_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"modes.softcap is False, and the tensors given make it True; they must agree"):
-        attend_modes(Q, K, K, Modes(window_left=1), Extras(softcap=3.0))
-    with pytest.raises(ValueError, match=r"modes.lengths is 'packed', and the tensors given make it 'equal'"):
-        attend_modes(Q, K, K, Modes(lengths="packed"), Extras())
+def test_windows_and_prefixes_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="window_left is -1; it must be at least 0"):
-        attend_modes(Q, K, K, Modes(window_left=-1), Extras())
+        attend((Q, K, K), Options(window_left=-1))
     with pytest.raises(ValueError, match="prefix is given and the mask is 'full'; it must be 'causal'"):
-        attend_modes(Q, K, K, Modes(prefix=1), Extras(prefix=i32(1, 2)))
+        attend(Tensors(Q, K, K, prefix=i32(1, 2)), Options())
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "prefix"])
 def test_biases_and_prefixes_of_equal_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_science.ops.attention.front import modes_fallback
-
     bias = randn(2, 1, 3, 9, seed=4)
     bias = (bias > 0 if kind == "boolean" else torch.where(bias > 1.5, -torch.inf, bias)).expand(2, 4, 3, 9)
-    extras = Extras(prefix=i32(8, 0), sinks=randn(4)) if kind == "prefix" else Extras(bias=bias, softcap=2.0)
-    mask = "causal" if kind == "prefix" else "full"
-    whole = attend_modes(Q, K, K, modes_of(K, extras, 2), extras, mask=mask, return_lse=True)
-    monkeypatch.setattr(modes_fallback, "_SCORES_AT_ONCE", 100)  # in pieces of a row
-    for out, lse in (whole, attend_modes(Q, K, K, modes_of(K, extras, 2), extras, mask=mask, return_lse=True)):
+    tensors, options = Tensors(Q, K, K, bias=bias), Options(return_lse=True, window_left=2, softcap=2.0)
+    if kind == "prefix":
+        tensors = Tensors(Q, K, K, prefix=i32(8, 0), sinks=randn(4))
+        options = options._replace(mask="causal", softcap=0.0)
+    whole = attend(tensors, options)
+    LAUNCHES.clear()
+    monkeypatch.setattr(pytorch, "_WEIGHTS_AT_ONCE", 100)  # in parts of a row
+    for out, lse in (whole, attend(tensors, options)):
         assert lse is not None
         for i in range(2):
             q, k = Q[i].transpose(0, 1), K[i].transpose(0, 1)
             if kind == "prefix":
                 asked = Row(True, (2, -1), prefix=(8, 0)[i])
-                expected, of_lse = sequence_attention(q, k, k, asked, sinks=extras.sinks)
+                expected, of_lse = sequence_attention(q, k, k, asked, sinks=tensors.sinks)
             else:
                 expected, of_lse = sequence_attention(q, k, k, Row(window=(2, -1), softcap=2.0), bias=bias[i])
             torch.testing.assert_close(out[i].transpose(0, 1).double(), expected, rtol=0, atol=5e-6)
@@ -203,14 +204,13 @@ def test_biases_and_prefixes_of_equal_lengths(kind: str, monkeypatch: pytest.Mon
 
 
 def test_nothing_to_attend_gives_zeros() -> None:
-    none = Extras(i32(0, 0, 0), i32(0, 0, 0), max_seqlen_q=0, max_seqlen_k=0)
     empty, k = Q.new_empty(1, 4, 0, 8), K[:1, :, :0]
-    out, lse = attend_modes(empty, k, k, modes_of(k, none), none, return_lse=True)
+    out, lse = attend(Tensors(empty, k, k, i32(0, 0, 0), i32(0, 0, 0)), Options(return_lse=True))
     assert out.shape == (1, 4, 0, 8)
     assert lse is not None
     assert lse.shape == (1, 4, 0)
-    rows = Extras(i32(0, 2, 3), i32(0, 0, 0), max_seqlen_q=2, max_seqlen_k=0)
-    out, lse = attend_modes(Q[:1], k, k, modes_of(k, rows), rows, return_lse=True)
+    rows = Tensors(Q[:1], k, k, i32(0, 2, 3), i32(0, 0, 0))
+    out, lse = attend(rows, Options(return_lse=True, max_seqlen_q=2))
     assert torch.all(out == 0.0)
     assert lse is not None
     assert torch.all(lse == -torch.inf)
@@ -219,4 +219,4 @@ def test_nothing_to_attend_gives_zeros() -> None:
 def test_the_append_is_refused_no_argument_that_its_kernel_would_misread() -> None:
     caches = [randn(2, 2, 9, 16) for _ in range(2)]
     with pytest.raises(ValueError, match=r"v has \(batch, heads, tokens, head_dim\) "):
-        append_op.append_to_cache(*caches, randn(2, 2, 1, 16), randn(2, 2, 2, 16), randn(2, 4, 1, 16), i32(1, 2))
+        append_to_cache(Append(*caches, randn(2, 2, 1, 16), randn(2, 2, 2, 16), randn(2, 4, 1, 16), i32(1, 2)))

@@ -9,7 +9,7 @@ import torch
 from held import inputs_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof import oracle
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from calls import call_of
 
 from flashmoe_science import explain, flash_attention_forward, flash_attn_func, scaled_dot_product_attention
 from flashmoe_science.dispatch.table import parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.front import kernels, plans
+from flashmoe_science.ops import choose as any_choice
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.front import choose, kernels
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.public_calls import public_call
 
@@ -53,13 +55,18 @@ def peer(fake: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePeer
     )
     others = tuple(mine if one.name == "fa3" else one for one in kernels.PEERS)
     monkeypatch.setattr(kernels, "PEERS", others)
-    monkeypatch.setattr(plans, "ours", lambda: (fake.kernel(),))
-    monkeypatch.setattr(plans, "gpu_of", lambda q: gpu_named("h200"))
-    monkeypatch.setattr(plans, "committed_table", lambda: table(*(entry(f"attn b2 h4 q{n} d16 fp32") for n in (32, 48))))
+    monkeypatch.setattr(kernels, "ours", lambda: (fake.kernel(),))
+    monkeypatch.setattr(choose, "gpu_of", lambda q: gpu_named("h200"))
+    records(monkeypatch, table(*(entry(f"attn b2 h4 q{n} d16 fp32") for n in (32, 48))))
     monkeypatch.setenv("FLASHMOE_PEERS", "1")
-    plans._measured_sizes.cache_clear()
+    choose._measured_sizes.cache_clear()
     yield peer
-    plans._measured_sizes.cache_clear()
+    choose._measured_sizes.cache_clear()
+
+
+def records(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    for module in (any_choice, choose):
+        monkeypatch.setattr(module, "committed_table", lambda: found)
 
 
 def entry(problem: str, kernel: str = "fa3") -> dict[str, Any]:
@@ -96,7 +103,7 @@ def test_lengths_between_measured_ones_go_there_and_a_problem_further_off_does_n
 
 def test_flash_attentions_function_goes_there_with_the_log_sum_exp(peer: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [entry(f"attn b2 h4 q{n} d16 fp32 bshd") for n in (32, 48)]
-    monkeypatch.setattr(plans, "committed_table", lambda: table(*rows))
+    records(monkeypatch, table(*rows))
     views = [one.transpose(1, 2) for one in tensors(token_first=True)]
     result = flash_attn_func(*views, return_attn_probs=True)
     assert isinstance(result, tuple)
@@ -110,7 +117,7 @@ def test_flash_attentions_function_goes_there_with_the_log_sum_exp(peer: FakePee
 def test_pytorchs_own_attention_goes_without_leave_but_never_with_the_log_sum_exp(
     peer: FakePeer, fake: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "committed_table", lambda: table(entry("attn b2 h4 q32 d16 fp32", "sdpa")))
+    records(monkeypatch, table(entry("attn b2 h4 q32 d16 fp32", "sdpa")))
     monkeypatch.delenv("FLASHMOE_PEERS")
     q, k, v = tensors()
     torch.testing.assert_close(scaled_dot_product_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
@@ -182,12 +189,12 @@ def test_the_call_that_the_harness_times_as_ours_is_ours(peer: FakePeer, fake: F
     assert isinstance(problem, AttentionProblem)
     call = public_call(problem, "fake")
     assert call is not None
-    assert torch.all(call(AttentionInputs(problem, q, k, v, OURS)).out == OURS)
+    assert torch.all(call(call_of(problem, q, k, v, OURS)).out == OURS)
     assert (fake.launches, peer.seen) == (1, [])
 
 
 def test_later_calls_find_themselves_bound_and_read_no_environment(peer: FakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled_dot_product_attention(*tensors())
     monkeypatch.delenv("FLASHMOE_PEERS")
-    monkeypatch.setattr(plans, "make_plan", None)
+    monkeypatch.setattr(choose, "choose", None)
     assert torch.all(scaled_dot_product_attention(*tensors()) == PEER)

@@ -15,14 +15,15 @@ import torch.nn.functional as F
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.call.spec import problem_of
-from flashmoe_science.ops.attention.front import plans, torch_op
+from flashmoe_science.ops import calls
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, problem_of
+from flashmoe_science.ops.attention.front import choose, operator
 from flashmoe_science.ops.attention.front.kernels import ours
 
 pytestmark = pytest.mark.gpu
 
 EAGER_CALLS = Path(__file__).with_name("eager_calls.py")
-OPERATOR = torch.ops.flashmoe.attention_forward.default
+OPERATOR = operator._OPERATOR
 
 
 def tensors(
@@ -36,7 +37,7 @@ def tensors(
 
 def serving(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[str]:
     """Names of our kernels that serve these tensors here."""
-    problem = problem_of(q, k, v, "full")
+    problem = problem_of(Tensors(q, k, v), Options())
     return [kernel.name for kernel in ours() if kernel.supports(problem, current_gpu(q.device)) is None]
 
 
@@ -226,14 +227,14 @@ def test_one_plan_is_right_for_all_lengths_of_its_class(kernel: str) -> None:
     if kernel not in serving(*tensors()):
         pytest.skip(f"{kernel} does not serve this GPU")
     for lengths in ((961, 1000, 1023, 1024), (1024, 1023, 1000, 961)):
-        torch_op.CALLS.clear()
-        plans.PLANS.clear()
+        calls.LAUNCHES.clear()
+        choose.PLANS.clear()
         for keys in lengths:
             q, k, v = tensors(queries=1000, keys=keys)
             got = fm.scaled_dot_product_attention(q, k, v, is_causal=True, kernel=kernel)
             exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
             torch.testing.assert_close(got.double(), exact, rtol=1.6e-2, atol=1e-2)
-        assert len(plans.PLANS) <= 2  # the equal lengths are a kind of their own
+        assert len(choose.PLANS) <= 2  # the equal lengths are a kind of their own
 
 
 @pytest.mark.parametrize("case", ["empty", "3-D", "fp64", "broadcast"])

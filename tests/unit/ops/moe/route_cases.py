@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.moe.route.spec import Options, Tensors
 
-Route = Callable[[torch.Tensor, torch.Tensor | None, RouteSpec], tuple[torch.Tensor, torch.Tensor]]
+Route = Callable[[torch.Tensor, torch.Tensor | None, Options], tuple[torch.Tensor, torch.Tensor]]
 INF, NAN = math.inf, math.nan
 
 
@@ -24,7 +24,7 @@ class Case:
     """A routing, and in what its logits and its tensors are unusual."""
 
     experts: int
-    spec: RouteSpec
+    spec: Options
     dtype: torch.dtype = torch.float32
     tokens: int = 3
     values: str = "normal"  # one of VALUES
@@ -88,25 +88,25 @@ def _sizes() -> list[Case]:
         for top_k in sorted({1, min(8, experts), min(experts, MOST_CHOICES)}):
             for place, scoring in enumerate(_SCORINGS if top_k < MOST_CHOICES else _SCORINGS[:1]):
                 turn = len(cases) % 5
-                spec = RouteSpec(top_k, scoring, ("none", "sum")[turn % 2], scaling_factor=(1.0, 2.5, 1.0)[turn % 3])
+                spec = Options(top_k, scoring, ("none", "sum")[turn % 2], scaling_factor=(1.0, 2.5, 1.0)[turn % 3])
                 tokens = 1 if top_k > 50 else 3 if experts > 128 else 17 if turn else 9
                 cases.append(Case(experts, spec, _DTYPES[(place + turn) % 3], tokens=tokens))
     return cases
 
 
 def _grouped(experts: int, groups: int, kept: int, top_k: int, **rest: object) -> Case:
-    spec = RouteSpec(top_k, "sigmoid", "sum", groups, kept, 2.5)
+    spec = Options(top_k, "sigmoid", "sum", groups, kept, 2.5)
     return Case(experts, spec, **rest)  # type: ignore[arg-type]
 
 
-SIZES = (*_sizes(), Case(512, RouteSpec(10, normalize="sum"), torch.bfloat16))
-ODD = tuple(Case(60, RouteSpec(8, scoring, "sum"), values=values) for values in VALUES for scoring in _SCORINGS)
+SIZES = (*_sizes(), Case(512, Options(10, normalize="sum"), torch.bfloat16))
+ODD = tuple(Case(60, Options(8, scoring, "sum"), values=values) for values in VALUES for scoring in _SCORINGS)
 BIASED = (
-    *(Case(60, RouteSpec(8, "sigmoid", "sum"), values=values, bias="bias") for values in VALUES if values != "saturated"),
-    Case(384, RouteSpec(8, "sigmoid", "sum", scaling_factor=2.827), bias="bias"),
-    Case(128, RouteSpec(128, "sigmoid"), torch.bfloat16, tokens=2, bias="bias"),
-    Case(60, RouteSpec(50, "sigmoid"), bias="bias of -inf"),
-    Case(7, RouteSpec(1, "sigmoid"), bias="one bias"),
+    *(Case(60, Options(8, "sigmoid", "sum"), values=values, bias="bias") for values in VALUES if values != "saturated"),
+    Case(384, Options(8, "sigmoid", "sum", scaling_factor=2.827), bias="bias"),
+    Case(128, Options(128, "sigmoid"), torch.bfloat16, tokens=2, bias="bias"),
+    Case(60, Options(50, "sigmoid"), bias="bias of -inf"),
+    Case(7, Options(1, "sigmoid"), bias="one bias"),
 )
 GROUPED = (
     *(_grouped(256, 8, 4, 8, values=values, bias=bias) for values in ("normal", "ties", "equal") for bias in ("", "bias")),
@@ -118,12 +118,12 @@ GROUPED = (
     _grouped(32, 4, 2, 4, tokens=33),
 )
 MEMORY = (
-    *(Case(60, RouteSpec(8), memory=memory) for memory in ("rows", "columns", "broadcast")),
-    Case(128, RouteSpec(8), torch.bfloat16, memory="rows"),
-    Case(32, RouteSpec(8, "sigmoid"), bias="bias", memory="rows"),
-    Case(1, RouteSpec(1), memory="columns"),
-    Case(128, RouteSpec(8), tokens=0),
-    Case(1, RouteSpec(1), tokens=1),
+    *(Case(60, Options(8), memory=memory) for memory in ("rows", "columns", "broadcast")),
+    Case(128, Options(8), torch.bfloat16, memory="rows"),
+    Case(32, Options(8, "sigmoid"), bias="bias", memory="rows"),
+    Case(1, Options(1), memory="columns"),
+    Case(128, Options(8), tokens=0),
+    Case(1, Options(1), tokens=1),
 )
 CASES = (*SIZES, *ODD, *BIASED, *GROUPED, *MEMORY)
 # The interpreter takes as long for 128 choices as for ten of the other cases.
@@ -133,7 +133,7 @@ NOT_FOR_KERNEL = (
     _grouped(60, 6, 2, 8, bias="bias"),
     _grouped(60, 4, 2, 8, values="ties"),
     _grouped(96, 3, 3, 8, values="nan"),
-    Case(5000, RouteSpec(8)),
+    Case(5000, Options(8)),
 )
 
 
@@ -152,7 +152,7 @@ def tensors_of(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Ten
     return laid_out.get(case.memory, x), None if bias is None else bias.to(device)
 
 
-def reference(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> tuple[torch.Tensor, list[list[int]]]:
+def reference(logits: torch.Tensor, bias: torch.Tensor | None, spec: Options) -> tuple[torch.Tensor, list[list[int]]]:
     """The weights in fp64 and the ids of logits [tokens, experts], token by token, by sorting (score, index)."""
     x = logits.cpu().double()
     scores = {"softmax": torch.softmax(x, -1), "softmax_topk": x, "sigmoid": torch.sigmoid(x)}[spec.scoring]
@@ -175,7 +175,7 @@ def _best(scores: list[float], members: list[int]) -> list[int]:
     return sorted(members, key=lambda one: (math.isnan(scores[one]), 0.0 if math.isnan(scores[one]) else -scores[one], one))
 
 
-def _members_of_best_groups(scores: list[float], spec: RouteSpec) -> list[int]:
+def _members_of_best_groups(scores: list[float], spec: Options) -> list[int]:
     if spec.groups == 1:
         return list(range(len(scores)))
     size = len(scores) // spec.groups
@@ -212,7 +212,11 @@ def main() -> None:
 
     assert all(cannot(case.spec, case.experts) for case in NOT_FOR_KERNEL)
     assert not any(cannot(case.spec, case.experts) for case in CASES)
-    print(json.dumps({str(case): examine(case, lambda x, bias, spec: bind(x, bias, spec)(x, bias)) for case in INTERPRETED}))
+
+    def call(x: torch.Tensor, bias: torch.Tensor | None, spec: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        return bind(Tensors(x, bias), spec)(x, bias)
+
+    print(json.dumps({str(case): examine(case, call) for case in INTERPRETED}))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables, nth_tile, tables_of
+from flashmoe_science.ops.moe.rows import RowCounts, bind_rows, tables_of, tile_at
 
 
 @dataclass(frozen=True, slots=True)
-class InSmallBlocks(Sizes):
+class InSmallBlocks(RowCounts):
     """The interpreter sorts a block of 512 pairs in a second, one of 32 in a twentieth."""
 
     @property
@@ -23,7 +23,7 @@ class InSmallBlocks(Sizes):
 
 SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (100, 60, 64))  # pairs, experts, block_m
 # Of two, four and six programs.
-LARGE = (Sizes(700, 8, 16), InSmallBlocks(128, 9, 16), InSmallBlocks(170, 3, 16), InSmallBlocks(190, 40, 16))
+LARGE = (RowCounts(700, 8, 16), InSmallBlocks(128, 9, 16), InSmallBlocks(170, 3, 16), InSmallBlocks(190, 40, 16))
 
 COLUMNS, GROUP = 3, 4  # of tiles, as a program meets them
 
@@ -33,18 +33,17 @@ def all_tiles(
     tables, found, pairs, tiles,
     EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What nth_tile says of a program's own index, [programs, 4]."""
-    _, _, offsets, tile_expert, tile_row, tile_count, _, _ = tables_of(tables, pairs, EXPERTS, tiles)
+    """The tile of a program's own index, [programs, 4]."""
     index = tl.program_id(0)
-    expert, row, end, column = nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, BLOCK_M)
-    tl.store(found + 4 * index, expert)
-    tl.store(found + 4 * index + 1, row)
-    tl.store(found + 4 * index + 2, end)
-    tl.store(found + 4 * index + 3, column)
+    tile = tile_at(index, tables_of(tables, pairs, EXPERTS, tiles), tiles, COLUMNS, GROUP, BLOCK_M)
+    tl.store(found + 4 * index, tile.expert)
+    tl.store(found + 4 * index + 1, tile.row)
+    tl.store(found + 4 * index + 2, tile.end)
+    tl.store(found + 4 * index + 3, tile.column)
 
 
-def in_order(counts: list[int], sizes: Sizes) -> list[tuple[int, int, int, int]]:
-    """The tiles that nth_tile must give, one after the other."""
+def in_order(counts: list[int], sizes: RowCounts) -> list[tuple[int, int, int, int]]:
+    """The tiles that tile_at must give, one after the other."""
     found, first = [], 0
     for expert, rows in enumerate(counts):
         count = -(-rows // sizes.block_m)
@@ -57,11 +56,11 @@ def in_order(counts: list[int], sizes: Sizes) -> list[tuple[int, int, int, int]]
     return found
 
 
-def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
+def wrong(ids: torch.Tensor, sizes: RowCounts) -> list[str]:
     """Every table against what a stable sort gives. Pairs whose id is no expert's have no row."""
     pairs, experts, block_m = sizes.pairs, sizes.experts, sizes.block_m
     tables = torch.full((sizes.length,), -77, dtype=torch.int32)
-    bind_tables(ids, sizes, early_start=False)(ids, tables)
+    bind_rows(ids, sizes, early_start=False)(ids, tables)
     here = (ids >= 0) & (ids < experts)
     rows = int(here.sum())
     order = torch.where(here, ids, experts).sort(stable=True).indices[:rows]
@@ -94,11 +93,11 @@ def main() -> None:
     for pairs, experts, block_m in SIZES:
         drawn = torch.randint(-1, experts + 1, (pairs,))
         for name, ids in (("random", drawn), ("int32", drawn.int()), ("one expert", torch.zeros_like(drawn))):
-            found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, Sizes(pairs, experts, block_m))
+            found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, RowCounts(pairs, experts, block_m))
     for sizes in LARGE:
         ids = torch.randint(-1, sizes.experts + 1, (sizes.pairs,))
         found[f"{sizes.blocks} programs, {sizes.experts} experts"] = wrong(ids, sizes)
-    found["none has an expert"] = wrong(torch.full((40,), -1), Sizes(40, 8, 16))
+    found["none has an expert"] = wrong(torch.full((40,), -1), RowCounts(40, 8, 16))
     print(json.dumps(found))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
+import flashmoe_science as fm
 from flashmoe_science.contract import built_in, is_built_in
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
@@ -20,6 +22,11 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 CPU = torch.device("cpu")
 HELD = built_in("moe")
 PROBLEMS = ("moe t1 e8 k3 d16 f8 bf16", "moe t3 e8 k3 d16 f8 fp16", "moe t50 e7 k3 d24 f40 fp32", "moe t9 e4 k4 d64 f32 bf16")
+WORDS = (
+    "moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved transposed",
+    "moe t5 e4 k2 d24 f40 fp32 bias relu2 ungated",
+    "moe t5 e4 k2 d24 f40 fp16 gelu_tanh interleaved logits",
+)
 FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zipf", "moe t9 e4 k4 d64 f32 bf16 logits")
 
 
@@ -79,7 +86,7 @@ def test_skewed_logits_prefer_few_experts() -> None:
 
 
 @pytest.mark.parametrize("distribution", HELD.distributions)
-@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS])
+@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS, *WORDS])
 def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
@@ -89,6 +96,32 @@ def test_the_peers_are_right(text: str, distribution: str) -> None:
         got = HELD.planned(peer, peer.configs(problem, None)[0], taken)(taken)
         assert got.dtype == inputs["x"].dtype
         assert wrong(problem, inputs, got) == [], peer.name
+
+
+@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS, *WORDS])
+def test_a_user_s_function_is_given_what_fused_moe_takes(text: str) -> None:
+    """The public function, called as a candidate is; with a router where the problem starts from logits."""
+    problem, inputs = drawn(text)
+
+    def layer(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *routing: Any, **rest: Any) -> torch.Tensor:
+        chosen = routing if problem.routing == "ids" else fm.route(*routing, normalize="sum")
+        return fm.fused_moe(x, w1, w2, *chosen, **rest)
+
+    assert wrong(problem, inputs, HELD.call(layer, problem, inputs)) == []
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
+    problem, inputs = drawn(text)
+    exact = HELD.widened(inputs)
+    found = {one.code: one.outputs for one in HELD.mistakes(problem, exact)}
+    expected = (
+        {"activation-silu"} | ({"bias-missing"} if problem.bias else set()) | ({"interleaved"} if problem.gated else set())
+    )
+    assert set(found) == expected
+    for other in found.values():
+        assert isinstance(other, torch.Tensor)
+        assert wrong(problem, inputs, other.to(HELD.dtype(problem)))
 
 
 def test_a_layer_without_its_routing_weights_is_wrong() -> None:
@@ -136,11 +169,14 @@ def test_what_the_peers_need_is_said_in_words() -> None:
     for (name, text), words in said.items():
         reason = kernel_named(name, "moe").cannot(parse_problem(text), h200)
         assert reason == words if words is None else words in str(reason)
+    for word in ("bias", "clamped", "ungated", "interleaved", "transposed"):
+        reason = kernel_named("sonicmoe", "moe").cannot(parse_problem(f"moe t8 e8 k2 d512 f64 bf16 {word}"), h200)
+        assert f"the problem has {word}" in str(reason)
     assert "Hopper" in str(kernel_named("sonicmoe", "moe").cannot(parse_problem("moe t8 e8 k2 d512 f64 bf16"), a100))
     assert kernel_named("sonicmoe", "moe").slow
 
 
-@pytest.mark.parametrize("suite", ["moe", "moe-skewed", "moe-ids"])
+@pytest.mark.parametrize("suite", ["moe", "moe-gpt-oss", "moe-skewed", "moe-ids"])
 def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
     chance = Random(1)
     for text in HELD.suites()[suite][::3]:
@@ -150,7 +186,7 @@ def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> Non
         assert len(drawn) > 20
         for problem in drawn:
             assert parse_problem(str(problem)) == problem
-            assert problem.routing == near.routing
+            assert (problem.routing, problem.words()) == (near.routing, near.words())
             assert problem.top_k <= problem.experts
             assert problem.experts * problem.dim * problem.hidden <= near.experts * near.dim * near.hidden
         assert len({problem.top_k for problem in drawn}) > 1

@@ -11,8 +11,8 @@ import torch
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.call.inputs import Activation, MoEInputs
-from flashmoe_science.ops.moe.products.gluon_sm90 import KERNEL, configs, launches, plan
+from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.products.gluon_sm90.kernel import KERNEL, configs, launches, plan
 from flashmoe_science.ops.moe.proof.contract import CONTRACT
 
 GPU = GPUS["h200"]
@@ -34,6 +34,10 @@ def inputs() -> MoEInputs:
         ("moe t4096 e8 k2 d100 f64 bf16", GPU, "dim is 100"),
         ("moe t4096 e8 k2 d64 f36 bf16", GPU, "hidden is 36"),
         ("moe t4096 e5000 k2 d64 f64 bf16", GPU, "experts is 5000"),
+        ("moe t4096 e8 k2 d64 f64 bf16 ungated", GPU, "not gated"),
+        ("moe t4096 e8 k2 d64 f64 bf16 interleaved", GPU, "interleaved"),
+        ("moe t4096 e8 k2 d64 f64 bf16 bias", GPU, "biases"),
+        ("moe t4096 e8 k2 d64 f64 bf16 transposed", GPU, "transposed"),
     ],
 )
 def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> None:
@@ -43,10 +47,6 @@ def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> Non
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"activation": Activation(gated=False)}, "not gated"),
-        ({"activation": Activation(interleaved=True)}, "interleaved"),
-        ({"gate_up_bias": torch.zeros(4, 48)}, "biases"),
-        ({"down_bias": torch.zeros(4, 40)}, "biases"),
         ({"x": torch.zeros(5, 41, dtype=torch.bfloat16)[:, 1:]}, "hidden_states does not start"),
         ({"x": torch.zeros(5, 41, dtype=torch.bfloat16)[:, :40]}, "hidden_states has stride 41"),
         ({"w1": torch.zeros(4, 40, 48, dtype=torch.bfloat16).mT}, "w1 has stride 48 in its last dimension"),

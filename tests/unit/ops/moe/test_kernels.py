@@ -6,12 +6,14 @@ import pytest
 from moe_cases import CASES
 from tests.unit.interpreter import Interpreter
 
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.moe.front.kernels import ours
+from flashmoe_science.ops.moe.front.kernels import FALLBACK, ours
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.rows_triton import Sizes
+from flashmoe_science.ops.moe.rows import RowCounts
 from flashmoe_science.problem import DTYPE_BYTES
 
 H200 = gpu_named("h200")
@@ -37,7 +39,7 @@ def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> 
 def test_there_is_room_for_every_tile_whatever_the_routing(pairs: int, experts: int, block_m: int) -> None:
     touched = min(pairs, experts)
     worst = sum(-(-rows // block_m) for rows in [*[1] * (touched - 1), pairs - touched + 1])
-    assert worst <= Sizes(pairs, experts, block_m).tiles <= pairs
+    assert worst <= RowCounts(pairs, experts, block_m).tiles <= pairs
 
 
 @pytest.mark.parametrize("sizes", ["t1 e128 k8 d2048 f768 bf16", "t64 e8 k2 d64 f48 fp32", "t4096 e8 k2 d512 f512 fp16"])
@@ -48,7 +50,7 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
     if kernel.cannot(problem, H200):
         pytest.skip("it does not take so many tokens")
     pairs, size = problem.pairs(), DTYPE_BYTES[problem.dtype]
-    tables = 4 * Sizes(pairs, problem.experts, 16).length
+    tables = 4 * RowCounts(pairs, problem.experts, 16).length
     for config in kernel.configs(problem, H200):
         assert 0 < kernel.workspace(problem, config) <= pairs * (2 * problem.hidden + problem.dim) * size + tables
 
@@ -76,6 +78,17 @@ def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None
             able = [kernel for kernel in ours() if kernel.cannot(problem, gpu_named(gpu)) is None]
             assert able, problem
             assert all(kernel.configs(problem, gpu_named(gpu)) for kernel in able)
+
+
+def test_explain_and_a_call_of_gpt_oss_s_experts_have_one_answer() -> None:
+    """What a kernel does not take is seen from the problem: no record makes it the choice, and the reason is in words."""
+    for tokens in (1, 16, 1024, 16384):
+        problem = parse_problem(f"moe t{tokens} e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed")
+        decision = select(problem, H200, committed_table(), ours(), FALLBACK)
+        reasons = dict(decision.others)
+        assert decision.kernel == "moe_grouped_triton"
+        assert "gates and ups are interleaved" in reasons["moe_grouped_gluon_sm90"]
+        assert ("transposed" if tokens == 1 else "tokens is") in reasons["moe_gemv_triton"]
 
 
 @pytest.mark.parametrize(

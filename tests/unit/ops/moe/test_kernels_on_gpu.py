@@ -13,8 +13,8 @@ from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.call.inputs import MoEInputs
-from flashmoe_science.ops.moe.front import plans
+from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.front.choose import PLANS
 from flashmoe_science.ops.moe.front.kernels import ours
 
 pytestmark = pytest.mark.gpu
@@ -211,7 +211,7 @@ def test_from_logits_a_call_is_the_router_and_the_experts(text: str, kernel: Any
 def test_a_new_number_of_tokens_waits_for_nothing_and_weights_are_not_copied() -> None:
     whole = uniform("moe t640 e16 k4 d1024 f512 bf16")
     called(whole)
-    before, compiled = torch.cuda.memory_allocated(), set(plans.PLANS)
+    before, compiled = torch.cuda.memory_allocated(), set(PLANS)
     torch.cuda.reset_peak_memory_stats()
     try:
         torch.cuda.set_sync_debug_mode("error")
@@ -224,7 +224,7 @@ def test_a_new_number_of_tokens_waits_for_nothing_and_weights_are_not_copied() -
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 2 * 640 * 4 * (2 * 512 + 1024) + 2 * 640 * 1024 * 2
     assert torch.cuda.memory_allocated() == before
-    assert set(plans.PLANS) == compiled
+    assert set(PLANS) == compiled
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, on the way

@@ -6,20 +6,22 @@ import math
 
 import pytest
 import torch
+from moe_cases import CASES, Case, inputs_of, reference
 
+from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
 
 TOKENS, EXPERTS, TOP_K, DIM, HIDDEN = 7, 5, 3, 6, 4
 
 
 @pytest.fixture
-def layer() -> tuple[torch.Tensor, ...]:
+def layer() -> Tensors:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, DIM, generator=generator)
     w1 = torch.randn(EXPERTS, 2 * HIDDEN, DIM, generator=generator)
     w2 = torch.randn(EXPERTS, DIM, HIDDEN, generator=generator)
     weights, ids = routing_oracle(torch.randn(TOKENS, EXPERTS, generator=generator), TOP_K)
-    return x, w1, w2, weights.float(), ids
+    return Tensors(x, w1, w2, weights.float(), ids)
 
 
 def naive(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -37,32 +39,34 @@ def naive(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Te
     return out
 
 
-def test_the_oracle_is_the_loop(layer: tuple[torch.Tensor, ...]) -> None:
-    torch.testing.assert_close(moe_oracle(*layer), naive(*layer), rtol=1e-12, atol=1e-12)
+def test_the_oracle_is_the_loop(layer: Tensors) -> None:
+    torch.testing.assert_close(moe_oracle(layer), naive(*layer[:5]), rtol=1e-12, atol=1e-12)
 
 
-def test_gate_and_up_are_not_exchangeable(layer: tuple[torch.Tensor, ...]) -> None:
-    x, w1, *rest = layer
-    swapped = torch.cat([w1[:, HIDDEN:], w1[:, :HIDDEN]], 1)
-    assert not torch.allclose(moe_oracle(x, swapped, *rest), moe_oracle(*layer))
+def test_gate_and_up_are_not_exchangeable(layer: Tensors) -> None:
+    swapped = layer._replace(w1=layer.w1.roll(HIDDEN, 1))
+    assert not torch.allclose(moe_oracle(swapped), moe_oracle(layer))
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)])
-def test_the_plain_version_is_off_by_its_rounding(layer: tuple[torch.Tensor, ...], dtype: torch.dtype, unit: float) -> None:
-    x, w1, w2, *routing = layer
-    low = (x.to(dtype), w1.to(dtype), w2.to(dtype), *routing)
-    exact, plain = moe_oracle(*low), moe_plain(*low)
+def test_the_plain_version_is_off_by_its_rounding(layer: Tensors, dtype: torch.dtype, unit: float) -> None:
+    low = layer._replace(x=layer.x.to(dtype), w1=layer.w1.to(dtype), w2=layer.w2.to(dtype))
+    exact, plain = moe_oracle(low), moe_plain(low)
     assert plain.dtype == dtype
     error = (plain.double() - exact).abs().max().item() / exact.abs().max().item()
     assert 0 < error < 8 * unit
 
 
-def test_an_expert_of_no_token_is_not_read(layer: tuple[torch.Tensor, ...]) -> None:
-    x, w1, w2, weights, ids = layer
-    ids = torch.where(ids == 2, 3, ids)
-    w1, w2 = w1.clone(), w2.clone()
-    w1[2], w2[2] = torch.nan, torch.nan
-    assert torch.isfinite(moe_oracle(x, w1, w2, weights, ids)).all()
+def test_an_expert_of_no_token_is_not_read(layer: Tensors) -> None:
+    layer.topk_ids[layer.topk_ids == 2] = 3
+    layer.w1[2], layer.w2[2] = torch.nan, torch.nan
+    assert torch.isfinite(moe_oracle(layer)).all()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.routing == "random"], ids=str)
+def test_the_oracle_is_the_formula_of_every_activation_and_layout(case: Case) -> None:
+    inputs = inputs_of(case, "cpu")
+    torch.testing.assert_close(moe_oracle(inputs.tensors, inputs.activation), reference(inputs), rtol=1e-6, atol=1e-6)
 
 
 def test_routing_takes_the_most_probable_and_renormalises() -> None:

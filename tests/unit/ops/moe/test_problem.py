@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import ProblemError
 
 SIZES = st.integers(1, 12)
@@ -16,7 +18,7 @@ SIZES = st.integers(1, 12)
 
 @st.composite
 def problems(draw: st.DrawFn) -> MoEProblem:
-    experts = draw(SIZES)
+    experts, gated = draw(SIZES), draw(st.booleans())
     return MoEProblem(
         tokens=draw(SIZES),
         experts=experts,
@@ -25,6 +27,11 @@ def problems(draw: st.DrawFn) -> MoEProblem:
         hidden=draw(SIZES),
         dtype=draw(st.sampled_from(["fp16", "bf16", "fp32"])),
         routing=draw(st.sampled_from(["ids", "logits", "zipf"])),
+        activation=draw(st.sampled_from(get_args(Function))),
+        bias=draw(st.booleans()),
+        gated=gated,
+        interleaved=gated and draw(st.booleans()),
+        transposed=draw(st.booleans()),
     )
 
 
@@ -35,8 +42,9 @@ def test_the_text_form_reads_back(problem: MoEProblem) -> None:
 
 
 @given(problems())
-def test_flops_count_the_three_products_of_every_pair(problem: MoEProblem) -> None:
-    up = gate = down = 2 * problem.dim * problem.hidden
+def test_flops_count_the_products_of_every_pair(problem: MoEProblem) -> None:
+    up = down = 2 * problem.dim * problem.hidden
+    gate = up if problem.gated else 0
     assert problem.flops() == sum(up + gate + down for _ in range(problem.tokens) for _ in range(problem.top_k))
 
 
@@ -46,12 +54,32 @@ def test_bytes_count_no_expert_that_nothing_is_routed_to(tokens: int, experts: i
     weights = experts * (2 * 4 * 16 + 16 * 4) * 2
     routing = tokens * 2 * (4 + 4)
     assert problem.min_bytes() == 2 * tokens * 16 * 2 + weights + routing
+    biased = parse_problem(f"moe t{tokens} e8 k2 d16 f4 bf16 bias")
+    assert biased.min_bytes() - problem.min_bytes() == experts * (2 * 4 + 16) * 2
+    ungated = parse_problem(f"moe t{tokens} e8 k2 d16 f4 bf16 bias ungated")
+    assert biased.min_bytes() - ungated.min_bytes() == experts * (4 * 16 + 4) * 2
 
 
 def test_from_ids_nothing_is_added_to_the_text() -> None:
     """The text form of committed records."""
     assert str(parse_problem("moe t8 e4 k2 d16 f16 bf16 ids")) == "moe t8 e4 k2 d16 f16 bf16"
     assert str(parse_problem("moe logits t8 e4 k2 d16 f16 bf16")) == "moe t8 e4 k2 d16 f16 bf16 logits"
+
+
+def test_what_is_as_ever_adds_no_word() -> None:
+    gpt_oss = "moe t16 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed logits"
+    problem = parse_problem("moe logits transposed t16 e32 interleaved k4 d2880 clamped f2880 bias")
+    assert str(problem) == gpt_oss
+    assert problem == MoEProblem(16, 32, 4, 2880, 2880, "bf16", "logits", "clamped_silu", True, True, True, True)
+    assert str(parse_problem("moe t8 e4 k2 d16 f16 bf16 silu")) == "moe t8 e4 k2 d16 f16 bf16"
+    assert MoEProblem(8, 4, 2, 16, 16).words() == ()
+
+
+def test_a_record_of_another_layout_says_which_kernel_and_not_which_tile() -> None:
+    plain, biased, layout = (parse_problem(f"moe t16 e32 k4 d2880 f2880{words}") for words in ("", " bias gelu", " transposed"))
+    assert plain.distance(layout) == plain.distance(biased) == 0.0
+    assert plain.tile_key() == biased.tile_key() != layout.tile_key()
+    assert layout.without_layout() == layout
 
 
 @given(problems())
@@ -94,6 +122,9 @@ def test_ids_of_other_ranks_may_be_more_than_there_are_experts() -> None:
         ("moe t8 e4 k2 d16 f16 causal", "unknown word 'causal'"),
         ("moe t0 e4 k2 d16 f16", "tokens is 0"),
         ("moe t8 e4 k2 d16 f16 logits zipf", "gives the routing twice ('logits' and 'zipf')"),
+        ("moe t8 e4 k2 d16 f16 relu gelu", "gives the activation twice ('relu' and 'gelu')"),
+        ("moe t8 e4 k2 d16 f16 bias bias", "gives the bias twice"),
+        ("moe t8 e4 k2 d16 f16 interleaved ungated", "interleaved is True and gated is False"),
     ],
 )
 def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:

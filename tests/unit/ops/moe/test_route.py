@@ -12,7 +12,7 @@ from tests.unit.interpreter import Interpreter
 from torch.autograd import forward_ad
 
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
-from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.moe.route.spec import Options
 
 DEEPSEEK: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 8, "top_k_groups": 4, "scaling_factor": 2.5}
 
@@ -221,7 +221,7 @@ def test_the_load_counts_no_id_that_is_no_expert() -> None:
 
 def test_the_reference_is_torch_topk_where_nothing_is_equal() -> None:
     logits = torch.randn(20, 60, generator=torch.Generator().manual_seed(3))
-    weights, ids = reference(logits, None, RouteSpec(8, "softmax", "sum"))
+    weights, ids = reference(logits, None, Options(8, "softmax", "sum"))
     right = logits.double().softmax(-1).topk(8)
     assert ids == right.indices.tolist()
     torch.testing.assert_close(weights, right.values / right.values.sum(-1, keepdim=True))

@@ -8,23 +8,24 @@ import pytest
 import torch
 from route_cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
 
+from flashmoe_science.ops import calls
 from flashmoe_science.ops.moe.route import route as module
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
-from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.moe.route.spec import Options
 
 pytestmark = pytest.mark.gpu
 
 LARGE = (
-    Case(128, RouteSpec(8, "softmax", "sum"), torch.bfloat16, tokens=4097),
-    Case(256, RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), tokens=2050),
-    Case(384, RouteSpec(8, "sigmoid", "sum"), tokens=1025),
-    Case(1024, RouteSpec(8), torch.float16, tokens=300),
-    Case(4096, RouteSpec(64, "softmax_topk"), tokens=65),
-    Case(512, RouteSpec(512), tokens=33),
+    Case(128, Options(8, "softmax", "sum"), torch.bfloat16, tokens=4097),
+    Case(256, Options(8, "sigmoid", "sum", 8, 4, 2.5), tokens=2050),
+    Case(384, Options(8, "sigmoid", "sum"), tokens=1025),
+    Case(1024, Options(8), torch.float16, tokens=300),
+    Case(4096, Options(64, "softmax_topk"), tokens=65),
+    Case(512, Options(512), tokens=33),
 )
 
 
-def routed(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(logits: torch.Tensor, bias: torch.Tensor | None, spec: Options) -> tuple[torch.Tensor, torch.Tensor]:
     options = spec._asdict() | {"top_k_groups": spec.top_k_groups if spec.groups > 1 else None}
     return route(logits, selection_bias=bias, **options)
 
@@ -38,7 +39,7 @@ def test_it_is_right(case: Case) -> None:
 def test_it_is_right_at_any_alignment(shift: int) -> None:
     memory = torch.randn(9 * 130 + shift, device="cuda").bfloat16()
     logits = memory[shift:].view(9, 130)[:, :128]
-    for got, right in zip(route(logits, 8), route_by_pytorch(logits, None, RouteSpec(8)), strict=True):
+    for got, right in zip(route(logits, 8), route_by_pytorch(logits, None, Options(8)), strict=True):
         torch.testing.assert_close(got, right)
 
 
@@ -56,7 +57,7 @@ def test_a_call_of_another_type_is_refused_after_one_that_was_served() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    logits, bias = tensors_of(Case(64, RouteSpec(4, "sigmoid"), bias="bias"), "cuda")
+    logits, bias = tensors_of(Case(64, Options(4, "sigmoid"), bias="bias"), "cuda")
     ways: list[dict[str, Any]] = [{}, {"scoring": "sigmoid", "selection_bias": bias, "groups": 4, "top_k_groups": 2}]
     for way in ways:
         route(logits, 4, **way)
@@ -79,7 +80,7 @@ def test_a_graph_replays_with_new_logits() -> None:
         weights, ids = route(logits, 8)
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    right_weights, right_ids = route_by_pytorch(logits, None, RouteSpec(8))
+    right_weights, right_ids = route_by_pytorch(logits, None, Options(8))
     assert torch.equal(ids, right_ids)
     torch.testing.assert_close(weights, right_weights)
 
@@ -88,7 +89,7 @@ def test_torch_compile_serves_it_by_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     bound = []
     kernel = module._kernel()
     monkeypatch.setattr(kernel, "bind", lambda *call, _bind=kernel.bind: bound.append(call) or _bind(*call))
-    module._CALLS.clear()
+    calls.LAUNCHES.clear()
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = route(2 * x, 8, normalize="sum")

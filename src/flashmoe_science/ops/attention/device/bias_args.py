@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.call.tensors import Tensors
 from flashmoe_science.ops.attention.device.bias import AT_ONCE
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.launch import Pointer
 
 PAIR = 2  # neighbouring scores of a thread
@@ -27,9 +27,9 @@ class BiasOf(NamedTuple):
 NO_BIAS = BiasOf((None,) * len(STRIDES))
 
 
-def bias_of(extras: Extras) -> BiasOf:
+def bias_of(tensors: Tensors) -> BiasOf:
     """The BiasOf of a call. Raises CannotServe."""
-    slopes, bias = extras.alibi_slopes, extras.bias
+    slopes, bias = tensors.alibi_slopes, tensors.bias
     if slopes is not None:
         return BiasOf((slopes.stride(0), None, None, None))
     if bias is None:

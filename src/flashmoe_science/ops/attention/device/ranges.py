@@ -1,15 +1,18 @@
-"""Which keys a program of split_triton.py or decode_gluon.py takes: a piece of a sequence's tiles, or those of its range.
+"""Which keys a program of the split-KV kernels takes: a split of one sequence's tiles or, with stream-K, a range of all tiles.
 
-Where every program reads the lengths of all sequences, either pieces of sequences, the longest sequence first, or equal ranges
-of the keys of all sequences, where one is much longer than the others. The main kernels and the merge (merge_triton.py) decide
-between the two by the same functions. ``numbers`` are those of the sequences, from 0 on, and of some past them: a power of two
-of them, which the caller makes, as Gluon's vectors have a layout and Triton's have none.
+Where the lengths of sequences differ every program reads all of them. Splits then start in LPT order (longest processing time
+first, Graham 1969), or, where one sequence is much longer than the others, programs take equal ranges of the tiles of all
+sequences (stream-K, Osama et al. 2023). The main kernels and merge_triton.py decide between the two by the same functions.
+``numbers`` are those of the sequences, from 0 on, and of some past them: a power of two of them, which the caller makes, as
+Gluon's vectors have a layout and Triton's have none.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from flashmoe_science.ops.attention.device.partials import split_info_at
 
 
 @triton.jit
@@ -23,57 +26,58 @@ def tiles_between(start, end, BLOCK_N: tl.constexpr, BEGINS: tl.constexpr):
 
 
 @triton.jit
-def pieces_of(tiles, splits, MIN_TILES: tl.constexpr):
-    """Into how many pieces so many tiles are split: none has fewer than MIN_TILES, but where it is the only one."""
+def used_splits(tiles, splits, MIN_TILES: tl.constexpr):
+    """How many of ``splits`` have keys: each has at least MIN_TILES of the tiles, unless it is the only one."""
     return tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
 
 
 @triton.jit
-def at_place(own, others, row, column, numbers, place):
-    """The sequence at a place, from 0 on, in the order of lengths, the longest first and equal ones as they come. ``own`` and
-    ``row`` are the lengths and numbers of sequences in a column, ``others`` and ``column`` the same in a row."""
-    before = (others > own) | ((others == own) & (column < row))
-    places = tl.sum(before.to(tl.int32), 1)
-    return tl.sum(tl.where(places == place, numbers, 0), 0)
+def index_in_lpt_order(own, others, row, column, numbers, index):
+    """The sequence at ``index`` in the order of lengths, the longest first and equal ones as they come. ``own`` and ``row``
+    [N, 1] are the lengths and numbers of sequences, ``others`` and ``column`` [1, N] the same."""
+    before = (others > own) | ((others == own) & (column < row))  # [N, N]
+    ranks = tl.sum(before.to(tl.int32), 1)  # [N]
+    return tl.sum(tl.where(ranks == index, numbers, 0), 0)
 
 
 @triton.jit
-def longest(cache_seqlens, place, batches, numbers, others_numbers):
-    """``at_place`` of ``batches`` sequences. Lengths may be negative: what is past the sequences comes after all."""
+def sequence_by_length(cache_seqlens, index, batches, numbers, others_numbers):
+    """``index_in_lpt_order`` of ``batches`` sequences. Lengths may be negative: what is past the sequences comes after all."""
     row, column = numbers[:, None], others_numbers[None, :]
     own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
     others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
-    return at_place(own, others, row, column, numbers, place)
+    return index_in_lpt_order(own, others, row, column, numbers, index)
 
 
 @triton.jit
-def tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
-    """How many tiles have keys of sequences, none of those past ``batches``. CACHED: lengths may come from the SM's cache."""
+def tiles_of(sequences, batch, batches, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
+    """How many tiles have keys of sequences; none those past ``batches``. CACHED: lengths may be read from the SM's L1."""
     modifier: tl.constexpr = "" if CACHED else ".cg"
-    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier) + new
-    tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
-    if leftpads is not None:
-        pad = tl.load(leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+    own = tl.load(sequences.cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+    length = sequences.before + own + sequences.new
+    tiles = tl.cdiv(tl.maximum(tl.minimum(length, sequences.seqlen_k), 0), BLOCK_N)
+    if sequences.leftpads is not None:
+        pad = tl.load(sequences.leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
         tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
     return tl.where(batch < batches, tiles, 0)
 
 
 @triton.jit
-def takes_ranges(tiles, even_slope, even_least):
-    """Whether programs take equal ranges of all sequences' keys, and the tiles of all. Both kernels ask, and must decide alike:
-    one operation, which no compiler takes apart."""
+def use_stream_k(tiles, even_slope, even_least):
+    """Whether programs take ranges of all sequences' tiles, and how many those are. The main kernel and the merge must decide
+    alike: a single fma, so that both compilers round alike."""
     total = tl.sum(tiles, 0)
     return tl.max(tiles, 0).to(tl.float32) > tl.fma(even_slope, total.to(tl.float32), even_least), total
 
 
 @triton.jit
-def sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.constexpr):
+def sequences_of_range(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.constexpr):
     """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
     last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
 
-    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. No piece has
-    fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before so many does not begin that
-    sequence, or takes the rest of it.
+    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. No split has
+    fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before that does not begin the sequence,
+    or takes the rest of it.
     """
     units = total + batches * MIN_TILES
     low = number * units // ranges
@@ -89,20 +93,20 @@ def sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.c
 
 @triton.jit
 def tiles_in_range(first_tile, low_tile, high_tile, tiles_in, MIN_TILES: tl.constexpr):
-    """Of a sequence's ``tiles_in`` tiles, which begin at ``first_tile``, a range's piece: its first tile and the one past its
-    last, and whether it has the sequence's first and its last tile. The range itself is from ``low_tile`` to ``high_tile``."""
+    """Of a sequence's ``tiles_in`` tiles, from ``first_tile`` on, the split in a range, which is from ``low_tile`` to before
+    ``high_tile``: its first tile and the one past its last, and whether it has the sequence's first and its last tile."""
     from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
     low = first_tile + tl.where(from_start, 0, low_tile)
     return low, first_tile + tl.where(to_end, tiles_in, high_tile), from_start, to_end
 
 
 @triton.jit
-def tell(partials, all_rows, places, batch, number, end, ranges, units, DV: tl.constexpr, MIN_TILES: tl.constexpr):
-    """Tell the merge the first place of a sequence's partials and how many they are: its first piece is in the ``number``-th
-    range, and ``end`` is the unit past its last."""
+def store_split_info(partials, batch, number, end, ranges, units, DV: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Store a sequence's first slot and its number of splits for the merge: its first split is in the ``number``-th range, and
+    ``end`` is the unit past its last."""
     last = ((end - 2 * MIN_TILES + 1) * ranges - 1) // units
-    pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
-    place = batch + number
-    told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
-    tl.store(told, place.to(tl.float32))
-    tl.store(told + 1, pieces.to(tl.float32))
+    splits = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
+    slot = batch + number
+    info = split_info_at(partials, batch, DV)
+    tl.store(info, slot.to(tl.float32))
+    tl.store(info + 1, splits.to(tl.float32))

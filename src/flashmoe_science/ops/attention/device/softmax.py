@@ -8,14 +8,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.attention.device import lse_triton
-from flashmoe_science.ops.attention.forward import tiled_triton as fwd_triton
+from flashmoe_science.ops.attention.device import softmax_triton
 from flashmoe_science.ops.gluon_bridge import as_gluon
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
-log2_of_sum = as_gluon(fwd_triton.log2_of_sum)
-log_sum_exp = as_gluon(lse_triton.log_sum_exp)
-with_sink = as_gluon(lse_triton.with_sink)
+log2_of_sum = as_gluon(softmax_triton.log2_of_sum)
+log_sum_exp = as_gluon(softmax_triton.log_sum_exp)
+with_sink = as_gluon(softmax_triton.with_sink)
 
 
 @gluon.jit

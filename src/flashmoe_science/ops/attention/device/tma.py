@@ -11,11 +11,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import DIRECT, Build, Encoder
-from flashmoe_science.ops.plan import Cache
 
 FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
 MOST_KEYS = 128  # of a tile
@@ -73,11 +73,6 @@ def check_copied(inputs: AttentionInputs) -> None:
     for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
         if tensor.data_ptr() % 16:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
-
-
-def are_aligned(q: Any, k: Any, v: Any) -> bool:
-    """Whether tensors start where the copy engine needs them to."""
-    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
 
 
 def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

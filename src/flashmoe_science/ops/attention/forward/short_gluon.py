@@ -4,9 +4,9 @@ Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv]
 128, padded to a power of two in shared memory; Sk to 512, as shared memory allows. fp16 and bf16; sm_80 and up.
 
 Such problems are bound by latency: of memory, and of the barriers of a program. So all of Q, K and V is copied to shared memory
-at once, K's copies to be waited for before V's. The keys are dealt out to the warps, which are the first dimension of both
-products: a warp has scores, probabilities and an output of its own, and asks no other. The outputs are scaled to one maximum
-and added up at the end, in the order of the warps.
+at once, K's copies to be waited for before V's. The keys are parted among the warps, which are the first dimension of both
+products: warps reduce independently, and their outputs are scaled to one maximum and added up at the end, in the order of the
+warps.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding), here over warps. Copies past registers: cp.async of PTX ISA 7.0.
 """
@@ -26,20 +26,21 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import (
+from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
+    AttentionLaunch,
     AttentionOutput,
-    BoundBy,
-    BoundLaunch,
     Launcher,
-    Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.device.softmax import log2_of_sum
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.device.launch import launch_by_address
+from flashmoe_science.ops.attention.device.output_triton import lse_rows
+from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
-from flashmoe_science.ops.attention.forward.tiled_triton import by_address
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import cp_async
@@ -63,8 +64,8 @@ def _copy_keys(smem, base, stride, end, D: gl.constexpr, WHOLE: gl.constexpr):
     WARPS: gl.constexpr = smem.shape[0]
     KEYS: gl.constexpr = smem.shape[1]
     WIDTH: gl.constexpr = smem.shape[2]
-    row = gl.expand_dims(copied_keys(WARPS, KEYS, WIDTH), 2)
-    column = copied_columns(WARPS, WIDTH)
+    row = gl.expand_dims(copied_keys(WARPS, KEYS, WIDTH), 2)  # [WARPS, KEYS, 1]
+    column = copied_columns(WARPS, WIDTH)  # [1, 1, WIDTH]
     if WHOLE:
         cp_async(smem, base + row * stride + column)
     else:
@@ -82,7 +83,7 @@ def flashmoe_short_gluon(
     BLOCK_M: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr,
     EARLY_START: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    # Rows begin at 16 bytes, which the compiler is told so.
+    # Rows begin at 16 bytes: so that the compiler sees it.
     stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8
     stride_kb, stride_kh, stride_kn = stride_kb // 8 * 8, stride_kh // 8 * 8, stride_kn // 8 * 8
     stride_vb, stride_vh, stride_vn = stride_vb // 8 * 8, stride_vh // 8 * 8, stride_vn // 8 * 8
@@ -93,14 +94,14 @@ def flashmoe_short_gluon(
     k_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_D], swizzled(BLOCK_D, [2, 1, 0]))
     v_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_DV], swizzled(BLOCK_DV, [2, 1, 0]))
 
-    # Of three numbers, so that nothing is divided by what the compiler does not know.
+    # A grid of three dimensions, so that nothing is divided by a number that the compiler does not know.
     first_row = gl.program_id(0) * BLOCK_M
     head, batch = gl.program_id(1).to(gl.int64), gl.program_id(2).to(gl.int64)
     head_kv = (gl.program_id(1) // GROUP).to(gl.int64)
     ACROSS: gl.constexpr = BLOCK_D // 8
     of_q: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_q)), 1)
-    column = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, of_q)), 0)
+    row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_q)), 1)  # [BLOCK_M, 1]
+    column = gl.expand_dims(gl.arange(0, BLOCK_D, gl.SliceLayout(0, of_q)), 0)  # [1, BLOCK_D]
     q_tile = q_base + batch * stride_qb + head * stride_qh + first_row.to(gl.int64) * stride_qm
     end = seqlen_k
     if CAUSAL:
@@ -119,25 +120,26 @@ def flashmoe_short_gluon(
     scale_log2 = softmax_scale * 1.4426950408889634
     async_copy.wait_group(1)
     q = gl.expand_dims(q_smem.load(gl.SliceLayout(0, left)), 0)
-    q, same = gl.broadcast(q, gl.zeros([WARPS, BLOCK_M, BLOCK_D], dtype, left))
-    s = mma_v2(q, k_smem.permute((0, 2, 1)).load(right), gl.zeros([WARPS, BLOCK_M, OWN], gl.float32, mma))
+    q, same = gl.broadcast(q, gl.zeros([WARPS, BLOCK_M, BLOCK_D], dtype, left))  # [WARPS, BLOCK_M, BLOCK_D]
+    s = gl.zeros([WARPS, BLOCK_M, OWN], gl.float32, mma)
+    s = mma_v2(q, k_smem.permute((0, 2, 1)).load(right), s)  # [WARPS, BLOCK_M, OWN]
     if not WHOLE:
         of_warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, mma))), 1)
         of_row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, mma))), 0)
         of_key = gl.expand_dims(gl.expand_dims(gl.arange(0, OWN, gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
-        key = gl.expand_dims(of_warp, 2) * OWN + of_key
+        key = gl.expand_dims(of_warp, 2) * OWN + of_key  # [WARPS, 1, OWN]
         if CAUSAL:
             end = gl.minimum(seqlen_k, gl.expand_dims(first_row + of_row, 2) + causal_offset + 1)
         s = gl.where(key < end, s, float("-inf"))
-    row_max = gl.max(s, 2) * scale_log2
+    row_max = gl.max(s, 2) * scale_log2  # [WARPS, BLOCK_M]
     # A row that sees none of a warp's keys has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
     p = gl.exp2(s * scale_log2 - gl.expand_dims(gl.where(row_max == float("-inf"), 0.0, row_max), 2))
     row_sum = gl.sum(p, 2)
     async_copy.wait_group(0)
     o = gl.zeros([WARPS, BLOCK_M, BLOCK_DV], gl.float32, mma)
-    o = mma_v2(gl.convert_layout(p.to(dtype), left), v_smem.load(right), o)
+    o = mma_v2(gl.convert_layout(p.to(dtype), left), v_smem.load(right), o)  # [WARPS, BLOCK_M, BLOCK_DV]
 
-    row_max, row_sum, out = sum_of_warps(o, row_max, row_sum)
+    row_max, row_sum, out = sum_of_warps(o, row_max, row_sum)  # [BLOCK_M], [BLOCK_M], [BLOCK_M, BLOCK_DV]
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
     of_out: gl.constexpr = out.type.layout
     inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, of_out))
@@ -148,8 +150,9 @@ def flashmoe_short_gluon(
     gl.store(out_tile + row * stride_om + column, out.to(dtype), mask=(first_row + row < seqlen_q) & (column < DV))
     if WRITE_LSE:
         lse_row = first_row + gl.arange(0, BLOCK_M, row_sum.type.layout)
-        lse = (gl.where(row_max == float("-inf"), 0.0, row_max) + log2_of_sum(row_sum)) * 0.6931471805599453
-        gl.store(lse_base + (batch * gl.num_programs(1) + head) * seqlen_q + lse_row, lse, mask=lse_row < seqlen_q)
+        lse = log_sum_exp(row_max, row_sum)
+        rows_of_lse = lse_rows(batch, head, lse_row, gl.num_programs(1), seqlen_q, None)
+        gl.store(lse_base + rows_of_lse, lse, mask=lse_row < seqlen_q)
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -217,39 +220,51 @@ def _grid(problem: AttentionProblem, rows: int) -> Grid:
     return (cdiv(problem.seqlen_q, rows), problem.heads, problem.batch)
 
 
-def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    check_copied(inputs)
-    problem, dtype, write_lse = inputs.problem, inputs.q.dtype, inputs.return_lse
-    gpu = gpu_of(inputs.q)
-    assert gpu is not None
-    most = _most_keys(problem, gpu)
-    pointers = (*(Pointer(dtype) for _ in range(4)), Pointer(torch.float32) if write_lse else None)
-    early, block_m, aligned_ends = can_start_early(inputs.q.device), config["block_m"], problem.mask == "causal"
-    builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}  # by keys held, whether all are there, strides
+class ShortLauncher(Launcher):
+    """The kernel with a config; see Launcher."""
 
-    def build(variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, *variant[:2], write_lse, early).values())
-        arguments = (*pointers, 0.5, *numbers, *constexprs)
-        made = builds[variant] = Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=early), constexprs
-        return made
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        check_copied(inputs)
+        gpu = gpu_of(inputs.q)
+        assert gpu is not None
+        self._problem, self._config, self._write_lse = inputs.problem, config, inputs.return_lse
+        self._max_keys, self._early = _most_keys(inputs.problem, gpu), can_start_early(inputs.q.device)
+        lse = Pointer(torch.float32) if inputs.return_lse else None
+        self._pointers = (*(Pointer(inputs.q.dtype) for _ in range(4)), lse)
+        # By keys held, whether all of them are there, strides.
+        self._builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}
 
-    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, _, keys, _), _ = shapes
-        if keys > most:
-            raise CannotServe(f"there are {keys} keys; it serves up to {most} of such heads")
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q, k, v = tensors[:3]
+        (batch, heads, rows, _), keys = q.shape, k.shape[2]
+        if keys > self._max_keys:
+            raise CannotServe(f"there are {keys} keys; it serves up to {self._max_keys} of such heads")
         if max(batch, heads) > MOST_PROGRAMS:
             raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MOST_PROGRAMS} of each")
-        named = zip(("query", "key", "value", "output"), (*shapes, shapes[0]), all_strides, strict=True)
-        strides = tuple(one for name, shape, of in named for one in copied_strides(name, shape, of)[:3])
+        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        named = (("query", q.shape, q.stride()), ("key", k.shape, k.stride()), ("value", v.shape, v.stride()))
+        every = (*named, ("output", q.shape, of_out))
+        strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
         if max(strides[2::3]) * MOST_KEYS >= 2**31:
             raise CannotServe(f"rows are up to {max(strides[2::3])} elements apart; it serves up to {2**31 // MOST_KEYS - 1}")
         held = _keys(keys)
         variant = (held, keys == held, stride_class(strides))
-        numbers = (*strides, rows, keys, keys - rows if aligned_ends else 0)
-        built, constexprs = builds.get(variant) or build(variant, numbers)
-        return by_address(built.bound((cdiv(rows, block_m), heads, batch), *numbers, *constexprs))
+        numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
+        build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        grid = (cdiv(rows, self._config["block_m"]), heads, batch)
+        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, out)
 
-    return BoundBy(bind)
+    def _build(self, variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        keys, even, _ = variant
+        constexprs = tuple(_constexprs(self._problem, self._config, keys, even, self._write_lse, self._early).values())
+        arguments = (*self._pointers, 0.5, *numbers, *constexprs)
+        build = Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=self._early)
+        self._builds[variant] = build, constexprs
+        return build, constexprs
+
+
+def plan(inputs: AttentionInputs, config: Config) -> ShortLauncher:
+    return ShortLauncher(inputs, config)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -284,7 +299,7 @@ KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
     op="attention",
-    about="few rows and keys: all keys at once, dealt out to the warps; sm_80 and up",
+    about="few rows and keys: all keys at once, parted among the warps; sm_80 and up",
     supports=supports,
     configs=configs,
     run=run,

@@ -10,7 +10,7 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,19 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import (
+from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
+    AttentionLaunch,
     AttentionOutput,
-    BoundBy,
-    BoundLaunch,
     Launcher,
-    Shapes,
     run_planned,
 )
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.device.launch import launch_by_address
+from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.launch import (
@@ -45,87 +48,67 @@ from flashmoe_science.ops.launch import (
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
-PLAIN_SUM = 1024  # keys whose plain fp32 sum leaves the log-sum-exp right; it saves registers where tiles are thin
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 
-@triton.jit
-def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexpr):
-    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, what rounding took from the sum, and
-    the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192 numbers of one size is off by 2e-6 of
-    itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
+class _Traits(NamedTuple):
+    """What a tile of keys is specialised on: the entry's constexprs of these names."""
 
-    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
-    round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
-    """
-    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-    # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
-    before = row_sum * rescale
-    more = tl.sum(p, 1)
-    if COMPENSATED:
-        more -= lost * rescale
-    total = before + more
-    if COMPENSATED:
-        lost = (total - before) - more
-    return p, new_max, total, lost, rescale
+    D: tl.constexpr
+    DV: tl.constexpr
+    BLOCK_D: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    CAUSAL: tl.constexpr
+    ONE_TILE: tl.constexpr
+    SCALE_FIRST: tl.constexpr
+    PRECISION: tl.constexpr
+    COMPENSATED: tl.constexpr
+    INTERPRET: tl.constexpr
 
 
 @triton.jit
-def log2_of_sum(x):
-    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
-    it is asked for the mantissa's alone."""
-    bits = x.to(tl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(x > 0.0, ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa), tl.log2(x))  # else 0 or NaN
-
-
-@triton.jit
-def _key_tile(
-    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
+def _attend_tile(
+    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2, first_key, rows, keys,
+    dims, dims_v, seqlen_k, causal_offset, MASKED: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
-    key = first_key + keys
-    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]
-    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]
+    D: tl.constexpr = traits.D
+    DV: tl.constexpr = traits.DV
+    key = first_key + keys  # [BLOCK_N]
+    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]  # [BLOCK_N, BLOCK_DV]
     if MASKED:
         k = tl.load(k_ptrs, mask=(key[:, None] < seqlen_k) & (dims[None, :] < D), other=0.0)
         v = tl.load(v_ptrs, mask=(key[:, None] < seqlen_k) & (dims_v[None, :] < DV), other=0.0)
     else:
-        if D == BLOCK_D:
+        if D == traits.BLOCK_D:
             k = tl.load(k_ptrs)
         else:
             k = tl.load(k_ptrs, mask=dims[None, :] < D, other=0.0)
-        if DV == BLOCK_DV:
+        if DV == traits.BLOCK_DV:
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
-    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCALE_FIRST:
+        s = tl.dot(q, tl.trans(k), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+    if traits.SCALE_FIRST:
         s = s * scale_log2
     if MASKED:
         visible = key[None, :] < seqlen_k
-        if CAUSAL:
+        if traits.CAUSAL:
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
-    scale_log2 = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
-    if not ONE_TILE:
-        acc = acc * rescale[:, None]
-    if INTERPRET:
+    scale_log2 = 1.0 if traits.SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, scale_log2, traits.COMPENSATED)
+    if not traits.ONE_TILE:
+        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+    if traits.INTERPRET:
         acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=traits.PRECISION)
     return row_max, row_sum, lost, acc
 
 
@@ -167,22 +150,24 @@ def flashmoe_fwd_triton(
     v_tile = v_base + batch * stride_vb + head_kv * stride_vh
     if EARLY_START:
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-    q = tl.load(
+    q = tl.load(  # [BLOCK_M, BLOCK_D]
         q_tile + local_rows[:, None] * stride_qm + dims[None, :],
         mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
         other=0.0,
     )
     scale_log2 = softmax_scale * 1.4426950408889634
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M], scaled to an exponent of base 2
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     lost = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    traits: tl.constexpr = _Traits(
+        D, DV, BLOCK_D, BLOCK_DV, CAUSAL, ONE_TILE, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET
+    )  # fmt: skip
     if ONE_TILE:
-        row_max, row_sum, lost, acc = _key_tile(
+        row_max, row_sum, lost, acc = _attend_tile(
             q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-            0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+            0, rows, keys, dims, dims_v, seqlen_k, causal_offset, CAUSAL or not EVEN_K, traits,
         )  # fmt: skip
     else:
         end = seqlen_k
@@ -191,25 +176,22 @@ def flashmoe_fwd_triton(
             end = tl.minimum(end, tl.maximum(first_row + BLOCK_M + causal_offset, 0))
             unmasked_end = tl.minimum(unmasked_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N * BLOCK_N)
         for first_key in tl.range(0, unmasked_end, BLOCK_N, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _key_tile(
+            row_max, row_sum, lost, acc = _attend_tile(
                 q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset, False, traits,
             )  # fmt: skip
             k_tile += BLOCK_N * stride_kn
             v_tile += BLOCK_N * stride_vn
         if CAUSAL or not EVEN_K:
             for first_key in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
-                row_max, row_sum, lost, acc = _key_tile(
+                row_max, row_sum, lost, acc = _attend_tile(
                     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset, True, traits,
                 )  # fmt: skip
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
 
-    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    acc = normalized(acc, row_sum)  # [BLOCK_M, BLOCK_DV]
     out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
     tl.store(
         out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
@@ -217,9 +199,8 @@ def flashmoe_fwd_triton(
         mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
     )
     if WRITE_LSE:
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
-        tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+        lse = log_sum_exp(row_max, row_sum)
+        tl.store(lse_base + lse_rows(batch, head, rows, heads, seqlen_q, None), lse, mask=rows < seqlen_q)
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -319,52 +300,46 @@ def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
 
 
-def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    problem, mask = inputs.problem, inputs.problem.mask
-    dtype = inputs.q.dtype
-    q_pointer, k_pointer, v_pointer = (Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
-    pointers = (q_pointer, k_pointer, v_pointer, Pointer(dtype), Pointer(torch.float32) if inputs.return_lse else None)
-    write_lse, scale_first = inputs.return_lse, inputs.softmax_scale <= 0.0
-    early_start = not INTERPRETING and can_start_early(inputs.q.device)
-    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
-    block_m, block_n = config["block_m"], config["block_n"]
-    tile_rows, aligned_ends = max(block_m, block_n), mask == "causal"
-    builds: dict[tuple[Any, ...], tuple[Build, tuple[Any, ...]]] = {}  # by _Variant
+class TiledLauncher(Launcher):
+    """The kernel with a config; see Launcher."""
 
-    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, variant, write_lse, scale_first, early_start).values())
-        made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
-        return made
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        self._problem, self._config, self._write_lse = inputs.problem, config, inputs.return_lse
+        self._scale_first = inputs.softmax_scale <= 0.0
+        self._early = not INTERPRETING and can_start_early(inputs.q.device)
+        dtype, lse = inputs.q.dtype, Pointer(torch.float32) if inputs.return_lse else None
+        self._pointers = (*(Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v)), Pointer(dtype), lse)
+        self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
 
-    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        programs = -(-rows // block_m) * batch * heads
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q, k, v = tensors[:3]
+        (batch, heads, rows, width_v), (_, heads_kv, keys, _) = (*q.shape[:3], v.shape[3]), k.shape
+        block_m, block_n = self._config["block_m"], self._config["block_n"]
+        programs = cdiv(rows, block_m) * batch * heads
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
-        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = all_strides
-        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
-        wide = max(qm, kn, vn, om) * tile_rows >= 2**31
-        variant = (keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
-        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
-        built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
-        return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
+        of_out = strides_like(q.shape, q.stride(), width_v) if out is None else out.stride()
+        strides = tuple(step for one in (q.stride(), k.stride(), v.stride(), of_out) for step in one[:3])
+        wide = max(strides[2::3]) * max(block_m, block_n) >= 2**31
+        variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
+        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
+        build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, out)
 
-    return BoundBy(bind)
+    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        config = self._config
+        values = _constexprs(self._problem, config, variant, self._write_lse, self._scale_first, self._early)
+        constexprs = tuple(values.values())
+        build = Build(
+            flashmoe_fwd_triton, (*self._pointers, 0.5, *numbers, *constexprs), num_warps=config["num_warps"],
+            num_stages=config["num_stages"], launch_pdl=self._early,
+        )  # fmt: skip
+        self._builds[variant] = build, constexprs
+        return build, constexprs
 
 
-def by_address(start: Callable[..., None]) -> BoundLaunch:
-    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
-    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
-    if INTERPRETING:
-        return start
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        lse_address = None if lse is None else lse.data_ptr()
-        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
-
-    return bound
+def plan(inputs: AttentionInputs, config: Config) -> TiledLauncher:
+    return TiledLauncher(inputs, config)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.attention.call.inputs import AttentionKernel
+from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.peers import fa3, fa4, flashinfer, flashinfer_fa2, flex, sdpa
 
 FALLBACK = "sdpa"  # PyTorch's own attention, as a user calls it

@@ -12,7 +12,7 @@ from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import not_installed
@@ -87,7 +87,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
     """Modes that are not defaults: plain calls are made as ever."""
     modes = inputs.problem.modes
-    options: dict[str, Any] = {"softcap": inputs.extras.softcap} if modes.softcap else {}
+    options: dict[str, Any] = {"softcap": inputs.options.softcap} if modes.softcap else {}
     if modes.window:
         right = 0 if inputs.problem.causal else modes.window_right
         options["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
@@ -98,12 +98,12 @@ def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     """Through the interface for caches, or, where the keys are packed too, the one for packed sequences."""
     import fa3_fwd_interface as fa3
 
-    extras, packed = inputs.extras, inputs.problem.modes.lengths == "packed"
+    tensors, packed = inputs.tensors, inputs.problem.modes.lengths == "packed"
     q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
     same = {"softmax_scale": inputs.softmax_scale, "causal": inputs.problem.causal, "num_splits": config["num_splits"]}
-    of_q: dict[str, Any] = {"cu_seqlens_q": extras.cu_seqlens_q, "max_seqlen_q": extras.max_seqlen_q} if packed else {}
-    if extras.cu_seqlens_k is not None:
-        of_k = {"cu_seqlens_k": extras.cu_seqlens_k, "max_seqlen_k": extras.max_seqlen_k}
+    of_q: dict[str, Any] = {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": inputs.options.max_seqlen_q} if packed else {}
+    if tensors.cu_seqlens_k is not None:
+        of_k = {"cu_seqlens_k": tensors.cu_seqlens_k, "max_seqlen_k": inputs.options.max_seqlen_k}
         options = {**same, **of_q, **of_k, **_options(inputs)}
         result = fa3.flash_attn_varlen_func(q[0], k[0], v[0], return_attn_probs=inputs.return_lse, **options)
     else:
@@ -111,10 +111,10 @@ def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
             q[0] if packed else q,
             k,
             v,
-            cache_seqlens=extras.cache_seqlens,
-            page_table=extras.page_table,
-            cache_batch_idx=extras.cache_batch_idx,
-            cache_leftpad=extras.leftpad,
+            cache_seqlens=tensors.cache_seqlens,
+            page_table=tensors.page_table,
+            cache_batch_idx=tensors.cache_batch_idx,
+            cache_leftpad=tensors.leftpad,
             return_softmax_lse=inputs.return_lse,
             **same,
             **of_q,

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import not_installed, one_config
@@ -61,35 +61,37 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
     """Modes that are not defaults: plain calls are made as ever."""
-    modes, extras = inputs.problem.modes, inputs.extras
+    modes, tensors = inputs.problem.modes, inputs.tensors
     options: dict[str, Any] = {}
     if modes.window:
         options["window_size"] = (modes.window_left, modes.window_right)
     if modes.softcap:
-        options["softcap"] = extras.softcap
+        options["softcap"] = inputs.options.softcap
     if modes.sinks:
-        options["learnable_sink"] = extras.sinks
+        options["learnable_sink"] = tensors.sinks
     return options
 
 
 def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
     from flash_attn.cute import flash_attn_varlen_func
 
-    packed, extras = inputs.problem.modes.lengths == "packed", inputs.extras
-    if extras.cache_batch_idx is not None:
+    packed, tensors = inputs.problem.modes.lengths == "packed", inputs.tensors
+    if tensors.cache_batch_idx is not None:
         raise CannotServe("FlashAttention-4 takes no index of cache rows")
     rows = inputs.q.transpose(1, 2)
     held = [tensor.transpose(1, 2) for tensor in (inputs.k, inputs.v)]
-    k, v = (tensor if extras.cu_seqlens_k is None else tensor[0] for tensor in held)
-    lengths: dict[str, Any] = {"cu_seqlens_q": extras.cu_seqlens_q, "max_seqlen_q": extras.max_seqlen_q} if packed else {}
+    k, v = (tensor if tensors.cu_seqlens_k is None else tensor[0] for tensor in held)
+    lengths: dict[str, Any] = {}
+    if packed:
+        lengths = {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": inputs.options.max_seqlen_q}
     out, lse = flash_attn_varlen_func(
         rows[0] if packed else rows,
         k,
         v,
-        cu_seqlens_k=extras.cu_seqlens_k,
-        max_seqlen_k=extras.max_seqlen_k,
-        seqused_k=extras.cache_seqlens,
-        page_table=extras.page_table,
+        cu_seqlens_k=tensors.cu_seqlens_k,
+        max_seqlen_k=inputs.options.max_seqlen_k,
+        seqused_k=tensors.cache_seqlens,
+        page_table=tensors.page_table,
         softmax_scale=inputs.softmax_scale,
         causal=inputs.problem.causal,
         return_lse=inputs.return_lse,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import not_installed
@@ -92,13 +92,13 @@ class Pages:
 
 def pages_of(inputs: AttentionInputs) -> Pages:
     """K and V in pages where they lie. Raises CannotServe for rows that no strides of pages reach."""
-    extras, k, v = inputs.extras, inputs.k, inputs.v
+    tensors, k, v = inputs.tensors, inputs.k, inputs.v
     if k.stride() != v.stride() or any(stride % k.shape[3] for stride in k.stride()[:3]):
         raise CannotServe("FlashInfer needs rows of K and V whole heads apart, in both alike")
-    if extras.page_table is not None:
-        assert extras.cache_seqlens is not None
-        return Pages(k.transpose(1, 2), v.transpose(1, 2), extras.page_table, extras.cache_seqlens)
-    if extras.cache_batch_idx is not None:
+    if tensors.page_table is not None:
+        assert tensors.cache_seqlens is not None
+        return Pages(k.transpose(1, 2), v.transpose(1, 2), tensors.page_table, tensors.cache_seqlens)
+    if tensors.cache_batch_idx is not None:
         raise CannotServe("FlashInfer takes no index of cache rows")
     batch, heads, capacity, width = k.shape
     rows = page_rows(capacity)
@@ -112,7 +112,7 @@ def pages_of(inputs: AttentionInputs) -> Pages:
     # heads of its rows, wherever they are.
     size = ((batch - 1) * step + capacity // rows, rows, heads, width)
     strides = (rows * between_rows, between_rows, between_heads, 1)
-    lengths = extras.cache_seqlens
+    lengths = tensors.cache_seqlens
     table = _table(batch, step, capacity // rows, k.device)
     lengths = _equal_lengths(batch, capacity, k.device) if lengths is None else lengths
     return Pages(k.as_strided(size, strides), v.as_strided(size, strides), table, lengths)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import one_config
@@ -77,8 +77,8 @@ def _capped(cap: float) -> Callable[..., torch.Tensor]:
 
 def _score(inputs: AttentionInputs) -> Callable[..., torch.Tensor] | None:
     """What the modes do to a score before the mask."""
-    capped = _capped(inputs.extras.softcap) if inputs.problem.modes.softcap else None
-    slopes, offset = inputs.extras.alibi_slopes, inputs.problem.seqlen_k - inputs.problem.seqlen_q
+    capped = _capped(inputs.options.softcap) if inputs.problem.modes.softcap else None
+    slopes, offset = inputs.tensors.alibi_slopes, inputs.problem.seqlen_k - inputs.problem.seqlen_q
     if slopes is None:
         return capped
 

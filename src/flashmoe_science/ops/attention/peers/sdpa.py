@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import one_config
@@ -127,7 +127,7 @@ def _attend(inputs: AttentionInputs) -> torch.Tensor:
         inputs.q,
         inputs.k,
         inputs.v,
-        attn_mask=bias if inputs.extras.bias is None else _as_given(inputs.extras.bias),
+        attn_mask=bias if inputs.tensors.bias is None else _as_given(inputs.tensors.bias),
         is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,

@@ -1,7 +1,7 @@
 """What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
 
-``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. ``Extras``
-are the tensors and numbers of one such call. How the keys and values of a call lie in memory follows from ``Modes``:
+``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. How the keys
+and values of a call lie in memory follows from it (call/tensors.py has the tensors themselves):
 
 - lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
 - lengths "ragged": as many queries in each sequence, keys in a cache: [caches, heads_kv, capacity, head_dim] views and
@@ -14,12 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 from flashmoe_science.problem import ProblemError, check_extent, check_word
-
-if TYPE_CHECKING:
-    import torch
 
 Lengths = Literal["equal", "ragged", "packed"]
 Bias = Literal["none", "alibi", "boolean", "additive"]
@@ -173,48 +170,3 @@ def unserved(modes: Modes, served: Collection[str] = (), who: str = "it") -> str
     """Why ``who`` does not serve a problem of these modes, in words; None where all of its kinds are among ``served``."""
     missing = [KINDS[kind] for kind in modes.kinds() if kind not in served]
     return f"{who} does not serve {', '.join(missing)}" if missing else None
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """The tensors and numbers of one call's modes. Those that its Modes do not name are None, or 0.
-
-    cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins, and the total.
-    cache_seqlens: int32 [batch], keys of each cached sequence. Where the queries are packed, ``cu_seqlens_k`` or this is given.
-    page_table: int32 [batch, most pages]; entries past a sequence's length are never read as addresses.
-    cache_batch_idx: int32 [batch], the row of the cache of each sequence (not with pages).
-    leftpad: int32 [batch], the first valid key of each sequence.
-    max_seqlen_q, max_seqlen_k: of packed queries, and of any ragged keys: no sequence is longer. They size grids and splits.
-    softcap: the cap itself.
-    sinks: [heads], fp32 or the input dtype.
-    alibi_slopes: fp32 [batch, heads] (a batch stride of 0 where they are shared).
-    bias: bool or the input dtype, a [batch, heads, seqlen_q, seqlen_k] view of any strides, 0 among them.
-    prefix: int32 [batch], keys that all queries of a sequence see.
-    k_scale, v_scale: fp32 [batch, heads_kv] of an e4m3 cache.
-    """
-
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    cache_seqlens: torch.Tensor | None = None
-    page_table: torch.Tensor | None = None
-    cache_batch_idx: torch.Tensor | None = None
-    leftpad: torch.Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    prefix: torch.Tensor | None = None
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """All that may be tensors, in the order in which kernels take them."""
-        return (
-            self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens, self.page_table, self.cache_batch_idx, self.leftpad,
-            self.sinks, self.alibi_slopes, self.bias, self.prefix, self.k_scale, self.v_scale,
-        )  # fmt: skip
-
-
-NO_EXTRAS = Extras()

@@ -20,7 +20,7 @@ tensor cores sum in an order, and with a truncation, of their own. Where that fl
 cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
 
 Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
-``Extras``; the inputs hold each tensor of them by name (modes_inputs.py).
+``Tensors``; the inputs hold each tensor of them by name (inputs.py).
 """
 
 from __future__ import annotations
@@ -35,19 +35,13 @@ import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.inputs import (
-    AttentionInputs,
-    AttentionKernel,
-    AttentionOutput,
-    allocate_output,
-    output_strides,
-)
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import NO_EXTRAS, PLAIN, unserved
+from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.attention.proof import inputs as modes_inputs
-from flashmoe_science.ops.attention.proof import modes_oracle, suites
+from flashmoe_science.ops.attention.proof import suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
-from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 from flashmoe_science.ops.attention.proof.public_calls import public_call
 
 Inputs = Mapping[str, torch.Tensor]
@@ -121,18 +115,7 @@ class AttentionContract(Contract):
         return reason or unserved(problem.modes, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        dtype = self.dtype(problem)
-        if problem.modes != PLAIN:
-            return modes_inputs.make_tensors(problem, dtype, device, generator, self._sliced)
-        made = {}
-        for name, heads, rows, width in (
-            ("q", problem.heads, problem.seqlen_q, problem.head_dim),
-            ("k", problem.heads_kv, problem.seqlen_k, problem.head_dim),
-            ("v", problem.heads_kv, problem.seqlen_k, problem.head_dim_v),
-        ):
-            shape = (problem.batch, heads, rows, width)
-            made[name] = modes_inputs.normal(shape, problem.layout == "bshd", dtype, device, generator, self._sliced)
-        return made
+        return modes_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
 
     def poisoned(self, problem: AttentionProblem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         modes_inputs.fill_unused(inputs, math.nan, leftpad=True)
@@ -169,7 +152,7 @@ class AttentionContract(Contract):
         count = 4 + (modes.softcap > 0) + (modes.bias in ("alibi", "additive")) + 2 * modes.fp8_cache
         roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
         relative = roundings + 4 * math.sqrt(problem.seqlen_k) * _FP32
-        _, largest, rms = self._extents(problem, inputs)
+        _, largest, rms = extents(self.for_kernel(problem, inputs))
         typical = 0.5 * relative * rms
         return (Errors(relative * largest, typical, typical), _NO_CAP)
 
@@ -178,52 +161,31 @@ class AttentionContract(Contract):
 
     def _score_rounding(self, problem: AttentionProblem, inputs: Inputs) -> float:
         query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
-        key, _, _ = self._extents(problem, inputs)
+        key, _, _ = extents(self.for_kernel(problem, inputs))
         scale = abs(problem.softmax_scale * self._stretch)
         more = 2.0 * problem.modes.softcap
         if problem.modes.bias == "additive":
             more += inputs["bias"].abs().max().item()
         return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))
 
-    def _extents(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, float, float]:
-        """The largest norm of a key, the largest value and the values' RMS, of those that a call may use."""
-        if problem.modes != PLAIN:
-            return modes_oracle.extents(self.for_kernel(problem, inputs))
-        values = inputs["v"].float()
-        key = torch.linalg.vector_norm(inputs["k"].float(), dim=-1).max().item()
-        return key, values.abs().max().item(), values.square().mean().sqrt().item()
-
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
         scale = problem.softmax_scale * self._stretch
-        extras = NO_EXTRAS if problem.modes == PLAIN else modes_inputs.extras_of(problem, inputs)
-        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True, extras=extras)
+        return AttentionInputs(problem, *modes_inputs.call_of(problem, inputs), scale)
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
         if result.lse is None:
             return (result.out,)
-        return (result.out, result.lse if result.lse.dim() == 3 else result.lse[None])  # [heads, total] of packed sequences
+        return (result.out, result.lse)
 
     def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
-        return replace(taken, return_lse=False)
+        return replace(taken, options=taken.options._replace(return_lse=False))
 
     def planned(
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
-        if like.problem.modes != PLAIN:
-            bound: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config).bind_inputs(like)
-            return bound
-        tensors = (like.q, like.k, like.v)
-        strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
-        launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
-
-        def call(inputs: AttentionInputs) -> AttentionOutput:
-            result = allocate_output(inputs)
-            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
-            return result
-
-        return call
+        return planned(kernel, config, like)
 
     def user_call(
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device

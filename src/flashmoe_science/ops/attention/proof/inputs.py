@@ -13,11 +13,11 @@ from itertools import accumulate
 
 import torch
 
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.attention.problem.lengths import SequenceLengths
 
-Tensors = dict[str, torch.Tensor]
+Made = dict[str, torch.Tensor]
 
 FP8 = torch.float8_e4m3fn
 SPARE_ROWS, SPARE_PAGES, SPARE_COLUMNS = 24, 3, 2  # of a contiguous cache, of a paged one, of its table
@@ -29,7 +29,7 @@ _VISIBLE = 0.75  # of a boolean mask
 
 def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
-) -> Tensors:
+) -> Made:
     """Q, K, V and the tensors that the problem's modes bring, in this order. ``sliced``: Q, K and V are the first columns of
     tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an index."""
     modes, lengths = problem.modes, problem.sequence_lengths()
@@ -38,7 +38,7 @@ def make_tensors(
     if modes.lengths == "packed":
         queries = (1, problem.heads, sum(one.queries for one in lengths))
     held = _held(problem, lengths, sliced)
-    made: Tensors = {}
+    made: Made = {}
     for name, shape, width in (
         ("q", queries, problem.head_dim),
         ("k", held, problem.head_dim),
@@ -91,14 +91,14 @@ def _tables(
     device: torch.device,
     generator: torch.Generator,
     sliced: bool,
-) -> Tensors:
+) -> Made:
     """Integers that say where each sequence lies."""
     modes = problem.modes
 
     def integers(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    made: Tensors = {}
+    made: Made = {}
     if modes.lengths == "packed":
         made["cu_seqlens_q"] = integers([0, *accumulate(one.queries for one in lengths)])
         if not modes.page:
@@ -133,14 +133,14 @@ def _page_table(
     return table
 
 
-def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensors:
+def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Made:
     """Tensors that change scores: a logit for each head, slopes, a bias, the scales of e4m3 keys and values."""
     modes, heads = problem.modes, problem.heads
 
     def uniform(shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
         return torch.empty(shape, device=device).uniform_(low, high, generator=generator)
 
-    made: Tensors = {}
+    made: Made = {}
     if modes.sinks:
         made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator)
     if modes.bias == "alibi":
@@ -157,30 +157,20 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
     return made
 
 
-def extras_of(problem: AttentionProblem, tensors: Mapping[str, torch.Tensor]) -> Extras:
-    """Those tensors as a call has them, with its numbers."""
-    modes = problem.modes
-    slopes, bias, ragged = tensors.get("alibi_slopes"), tensors.get("bias"), modes.lengths != "equal"
-    return Extras(
-        cu_seqlens_q=tensors.get("cu_seqlens_q"),
-        cu_seqlens_k=tensors.get("cu_seqlens_k"),
-        cache_seqlens=tensors.get("cache_seqlens"),
-        page_table=tensors.get("page_table"),
-        cache_batch_idx=tensors.get("cache_batch_idx"),
-        leftpad=tensors.get("leftpad"),
-        max_seqlen_q=problem.seqlen_q if ragged else 0,
-        max_seqlen_k=problem.seqlen_k if ragged else 0,
-        softcap=float(modes.softcap),
-        sinks=tensors.get("sinks"),
-        alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.heads),
-        bias=None if bias is None else bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k),
-        prefix=tensors.get("prefix"),
-        k_scale=tensors.get("k_scale"),
-        v_scale=tensors.get("v_scale"),
-    )
+def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tuple[Tensors, Options]:
+    """Those tensors as a call has them, and its options, every output asked for."""
+    modes, shape = problem.modes, (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    given = dict(made)
+    if "alibi_slopes" in made:
+        given["alibi_slopes"] = made["alibi_slopes"].expand(shape[:2])
+    if "bias" in made:
+        given["bias"] = made["bias"].expand(shape)
+    most = (0, 0) if modes.lengths == "equal" else shape[2:]
+    window = (modes.window_left, modes.window_right)
+    return Tensors(**given), Options(problem.mask, True, None, *window, float(modes.softcap), 0, *most)
 
 
-def fill_unused(tensors: Tensors, value: float, leftpad: bool = False) -> None:
+def fill_unused(tensors: Made, value: float, leftpad: bool = False) -> None:
     """Write ``value`` to the rows of a cache that no call may use; to those before the first valid key where ``leftpad``."""
     if "cache_seqlens" not in tensors:
         return

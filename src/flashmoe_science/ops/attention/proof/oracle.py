@@ -1,130 +1,283 @@
 """Attention computed to be right, not fast: an fp64 oracle, and the same maths done plainly in the input dtype.
 
-Both work in chunks of key/value heads and of queries, so that neither a score matrix of S x S for all heads nor a repeated
-copy of K and V for grouped queries is ever held. Problems with modes are computed in modes_oracle.py.
+Sequence by sequence: its keys and values are gathered from wherever they lie, its scores capped, biased and masked. It works in
+chunks of key heads and of queries, and leaves out keys that no query of a chunk may see.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
-from flashmoe_science.ops.attention.problem.features import PLAIN
-from flashmoe_science.ops.attention.proof import modes_oracle
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 
 CHUNK_SCORES = 2**25  # scores held at once: 256 MiB in fp64
-_PLAIN_CHUNK_SCORES = 2**27  # the plain version's scores are 2 or 4 bytes each
+_PLAIN_CHUNK_SCORES = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What some get wrong beyond another argument: a cap of the mask too, a causal mask that begins at the first key."""
+
+    cap_after_mask: bool = False
+    top_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One sequence: q [heads, queries, head_dim], k and v [heads_kv, keys, head_dim], views or gathered. Keys before ``first``
+    are padding; query ``i`` stands at key ``i + offset``; its results go to rows from ``row`` on of ``place``."""
+
+    index: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    first: int
+    offset: int
+    place: int
+    row: int
+
+
+def sequences(inputs: AttentionInputs, rules: Rules | None = None) -> Iterator[Sequence]:
+    """The sequences of a call, those without queries left out."""
+    problem, tensors = inputs.problem, inputs.tensors
+    starts = None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.tolist()
+    pads = None if tensors.leftpad is None else tensors.leftpad.tolist()
+    batch = problem.batch if starts is None else len(starts) - 1
+    top_left = problem.mask == "causal-topleft" or (rules is not None and rules.top_left)
+    lengths = None if tensors.cache_seqlens is None else tensors.cache_seqlens.tolist()
+    for index in range(batch):
+        row, end = (0, problem.seqlen_q) if starts is None else starts[index : index + 2]
+        if row == end:
+            continue
+        place = index if starts is None else 0
+        k, v = (_keys(inputs, tensor, index, lengths) for tensor in (inputs.k, inputs.v))
+        offset = 0 if top_left else k.shape[1] - (end - row)
+        first = 0 if pads is None else pads[index]
+        yield Sequence(index, inputs.q[place, :, row:end], k, v, first, offset, place, row)
+
+
+def _keys(inputs: AttentionInputs, tensor: torch.Tensor, index: int, lengths: list[int] | None) -> torch.Tensor:
+    """The rows of K or V of one sequence, [heads_kv, keys, width]. Raises IndexError where a table names no page."""
+    tensors = inputs.tensors
+    if lengths is None:
+        if tensors.cu_seqlens_k is None:
+            return tensor[index]
+        start, end = tensors.cu_seqlens_k[index : index + 2].tolist()
+        return tensor[0, :, start:end]
+    keys = lengths[index]
+    if tensors.page_table is None:
+        row = index if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[index])
+        return tensor[row, :, :keys]
+    pages = tensors.page_table[index, : -(-keys // tensor.shape[2])].long()
+    held = _indexed(tensor, pages)  # [pages, heads_kv, page, width]
+    return held.transpose(0, 1).flatten(1, 2)[:, :keys]
+
+
+def _indexed(tensor: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    if tensor.element_size() > 1:
+        return tensor[pages]
+    return tensor.view(torch.uint8)[pages].view(tensor.dtype)  # 8-bit floats have no gather
+
+
+def _scaled(inputs: AttentionInputs, one: Sequence, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence times the scales of an e4m3 cache, in ``wide``."""
+    k, v = one.k.to(wide), one.v.to(wide)
+    tensors = inputs.tensors
+    if tensors.k_scale is not None:
+        k = k * tensors.k_scale[one.index].to(wide)[:, None, None]
+    if tensors.v_scale is not None:
+        v = v * tensors.v_scale[one.index].to(wide)[:, None, None]
+    return k, v
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Query rows ``first`` to ``last`` of ``heads`` (a slice of batch x heads_kv), which see keys before ``keys``."""
+    """Query rows ``first`` to ``last`` of ``heads`` (of keys), which may see keys ``low`` to ``high``."""
 
     heads: slice
     first: int
     last: int
-    keys: int
+    low: int
+    high: int
 
 
-def _chunks(inputs: AttentionInputs, limit: int) -> Iterator[_Chunk]:
-    problem = inputs.problem
-    group = problem.heads // problem.heads_kv
-    all_heads = problem.batch * problem.heads_kv
-    heads = max(1, limit // (group * problem.seqlen_q * problem.seqlen_k))
-    rows = problem.seqlen_q if heads > 1 else max(1, limit // (group * problem.seqlen_k))
-    for head in range(0, all_heads, heads):
-        for first in range(0, problem.seqlen_q, rows):
-            last = min(first + rows, problem.seqlen_q)
-            keys = min(problem.seqlen_k, max(1, last + problem.causal_offset)) if problem.causal else problem.seqlen_k
-            yield _Chunk(slice(head, min(head + heads, all_heads)), first, last, keys)
+def _chunks(inputs: AttentionInputs, one: Sequence, limit: int, every_key: bool) -> Iterator[_Chunk]:
+    heads_kv, keys = one.k.shape[0], one.k.shape[1]
+    heads, queries, _ = one.q.shape
+    group = heads // heads_kv
+    step = max(1, min(heads_kv, limit // max(1, group * queries * keys)))
+    rows = queries if step > 1 else max(1, min(queries, limit // max(1, group * keys)))
+    for head in range(0, heads_kv, step):
+        for first in range(0, queries, rows):
+            last = min(first + rows, queries)
+            low, high = (0, keys) if every_key else _reach(inputs, one, first, last)
+            yield _Chunk(slice(head, min(head + step, heads_kv)), first, last, low, high)
 
 
-def _grouped(tensor: torch.Tensor, heads_kv: int) -> torch.Tensor:
-    """[B, H, S, D] to [B * heads_kv, group, S, D]; a view where the strides allow it, else one copy of one tensor."""
-    batch, heads, seqlen, dim = tensor.shape
-    return tensor.reshape(batch * heads_kv, heads // heads_kv, seqlen, dim)
+def _reach(inputs: AttentionInputs, one: Sequence, first: int, last: int) -> tuple[int, int]:
+    """The keys that rows ``first`` to ``last`` may see."""
+    modes, keys = inputs.problem.modes, one.k.shape[1]
+    low, high = min(one.first, keys), keys
+    if modes.window_left is not None and not _prefix(inputs, one):
+        low = min(keys, max(low, first + one.offset - modes.window_left))
+    right = 0 if inputs.problem.causal else modes.window_right
+    if right is not None:
+        high = min(keys, max(last + one.offset + right, _prefix(inputs, one)))
+    return low, max(low, high)
 
 
-def _hidden(inputs: AttentionInputs, chunk: _Chunk) -> torch.Tensor | None:
-    """The mask of a chunk, True where a query may not see a key: [rows, keys], or None where all is seen."""
-    problem = inputs.problem
-    if not problem.causal:
-        return None
-    rows = torch.arange(chunk.first, chunk.last, device=inputs.q.device)
-    keys = torch.arange(chunk.keys, device=inputs.q.device)
-    return keys[None, :] > rows[:, None] + problem.causal_offset
+def _prefix(inputs: AttentionInputs, one: Sequence) -> int:
+    return 0 if inputs.tensors.prefix is None or not inputs.problem.modes.prefix else int(inputs.tensors.prefix[one.index])
 
 
-def attention_oracle(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+    """True where a query may not see a key: [rows, keys], or [heads_kv, group, rows, keys] under a boolean mask."""
+    problem, modes = inputs.problem, inputs.problem.modes
+    here = torch.arange(chunk.first, chunk.last, device=one.q.device)[:, None] + one.offset
+    key = torch.arange(chunk.low, chunk.high, device=one.q.device)[None, :]
+    hidden = (key < one.first).expand(len(here), -1)
+    behind = key >= _prefix(inputs, one)
+    right = 0 if problem.causal else modes.window_right
+    if right is not None:
+        hidden = hidden | ((key > here + right) & behind)
+    if modes.window_left is not None:
+        hidden = hidden | ((key < here - modes.window_left) & behind)
+    if modes.bias == "boolean":
+        hidden = hidden | ~_bias(inputs, one, chunk)
+    return hidden
+
+
+def _grouped(of_heads: torch.Tensor, one: Sequence) -> torch.Tensor:
+    """[heads, ...] seen as [heads_kv, group, ...]."""
+    grouped: torch.Tensor = of_heads.unflatten(0, (one.k.shape[0], -1))
+    return grouped
+
+
+def _bias(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+    """The part of the bias tensor that belongs to a chunk: [heads_kv, group, rows, keys]."""
+    assert inputs.tensors.bias is not None
+    return _grouped(inputs.tensors.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
+
+
+def _scores(
+    inputs: AttentionInputs, one: Sequence, chunk: _Chunk, k: torch.Tensor, wide: torch.dtype, rules: Rules
+) -> torch.Tensor:
+    """Scores of a chunk in ``wide``, with all but the sink: [heads_kv, group, rows, keys]. Each step is rounded to ``wide``."""
+    modes = inputs.problem.modes
+    queries = _grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
+    keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
+    scores = queries @ keys
+    hidden = _hidden(inputs, one, chunk)
+    cap = inputs.options.softcap if modes.softcap else 0.0
+    if rules.cap_after_mask:
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if cap:
+        scores = (scores / cap).tanh_().mul_(cap)
+    if modes.bias in ("alibi", "additive"):
+        more = _alibi(inputs, one, chunk) if modes.bias == "alibi" else _bias(inputs, one, chunk)
+        sums = scores + more if wide == torch.float64 else scores.float() + more.float()
+        scores = sums.to(wide)
+    return scores if rules.cap_after_mask else scores.masked_fill_(hidden, -torch.inf)
+
+
+def _alibi(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+    assert inputs.tensors.alibi_slopes is not None
+    slopes = _grouped(inputs.tensors.alibi_slopes[one.index].double(), one)[chunk.heads]
+    here = torch.arange(chunk.first, chunk.last, device=slopes.device)[:, None] + one.offset
+    away = (here - torch.arange(chunk.low, chunk.high, device=slopes.device)[None, :]).abs()
+    return -slopes[..., None, None] * away
+
+
+def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp of scores and sinks, [heads_kv, group, rows, 1]; -inf where there is neither."""
+    norm = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+    if scores.shape[-1]:
+        norm = torch.logsumexp(scores, -1, keepdim=True)
+    sinks = _sinks(inputs, one, chunk)
+    return norm if sinks is None else torch.logaddexp(norm, sinks.to(norm.dtype))
+
+
+def _sinks(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor | None:
+    sinks = inputs.tensors.sinks if inputs.problem.modes.sinks else None
+    return None if sinks is None else _grouped(sinks, one)[chunk.heads, :, None, None]
+
+
+def attention_oracle(inputs: AttentionInputs, rules: Rules | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention in fp64.
 
     Returns:
-        out [B, H, Sq, Dv] and lse [B, H, Sq] (natural log), both fp64. A row that sees no key is zeros, its lse -inf.
+        out [B, H, Sq, Dv] and lse [B, H, Sq] (natural log, sinks included), both fp64, in the shape of Q: [1, H, total, ...]
+        of packed sequences. A row that sees no key is zeros; its lse is -inf, or the sink.
     """
-    if inputs.problem.modes != PLAIN:
-        return modes_oracle.exact(inputs)
-    problem = inputs.problem
-    q, k, v = (_grouped(tensor, problem.heads_kv) for tensor in (inputs.q, inputs.k, inputs.v))
-    shape = (problem.batch * problem.heads_kv, problem.heads // problem.heads_kv, problem.seqlen_q)
-    out = torch.empty((*shape, problem.head_dim_v), dtype=torch.float64, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float64, device=q.device)
-    for chunk in _chunks(inputs, CHUNK_SCORES):
-        rows = slice(chunk.first, chunk.last)
-        keys = k[chunk.heads, :, : chunk.keys].double()
-        scores = q[chunk.heads, :, rows].double() @ keys.transpose(-1, -2)
-        scores *= inputs.softmax_scale
-        hidden = _hidden(inputs, chunk)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        norm = torch.logsumexp(scores, -1, keepdim=True)
-        # A row of nothing but -inf has a norm of -inf; against 0 its weights are exp(-inf) = 0, as they should be.
-        scores.sub_(torch.where(norm == -torch.inf, 0.0, norm)).exp_()
-        out[chunk.heads, :, rows] = scores @ v[chunk.heads, :, : chunk.keys].double()
-        lse[chunk.heads, :, rows] = norm[..., 0]
-    return (
-        out.view(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v),
-        lse.view(problem.batch, problem.heads, problem.seqlen_q),
-    )
+    used = rules or Rules()
+    out, lse = _empty(inputs, torch.float64, torch.float64)
+    for one in sequences(inputs, used):
+        k, v = _scaled(inputs, one, torch.float64)
+        for chunk in _chunks(inputs, one, CHUNK_SCORES, used.cap_after_mask):
+            scores = _scores(inputs, one, chunk, k, torch.float64, used)
+            norm = _norm(inputs, one, chunk, scores)
+            scores.sub_(torch.where(norm == -torch.inf, 0.0, norm)).exp_()
+            _put(out, one, chunk, scores @ v[chunk.heads, None, chunk.low : chunk.high])
+            _put(lse, one, chunk, norm[..., 0])
+    return out, lse
 
 
 def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same maths in the input dtype, each step rounded to it: what an honest kernel must not be much worse than.
+    """The same maths in the dtype of Q, each step rounded to it: what an honest kernel must not be much worse than.
 
-    K is scaled in place of Q, so that the order of operations differs from a kernel's (as FlashAttention's tests do). The
-    log-sum-exp is done in fp32 throughout, which is what a kernel that returns it in fp32 has to match.
+    K is scaled in place of Q, so that the order of operations differs from a kernel's (as FlashAttention's tests do). An e4m3
+    cache is dequantised to the dtype of Q first. The log-sum-exp is done in fp32 throughout, which is what a kernel that
+    returns it in fp32 has to match.
 
     Returns:
-        out [B, H, Sq, Dv] in the input dtype, lse [B, H, Sq] in fp32. TF32 is off, whatever the caller has set.
+        out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them. TF32 is off, whatever the caller has set.
     """
-    if inputs.problem.modes != PLAIN:
-        return modes_oracle.plain(inputs)
-    problem = inputs.problem
-    q, k, v = (_grouped(tensor, problem.heads_kv) for tensor in (inputs.q, inputs.k, inputs.v))
-    shape = (problem.batch * problem.heads_kv, problem.heads // problem.heads_kv, problem.seqlen_q)
-    out = torch.empty((*shape, problem.head_dim_v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    dtype, none = inputs.q.dtype, Rules()
+    out, lse = _empty(inputs, dtype, torch.float32)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        for chunk in _chunks(inputs, _PLAIN_CHUNK_SCORES):
-            rows = slice(chunk.first, chunk.last)
-            queries, keys = q[chunk.heads, :, rows], k[chunk.heads, :, : chunk.keys]
-            hidden = _hidden(inputs, chunk)
-            scores = _masked(queries @ (keys * inputs.softmax_scale).transpose(-1, -2), hidden)
-            weights = torch.softmax(scores, -1).nan_to_num_(nan=0.0)  # nan: the softmax of a row that sees nothing
-            out[chunk.heads, :, rows] = weights @ v[chunk.heads, :, : chunk.keys]
-            scores32 = _masked(queries.float() @ (keys.float() * inputs.softmax_scale).transpose(-1, -2), hidden)
-            lse[chunk.heads, :, rows] = torch.logsumexp(scores32, -1)
+        for one in sequences(inputs):
+            k32, v32 = _scaled(inputs, one, torch.float32)
+            k, v = k32.to(dtype), v32.to(dtype)
+            for chunk in _chunks(inputs, one, _PLAIN_CHUNK_SCORES, False):
+                scores = _scores(inputs, one, chunk, k, dtype, none)
+                column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+                sinks = _sinks(inputs, one, chunk)
+                if sinks is not None:
+                    column.copy_(sinks)
+                # NaN: the softmax of a row that sees nothing
+                weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1].nan_to_num(nan=0.0)
+                _put(out, one, chunk, weights @ v[chunk.heads, None, chunk.low : chunk.high])
+                scores32 = _scores(inputs, one, chunk, k32, torch.float32, none)
+                _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
     finally:
         torch.set_float32_matmul_precision(precision)
-    return (
-        out.view(problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v),
-        lse.view(problem.batch, problem.heads, problem.seqlen_q),
-    )
+    return out, lse
 
 
-def _masked(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+def _empty(inputs: AttentionInputs, dtype: torch.dtype, of_lse: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = inputs.q.shape[:3]
+    out = torch.zeros((*rows, inputs.v.shape[-1]), dtype=dtype, device=inputs.q.device)
+    return out, torch.full(rows, -math.inf, dtype=of_lse, device=inputs.q.device)
+
+
+def _put(result: torch.Tensor, one: Sequence, chunk: _Chunk, values: torch.Tensor) -> None:
+    """Write what was computed of a chunk where it belongs."""
+    _grouped(result[one.place], one)[chunk.heads, :, one.row + chunk.first : one.row + chunk.last] = values
+
+
+def extents(inputs: AttentionInputs) -> tuple[float, float, float]:
+    """Of the keys and values that a call may use: the largest norm of a key, the largest value and the values' RMS."""
+    key, value, squares, count = 0.0, 0.0, 0.0, 0
+    for one in sequences(inputs):
+        k, v = (tensor[:, one.first :] for tensor in _scaled(inputs, one, torch.float32))
+        if k.numel():
+            key = max(key, torch.linalg.vector_norm(k, dim=-1).max().item())
+            value = max(value, v.abs().max().item())
+            squares, count = squares + v.double().square().sum().item(), count + v.numel()
+    return key, value, math.sqrt(squares / max(1, count))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import PLAIN
 
@@ -44,7 +44,7 @@ def _by_sdpa(problem: AttentionProblem, kernel: str) -> UserCall:
                 inputs.q,
                 inputs.k,
                 inputs.v,
-                attn_mask=inputs.extras.bias,
+                attn_mask=inputs.tensors.bias,
                 is_causal=causal,
                 scale=inputs.softmax_scale,
                 enable_gqa=grouped,
@@ -61,13 +61,13 @@ def _window(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _options(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Any]:
-    extras = inputs.extras
+    tensors = inputs.tensors
     return {
         "softmax_scale": inputs.softmax_scale,
         "causal": problem.causal,
         "window_size": _window(problem),
-        "softcap": extras.softcap,
-        "alibi_slopes": extras.alibi_slopes,
+        "softcap": inputs.options.softcap,
+        "alibi_slopes": tensors.alibi_slopes,
     }
 
 
@@ -88,21 +88,21 @@ def _by_cache(problem: AttentionProblem, kernel: str) -> UserCall:
     packed = problem.modes.lengths == "packed"
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
-        extras = inputs.extras
+        tensors = inputs.tensors
         q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
         out: Any = flash_attn_with_kvcache(
             q[0] if packed else q,
             k,
             v,
-            cache_seqlens=extras.cache_seqlens,
-            cache_batch_idx=extras.cache_batch_idx,
-            cache_leftpad=extras.leftpad,
-            page_table=extras.page_table,
-            cu_seqlens_q=extras.cu_seqlens_q,
-            max_seqlen_q=extras.max_seqlen_q if packed else None,
-            k_descale=extras.k_scale,
-            v_descale=extras.v_scale,
-            s_aux=extras.sinks,
+            cache_seqlens=tensors.cache_seqlens,
+            cache_batch_idx=tensors.cache_batch_idx,
+            cache_leftpad=tensors.leftpad,
+            page_table=tensors.page_table,
+            cu_seqlens_q=tensors.cu_seqlens_q,
+            max_seqlen_q=inputs.options.max_seqlen_q if packed else None,
+            k_descale=tensors.k_scale,
+            v_descale=tensors.v_scale,
+            s_aux=tensors.sinks,
             kernel=kernel,
             **_options(problem, inputs),
         )
@@ -115,21 +115,21 @@ def _by_varlen(problem: AttentionProblem, kernel: str) -> UserCall:
     from flashmoe_science.serving import flash_attn_varlen_func
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
-        extras = inputs.extras
-        assert extras.cu_seqlens_q is not None
+        tensors = inputs.tensors
+        assert tensors.cu_seqlens_q is not None
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (inputs.q, inputs.k, inputs.v))
         out: Any = flash_attn_varlen_func(
             q,
             k,
             v,
-            extras.cu_seqlens_q,
-            extras.cu_seqlens_k,
-            extras.max_seqlen_q,
-            extras.max_seqlen_k,
-            k_descale=extras.k_scale,
-            v_descale=extras.v_scale,
+            tensors.cu_seqlens_q,
+            tensors.cu_seqlens_k,
+            inputs.options.max_seqlen_q,
+            inputs.options.max_seqlen_k,
+            k_descale=tensors.k_scale,
+            v_descale=tensors.v_scale,
             num_splits=0,
-            s_aux=extras.sinks,
+            s_aux=tensors.sinks,
             kernel=kernel,
             **_options(problem, inputs),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.moe.call.inputs import MoEKernel
+from flashmoe_science.ops.moe.call import MoEKernel
 from flashmoe_science.ops.moe.peers import batched_mm, expert_loop, grouped_mm, sonicmoe
 
 FALLBACK = "grouped_mm"  # PyTorch's grouped products
@@ -17,8 +17,7 @@ def ours() -> tuple[MoEKernel, ...]:
     """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.moe.products import gemv as gemv_triton
-    from flashmoe_science.ops.moe.products import gluon_sm90 as grouped_gluon_sm90
-    from flashmoe_science.ops.moe.products import triton as grouped_triton
+    from flashmoe_science.ops.moe.products import gemv, triton
+    from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as gluon_sm90
 
-    return (gemv_triton.KERNEL, grouped_gluon_sm90.KERNEL, grouped_triton.KERNEL)
+    return (gemv.KERNEL, gluon_sm90.KERNEL, triton.KERNEL)

@@ -6,8 +6,9 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call.inputs import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 from flashmoe_science.ops.peer import one_config
 
 MOST_PAIRS = 64
@@ -20,18 +21,27 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def batched_mm(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """The weights of every pair's expert beside each other, and two batched products with them."""
+    """A copy of the weights of every pair's expert, and two batched products with them."""
     (tokens, top_k), ids = topk_ids.shape, topk_ids.flatten()
     rows = x.repeat_interleave(top_k, 0)
-    gate, up = torch.bmm(w1[ids], rows[:, :, None]).squeeze(2).chunk(2, -1)
-    down = torch.bmm(w2[ids], (torch.nn.functional.silu(gate) * up)[:, :, None]).squeeze(2)
+    both = add_bias(torch.bmm(w1[ids], rows[:, :, None]).squeeze(2), gate_up_bias, ids)
+    down = add_bias(torch.bmm(w2[ids], activate(both, activation)[:, :, None]).squeeze(2), down_bias, ids)
     return (down.view(tokens, top_k, -1) * topk_weights[:, :, None].to(x.dtype)).sum(1)
 
 
 def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
-    return batched_mm(inputs.x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    one = inputs
+    biases = one.gate_up_bias, one.down_bias
+    return batched_mm(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, *biases, one.activation)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

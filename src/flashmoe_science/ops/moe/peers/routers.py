@@ -19,6 +19,6 @@ def by_pytorch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Te
 
 
 def router_of(kernel: str, top_k: int) -> Router:
-    """The router that stands before a peer's experts."""
+    """The router that is called before a peer's experts."""
     router = sonicmoe.route if kernel == sonicmoe.KERNEL.name else by_pytorch
     return lambda logits: router(logits, top_k)

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call.inputs import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed, one_config
 
@@ -29,6 +29,9 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return f"SonicMoE needs Hopper or newer; {device.product} is {device.arch}"
     if problem.dtype == "fp32":
         return "SonicMoE takes fp16 and bf16"
+    if problem.words():
+        words = ", ".join(problem.words())
+        return f"SonicMoE is called for SwiGLU without biases in the default layout; the problem has {words}"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 64:
             return f"{name} is {size}; SonicMoE needs a multiple of 64"

@@ -1,6 +1,6 @@
 """Mixture of experts for a token or a few: matrix-vector products, in two launches, without sorting and without tensor cores.
 
-Shapes as in ``grouped_triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
+Shapes as in ``triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
 matrix and streams them: first of one pair's expert, then, for one token, of all of its experts at once, whose sum in a fixed
 order is the result. fp16, bf16 and fp32, sums in fp32.
 """
@@ -23,29 +23,28 @@ from flashmoe_science.ops.launch import (
     Pointer,
     address,
     allocator,
-    argument,
     can_start_early,
     cdiv,
     next_power_of_2,
     stand_in,
 )
-from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.call.inputs import (
-    SWIGLU,
+from flashmoe_science.ops.moe.activation import activated
+from flashmoe_science.ops.moe.call import (
     Activation,
-    BoundMoE,
     MoEInputs,
     MoEKernel,
+    MoELaunch,
     MoELauncher,
+    Outputs,
     Shape,
-    of_result,
+    activation_of,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_gemv_triton"
-MOST_TOKENS = 8
+MAX_TOKENS = 8
 UNROLLED = 4  # steps whose loads are under way at once
 
 
@@ -66,34 +65,35 @@ def flashmoe_moe_gemv_up(
     block = tl.program_id(0) // pairs
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert >= 0) & (expert < EXPERTS):
-        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        # A gate and its up side by side are read together and parted at the end; else the up is WIDTH rows further.
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        # A gate and its up that alternate are read together and split at the end; else the up is WIDTH rows further.
         both: tl.constexpr = GATED and INTERLEAVED
         if both:
-            rows = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+            rows = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)  # [2 BLOCK_N]
         else:
             rows = columns
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
-        depth = tl.arange(0, BLOCK_K)
-        a = x + pair // TOP_K * STRIDE_X + depth
-        b = w + expert * STRIDE_E + rows.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
+        depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        x_ptrs = x + pair // TOP_K * STRIDE_X + depth
+        # [BLOCK_N, BLOCK_K], as gate and up
+        w_ptrs = w + expert * STRIDE_E + rows.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
         gate = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         up = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
             inside = (rows < ROWS)[:, None] & (k + depth < DEPTH)[None, :]
-            here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
-            gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(x_ptrs, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
+            gate += a * tl.load(w_ptrs, mask=inside, other=0.0).to(tl.float32)
             if GATED and not INTERLEAVED:
-                up += here * tl.load(b + WIDTH * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
-            a += BLOCK_K
-            b += BLOCK_K * STRIDE_K
-        gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+                up += a * tl.load(w_ptrs + WIDTH * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
+            x_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K * STRIDE_K
+        gate, up = tl.sum(gate, 1), tl.sum(up, 1)  # as rows
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
-            start = bias + expert * biases + rows
-            gate += tl.load(start, mask=rows < ROWS, other=0.0).to(tl.float32)
+            bias_ptrs = bias + expert * biases + rows
+            gate += tl.load(bias_ptrs, mask=rows < ROWS, other=0.0).to(tl.float32)
             if GATED and not INTERLEAVED:
-                up += tl.load(start + WIDTH, mask=rows < ROWS, other=0.0).to(tl.float32)
+                up += tl.load(bias_ptrs + WIDTH, mask=rows < ROWS, other=0.0).to(tl.float32)
         if both:
             gate, up = tl.split(tl.reshape(gate, [BLOCK_N, 2]))
         active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
@@ -112,40 +112,42 @@ def flashmoe_moe_gemv_down(
         gdc_launch_dependents()
         gdc_wait()
     token = (tl.program_id(0) % tokens).to(tl.int64)
-    place = tl.arange(0, PLACES)
+    place = tl.arange(0, PLACES)  # [PLACES]
     pair = token * TOP_K + place
-    expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)
+    expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)  # [PLACES]
     taken = (expert >= 0) & (expert < EXPERTS)
     weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
-    columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)
-    depth = tl.arange(0, BLOCK_K)
-    a = a_base + (pair * DEPTH)[:, None] + depth[None, :]
-    b = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
-    b += depth.to(tl.int64)[None, None, :] * STRIDE_K
+    columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    a_ptrs = a_base + (pair * DEPTH)[:, None] + depth[None, :]  # [PLACES, BLOCK_K]
+    w_ptrs = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
+    w_ptrs += depth.to(tl.int64)[None, None, :] * STRIDE_K  # [PLACES, BLOCK_N, BLOCK_K]
     written = taken[:, None, None] & (columns < WIDTH)[None, :, None]
     acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K], tl.float32)
     for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
-        here = tl.load(a, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
-        one = tl.load(b, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
-        acc += here[:, None, :] * one
-        a += BLOCK_K
-        b += BLOCK_K * STRIDE_K
-    result = tl.sum(acc, 2)
+        a = tl.load(a_ptrs, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
+        b = tl.load(w_ptrs, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
+        acc += a[:, None, :] * b
+        a_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * STRIDE_K
+    result = tl.sum(acc, 2)  # [PLACES, BLOCK_N]
     if bias is not None:
-        start = bias + (expert * WIDTH)[:, None] + columns[None, :]
-        result += tl.load(start, mask=taken[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
+        bias_ptrs = bias + (expert * WIDTH)[:, None] + columns[None, :]
+        result += tl.load(bias_ptrs, mask=taken[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
     # 0 times what a place without an expert has is not 0 where that is not finite.
-    summed = tl.sum(tl.where(taken[:, None], result * weight[:, None], 0.0), 0)
+    summed = tl.sum(tl.where(taken[:, None], result * weight[:, None], 0.0), 0)  # [BLOCK_N]
     tl.store(out + token * WIDTH + columns, summed.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
-    if problem.tokens > MOST_TOKENS:
-        return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
+    if problem.tokens > MAX_TOKENS:
+        return f"tokens is {problem.tokens}; it is for at most {MAX_TOKENS}"
     if problem.top_k > 64:
         return f"top_k is {problem.top_k}; it takes at most 64"
+    if problem.transposed:  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
+        return "weights are transposed ([experts, in, out] in memory); it reads the depth of a row"
     return why_no_router(problem)
 
 
@@ -191,9 +193,6 @@ class _Launcher(MoELauncher):
         x, p = inputs.x, inputs.problem
         if x.stride(1) != 1:
             raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
-        for name, weights in (("w1", inputs.w1), ("w2", inputs.w2)):
-            if weights.stride(2) != 1 == weights.stride(1):  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
-                raise CannotServe(f"{name} is transposed ([experts, in, out] in memory); this kernel reads the depth of a row")
         early = not INTERPRETING and can_start_early(x.device)
         self._config = config
         up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
@@ -206,21 +205,23 @@ class _Launcher(MoELauncher):
         of_down = (new, *of_experts, new, 2, *self._down)
         self._build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
 
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
         p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
         grid_up, grid_down = _grids(p, self._config)
         launch_up = self._build_up.bound(grid_up, p.pairs(), *self._up)
         launch_down = self._build_down.bound(grid_down, p.tokens, *self._down)
-        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), of_result(like, shape)
+        of_active, result = ((p.pairs(), p.hidden), (p.hidden, 1)), Outputs.of(like, shape).y
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
-            between, chosen = address(active), address(ids)
-            launch_up(address(x), address(w1), argument(gate_up_bias), chosen, between)
-            launch_down(between, address(w2), argument(down_bias), chosen, address(weights), address(out))
+            active, out = allocate(*of_active, dtype), allocate(*result)
+            rows, chosen = address(active), address(ids)
+            bias_1 = None if gate_up_bias is None else address(gate_up_bias)
+            bias_2 = None if down_bias is None else address(down_bias)
+            launch_up(address(x), address(w1), bias_1, chosen, rows)
+            launch_down(rows, address(w2), bias_2, chosen, address(weights), address(out))
             return out
 
         return call
@@ -240,7 +241,7 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def workspace(problem: MoEProblem, config: Config) -> int:
-    """What stands between the products, and what a router before them chose."""
+    """Bytes of the rows between the products, and of what a router before them chose."""
     return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype] + routing_bytes(problem)
 
 
@@ -256,13 +257,14 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
 def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the first product."""
     p, early = problem, gpu.compute_capability >= (9, 0)
-    constexprs = _up(p, SWIGLU, config, (p.dim, 2 * p.hidden * p.dim, p.dim, 1), early) | {"bias": None}
+    strides = (p.dim, (2 if p.gated else 1) * p.hidden * p.dim, p.dim, 1)
+    constexprs = _up(p, activation_of(p), config, strides, early) | ({} if p.bias else {"bias": None})
     signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32", "pairs": "i32"}
     return CompileJob(
         function=flashmoe_moe_gemv_up,
         signature=signature | dict.fromkeys(constexprs, "constexpr"),
         constexprs=constexprs,
-        divisible_by_16=("x", "w", "ids", "out"),
+        divisible_by_16=tuple(name for name in ("x", "w", "bias", "ids", "out") if name not in constexprs),
         num_warps=config["up_warps"],
         num_stages=3,
         threads=32 * config["up_warps"],

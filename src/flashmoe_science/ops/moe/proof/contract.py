@@ -1,5 +1,6 @@
 """What a mixture-of-experts kernel is held to, shaped as ``MoEProblem`` says: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on
-problems that start from router logits ``fn(x, w1, w2, router_logits, top_k)``.
+problems that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What differs from SwiGLU without biases comes by
+keyword: ``gate_up_bias``, ``down_bias``, ``activation`` and ``interleaved``, as ``fused_moe`` has them.
 
 There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
 (``peers/routers.py``).
@@ -7,24 +8,28 @@ There every implementation is a router, called before its experts: ours ``route`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from random import Random
 from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Mistake
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.moe.call.inputs import BoundMoE, MoEInputs, MoEKernel, RouterInputs, call_bound
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.peers.routers import Router, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
-from flashmoe_science.ops.moe.route.route import BoundRoute, bound_route
+from flashmoe_science.ops.moe.route.route import bind_route
+from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch
+from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
-Taken = MoEInputs | RouterInputs
-
+PUBLIC = "flashmoe_science.moe"  # whose functions a user calls; imported when they are timed
+_BIASES = ("gate_up_bias", "down_bias")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
 _SIZES = (
     "t40 e8 k2 d64 f48",
@@ -43,13 +48,35 @@ _SIZES = (
 SWEEP = tuple(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32"))
 
 
-class MoEContract(Contract):
-    """Gated experts, of routed tokens or with their router.
+@dataclass(frozen=True, slots=True)
+class RouterInputs:
+    """The tensors of one problem that starts from router logits."""
 
-    Weights are drawn so that activations stay near 1 at any size. Logits are drawn so that no rounding changes the choice:
-    those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64. Besides the routing only ``x`` is
-    varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its weights would add is results outside
-    fp16's range, which say nothing of a kernel.
+    problem: MoEProblem
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    router_logits: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: Activation = SWIGLU
+
+    def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
+        """The inputs of the experts when these have been chosen."""
+        rest = self.gate_up_bias, self.down_bias, self.activation
+        return MoEInputs(from_ids, self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
+
+
+Taken = MoEInputs | RouterInputs
+
+
+class MoEContract(Contract):
+    """Experts, of routed tokens or with their router.
+
+    Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
+    that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
+    Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
+    weights would add is results outside fp16's range, which say nothing of a kernel.
     """
 
     name: ClassVar[str] = "moe"
@@ -93,22 +120,33 @@ class MoEContract(Contract):
             made = torch.empty(shape, dtype=self.dtype(problem), device=device)
             return made.normal_(generator=generator).mul_(width**-0.5)
 
-        p = problem
+        def weights_of(rows: int, width: int) -> torch.Tensor:
+            if p.transposed:
+                return normal(p.experts, width, rows, width=width).mT
+            return normal(p.experts, rows, width, width=width)
+
+        p, rows = problem, problem.hidden * (2 if problem.gated else 1)
         if p.routing == "ids":
             logits = torch.randn(p.tokens, p.experts, device=device, generator=generator)
             weights, ids = routing_oracle(logits, p.top_k)
             routing = {"topk_weights": weights.float(), "topk_ids": _touching_every_expert(ids, p.experts)}
         else:
             routing = {"router_logits": _logits(p, device, generator)}
-        return {
+        made = {
             "x": normal(p.tokens, p.dim, width=1),
-            "w1": normal(p.experts, 2 * p.hidden, p.dim, width=p.dim),
-            "w2": normal(p.experts, p.dim, p.hidden, width=p.hidden),
+            "w1": weights_of(rows, p.dim),
+            "w2": weights_of(p.dim, p.hidden),
             **routing,
         }
+        if p.bias:
+            made |= {name: normal(p.experts, width, width=4) for name, width in zip(_BIASES, (rows, p.dim), strict=True)}
+        return made
 
     def call(self, fn: Callable[..., Any], problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Any:
-        return fn(*inputs.values()) if problem.routing == "ids" else fn(*inputs.values(), problem.top_k)
+        biases = {name: inputs[name] for name in _BIASES if name in inputs}
+        tensors = [one for name, one in inputs.items() if name not in biases]
+        routing = () if problem.routing == "ids" else (problem.top_k,)
+        return fn(*tensors, *routing, **biases, **_options(problem))
 
     def widened(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         weights = {name: inputs[name] for name in ("w1", "w2")}  # an expert at a time: see the oracle
@@ -116,16 +154,28 @@ class MoEContract(Contract):
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
 
     def reference(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_oracle(**_chosen(problem, inputs, torch.float64))
+        return moe_oracle(_chosen(problem, inputs, torch.float64), activation_of(problem))
 
     def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_plain(**_chosen(problem, inputs, torch.float32))
+        return moe_plain(_chosen(problem, inputs, torch.float32), activation_of(problem))
+
+    def mistakes(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Iterator[Mistake]:
+        """The results of problems that differ in one word."""
+        if problem.bias:
+            yield Mistake("bias-missing", "it is right for no biases", self.reference(replace(problem, bias=False), inputs))
+        if problem.activation != "silu":
+            other = self.reference(replace(problem, activation="silu"), inputs)
+            yield Mistake("activation-silu", "it is right for silu", other)
+        if problem.gated:
+            words = "gates that all come before the ups" if problem.interleaved else "gates and ups that alternate"
+            other = self.reference(replace(problem, interleaved=not problem.interleaved), inputs)
+            yield Mistake("interleaved", f"it is right for {words}", other)
 
     def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Taken:
-        tensors = inputs["x"], inputs["w1"], inputs["w2"]
+        activation = activation_of(problem)
         if problem.routing != "ids":
-            return RouterInputs(problem, *tensors, inputs["router_logits"])
-        return MoEInputs(problem, *tensors, inputs["topk_weights"], inputs["topk_ids"])
+            return RouterInputs(problem, activation=activation, **inputs)
+        return MoEInputs(problem, activation=activation, **inputs)
 
     def planned(self, kernel: MoEKernel, config: Config, like: Taken) -> Callable[[Any], torch.Tensor]:
         if isinstance(like, MoEInputs):
@@ -133,7 +183,7 @@ class MoEContract(Contract):
         problem, logits = like.problem.from_ids(), like.router_logits
         top_k = problem.top_k
         if kernel.origin == "ours":
-            bound = bound_route(logits, None, top_k, normalize="sum")
+            bound = bind_route(RouterTensors(logits), Options(top_k, normalize="sum"))
             router: Router = partial(_without_bias, bound)
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
@@ -154,12 +204,18 @@ class MoEContract(Contract):
             return None
         if select(problem.from_ids(), device, committed_table(), [kernel], None, requested=kernel).config != config:
             return None
-        from flashmoe_science.moe import fused_moe, route
+        public, top_k = import_module(PUBLIC), problem.top_k
+        route, experts = public.route, partial(public.fused_moe, kernel=kernel.name, **_options(problem))
 
-        name, top_k = kernel.name, problem.top_k
-        if problem.routing == "ids":
-            return lambda one: fused_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, kernel=name)
-        return lambda one: fused_moe(one.x, one.w1, one.w2, *route(one.router_logits, top_k, normalize="sum"), kernel=name)
+        def from_ids(one: MoEInputs) -> Any:
+            routing = one.topk_weights, one.topk_ids
+            return experts(one.x, one.w1, one.w2, *routing, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias)
+
+        def from_logits(one: RouterInputs) -> Any:
+            routing = route(one.router_logits, top_k, normalize="sum")
+            return experts(one.x, one.w1, one.w2, *routing, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias)
+
+        return from_ids if problem.routing == "ids" else from_logits
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if distribution == "crowded" and "router_logits" in inputs:
@@ -174,7 +230,7 @@ class MoEContract(Contract):
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
-def _without_bias(bound: BoundRoute, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_bias(bound: RouteLaunch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bound(logits, None)
 
 
@@ -182,18 +238,24 @@ def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[Mo
     """A call of the kernel's experts on inputs like these."""
     if kernel.plan is None:
         return lambda inputs: kernel.run(inputs, config)
-    bound: BoundMoE = kernel.plan(like, config).bind(like)
-    return partial(call_bound, bound)
+    bound: MoELaunch = kernel.plan(like, config).bind(like)
+    return lambda inputs: bound(*inputs.tensors)
 
 
-def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _options(problem: MoEProblem) -> dict[str, Any]:
+    """What differs from SwiGLU and no tensor says, by the names of ``fused_moe``'s arguments."""
+    options = {} if problem.activation == "silu" else {"activation": problem.activation}
+    return options | ({"interleaved": True} if problem.interleaved else {})
+
+
+def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
     """The inputs as the oracle takes them, with the experts that logits choose and their weights, worked out in ``dtype``: a
     router is fp32 at least."""
-    given = dict(inputs)
+    given = {name: one for name, one in inputs.items() if problem.bias or name not in _BIASES}
     if problem.routing != "ids":
         logits = given.pop("router_logits")
         given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)
-    return given
+    return Tensors(**given)
 
 
 def _logits(problem: MoEProblem, device: torch.device, generator: torch.Generator) -> torch.Tensor:
@@ -211,11 +273,11 @@ def _logits(problem: MoEProblem, device: torch.device, generator: torch.Generato
 
 
 def _touching_every_expert(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The routing with its first tokens dealt in turn to all experts: as many are read as ``MoEProblem.min_bytes`` counts."""
+    """The routing with its first tokens assigned in turn to all experts: ``MoEProblem.min_bytes`` counts as many."""
     tokens, top_k = ids.shape
-    dealt = min(tokens, -(-experts // top_k))
-    turns = torch.arange(dealt * top_k, device=ids.device, dtype=ids.dtype) % experts
-    return torch.cat([turns.view(dealt, top_k), ids[dealt:]])
+    assigned = min(tokens, -(-experts // top_k))
+    turns = torch.arange(assigned * top_k, device=ids.device, dtype=ids.dtype) % experts
+    return torch.cat([turns.view(assigned, top_k), ids[assigned:]])
 
 
 CONTRACT = MoEContract()

@@ -6,56 +6,36 @@ from __future__ import annotations
 
 import torch
 
-
-def moe_oracle(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> torch.Tensor:
-    """The gated experts of ``problem.MoEProblem`` in fp64.
-
-    Args:
-        x: [tokens, dim].
-        w1: [experts, 2 * hidden, dim]; its first ``hidden`` rows make the gate, which silu is applied to.
-        w2: [experts, dim, hidden].
-        topk_weights: [tokens, top_k].
-        topk_ids: [tokens, top_k] integers from 0 to experts - 1.
-
-    Returns:
-        out [tokens, dim] in fp64.
-    """
-    return _experts(x, w1, w2, topk_weights, topk_ids, torch.float64)
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
 
-def moe_plain(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> torch.Tensor:
-    """The same in the dtype of ``x``, each step rounded to it: what an honest kernel must not be much worse than.
+def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The experts of ``problem.MoEProblem`` in fp64, out [tokens, dim]. Ids must be from 0 to experts - 1."""
+    return _experts(tensors, activation, torch.float64)
+
+
+def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The same in the dtype of x, each step rounded to it: what an honest kernel must not be much worse than.
 
     TF32 is off, whatever the caller has set.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        return _experts(x, w1, w2, topk_weights, topk_ids, x.dtype)
+        return _experts(tensors, activation, tensors.x.dtype)
     finally:
         torch.set_float32_matmul_precision(precision)
 
 
-def _experts(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    hidden = w2.shape[2]
+def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert in torch.unique(topk_ids).tolist():
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        both = x[tokens].to(dtype) @ w1[expert].to(dtype).T  # [rows, 2 * hidden]
-        active = torch.nn.functional.silu(both[:, :hidden]) * both[:, hidden:]
-        weighted = (active @ w2[expert].to(dtype).T) * topk_weights[tokens, place, None].to(dtype)
-        out.index_add_(0, tokens, weighted)
+        both = add_bias(x[tokens].to(dtype) @ w1[expert].to(dtype).T, gate_up_bias, expert)  # [rows, 2 * hidden]
+        row = add_bias(activate(both, activation) @ w2[expert].to(dtype).T, down_bias, expert)  # [rows, dim]
+        out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 
 from flashmoe_science.ops.moe.problem import MoEProblem
 
-# experts, experts a token, model width and expert width (config.json of each model).
+# experts, experts a token, model width, expert width, and the words of the experts (config.json and code of each model).
 _MODELS = {
-    "qwen3-30b-a3b": "e128 k8 d2048 f768",
-    "deepseek-v3": "e256 k8 d7168 f2048",
-    "mixtral-8x7b": "e8 k2 d4096 f14336",
-    "gpt-oss-20b": "e32 k4 d2880 f2880",
+    "qwen3-30b-a3b": "e128 k8 d2048 f768 bf16",
+    "deepseek-v3": "e256 k8 d7168 f2048 bf16",
+    "mixtral-8x7b": "e8 k2 d4096 f14336 bf16",
+    "gpt-oss-20b": "e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed",
 }
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
 
 def _layers(models: tuple[str, ...], routing: str) -> tuple[str, ...]:
     """Every number of tokens of each model's layer, as text; ``routing`` is a word of MoEProblem, empty for given ids."""
-    return tuple(f"moe t{tokens} {_MODELS[one]} bf16 {routing}".rstrip() for one in models for tokens in _TOKENS)
+    return tuple(f"moe t{tokens} {_MODELS[one]} {routing}".rstrip() for one in models for tokens in _TOKENS)
 
 
-# From router logits, but for "moe-ids". The committed records of "moe-qwen3" until November 2026 are from given ids.
+# From router logits, but for "moe-ids". The committed records of "moe-qwen3" until November 2026 are from given ids, those of
+# "moe-gpt-oss" of SwiGLU without biases in the sizes of gpt-oss.
 SUITES = {
     "moe": _layers(tuple(_MODELS), "logits"),
     "moe-qwen3": _layers(("qwen3-30b-a3b",), "logits"),
@@ -40,6 +42,7 @@ BUILD = (
     "moe t1024 e128 k8 d2048 f768 fp16",
     "moe t4096 e128 k8 d2048 f768 bf16",
     "moe t256 e8 k2 d1000 f520 fp32",
+    "moe t64 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed",
 )
 # What Triton's interpreter does in seconds.
 SMALL = (
@@ -51,6 +54,9 @@ SMALL = (
     "moe t33 e64 k4 d32 f16 bf16",
     "moe t5 e7 k3 d24 f16 fp32 logits",
     "moe t9 e16 k2 d16 f24 bf16 zipf",
+    "moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved transposed logits",
+    "moe t3 e4 k2 d32 f24 fp16 gelu_tanh interleaved",
+    "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
 )
 
 
@@ -63,12 +69,5 @@ def drawn(near: MoEProblem, chance: Random) -> MoEProblem:
 
     experts, dim, hidden = about(near.experts, 2), about(near.dim, 64, 64), about(near.hidden, 64, 64)
     experts = max(2, min(experts, near.experts * near.dim * near.hidden // (dim * hidden)))
-    return MoEProblem(
-        tokens=about(near.tokens),
-        experts=experts,
-        top_k=min(experts, about(near.top_k)),
-        dim=dim,
-        hidden=hidden,
-        dtype=near.dtype,
-        routing=near.routing,
-    )
+    tokens, top_k = about(near.tokens), min(experts, about(near.top_k))
+    return replace(near, tokens=tokens, experts=experts, top_k=top_k, dim=dim, hidden=hidden)

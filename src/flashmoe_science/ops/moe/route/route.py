@@ -1,36 +1,32 @@
 """The router of a mixture of experts: which experts a token goes to and with which weights; and how evenly they are loaded.
 
-On CUDA one kernel launch (``route_triton.py``). Where a derivative may be asked for, on a CPU and for what the kernel does not
+On CUDA one kernel launch (``triton.py``). Where a derivative may be asked for, on a CPU and for what the kernel does not
 take, PyTorch's operators compute the same. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.moe.route.spec import Normalize, RouteSpec, Scoring, check_ids, check_logits, checked_spec
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, alignment, could_be_known, guards_of, is_plain
-
-Routed = tuple[torch.Tensor, torch.Tensor]
-BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # (logits, bias)
-
-
-class Known(NamedTuple):
-    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
-
-    fits: Callable[..., bool]
-    misaligned: Hashable
-    call: BoundRoute
-
-
-_CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
-_MOST_ALIKE = 4  # calls of one key, which differ in strides, dtypes or devices
+from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, store_launch
+from flashmoe_science.ops.moe.route.spec import (
+    Normalize,
+    Options,
+    Routed,
+    RouteLaunch,
+    Scoring,
+    Tensors,
+    check_ids,
+    check_logits,
+    checked_options,
+)
+from flashmoe_science.ops.operator import register
 
 
 def route(
@@ -69,32 +65,28 @@ def route(
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
     if not torch.compiler.is_compiling():
-        key, call = _known(router_logits, selection_bias, options)
-        if call is not None:
-            return call(router_logits, selection_bias)
-        other = router_logits if selection_bias is None else selection_bias
-        if is_plain(router_logits, router_logits, other):
-            return _bound(router_logits, selection_bias, options, key)(router_logits, selection_bias)
-    spec = checked_spec(router_logits, selection_bias, *options)
+        launch, key = _find(router_logits, selection_bias, options)
+        if launch is not None:
+            return launch(router_logits, selection_bias)
+        if is_plain(router_logits, selection_bias):
+            return _serve(router_logits, selection_bias, options, key)
+    checked = checked_options(router_logits, selection_bias, *options)
     if _is_differentiated(router_logits):
-        return route_by_pytorch(router_logits, selection_bias, spec)
+        return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
-    routed: Routed = _moe_route(router_logits, bias, *spec)
+    routed: Routed = _OPERATOR(router_logits, bias, *checked)
     return routed
 
 
-def bound_route(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scoring: Scoring = "softmax",
-    normalize: Normalize = "none",
-    groups: int = 1,
-    top_k_groups: int | None = None,
-    scaling_factor: float = 1.0,
-) -> BoundRoute:
-    """``route`` for tensors like these: call(logits, bias) checks nothing and only allocates the results and launches."""
-    return _bind(logits, bias, checked_spec(logits, bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor))
+def bind_route(like: Tensors, options: Options) -> RouteLaunch:
+    """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
+    logits = like.router_logits
+    differentiated = logits.requires_grad and torch.is_grad_enabled()
+    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
+    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
+        return lambda logits, bias: route_by_pytorch(logits, bias, options)
+    bound: RouteLaunch = _kernel().bind(like, options)
+    return bound
 
 
 def _is_differentiated(logits: torch.Tensor) -> bool:
@@ -106,40 +98,24 @@ def _is_differentiated(logits: torch.Tensor) -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _known(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[Hashable, BoundRoute | None]:
-    """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
+def _find(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[RouteLaunch | None, Hashable]:
+    """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     given = (logits,) if bias is None else (logits, bias)
     try:
         # The types too: True and 1 are equal.
-        key = (logits.shape, options, *map(type, options), bias is None, torch.is_grad_enabled())
-        known = _CALLS.get(key)
-        if known is None or not could_be_known(given):
-            return key, None
-    except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option of a wrong type perhaps no hash
-        checked_spec(logits, bias, *options)
-        raise
-    for fits, misaligned, call in known:
-        if fits(*given) and misaligned == alignment(given):
-            return key, call
-    return key, None
+        kinds = (options, *map(type, options), torch.is_grad_enabled())
+        key = ("route", logits.shape, kinds, bias is None)
+        return find_launch(key, given), key
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, an option that has no hash
+        return None, None
 
 
-def _bound(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> BoundRoute:
-    """The call of such tensors, which is known from now on. Raises as ``route``."""
-    spec = checked_spec(logits, bias, *options)
-    given = (logits,) if bias is None else (logits, bias)
-    known = Known(guards_of(given), alignment(given), _bind(logits, bias, spec))
-    _CALLS[key] = (known, *_CALLS.get(key, ())[: _MOST_ALIKE - 1])
-    return known.call
-
-
-def _bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
-    differentiated = logits.requires_grad and torch.is_grad_enabled()
-    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
-    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(spec, logits.shape[-1]):
-        return lambda logits, bias: route_by_pytorch(logits, bias, spec)
-    bound: BoundRoute = _kernel().bind(logits, bias, spec)
-    return bound
+def _serve(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> Routed:
+    """Check a new call, bind it and store its launch. Raises as ``route``."""
+    launch = bind_route(Tensors(logits, bias), checked_options(logits, bias, *options))
+    if key is not None:
+        store_launch(key, guards_of((logits,) if bias is None else (logits, bias), aligned=True), launch)
+    return launch(logits, bias)
 
 
 @cache
@@ -150,48 +126,46 @@ def _kernel() -> ModuleType:
     return route_triton
 
 
-@torch.library.custom_op("flashmoe::moe_route", mutates_args=())
-def _moe_route(
-    router_logits: torch.Tensor,
-    selection_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: str,
-    normalize: str,
-    groups: int,
-    top_k_groups: int,
-    scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch.compile, export and modes see of ``route``; its arguments are checked."""
-    groups_kept = top_k_groups if groups > 1 else None
-    options = (top_k, scoring, normalize, groups, groups_kept, scaling_factor)
-    key, call = _known(router_logits, selection_bias, options)
-    call = call or _bound(router_logits, selection_bias, options, key)
-    return call(router_logits, selection_bias)
+def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Routed:
+    top_k, scoring, normalize, groups, top_k_groups, scaling_factor = checked
+    options = (top_k, scoring, normalize, groups, top_k_groups if groups > 1 else None, scaling_factor)
+    launch, key = _find(logits, bias, options)
+    return _serve(logits, bias, options, key) if launch is None else launch(logits, bias)
 
 
-@_moe_route.register_fake
-def _fake(router_logits: torch.Tensor, selection_bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
-    shape = (*router_logits.shape[:-1], top_k)
-    return router_logits.new_empty(shape, dtype=torch.float32), router_logits.new_empty(shape, dtype=torch.int32)
+def _fake(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+# What torch.compile, export and modes see of ``route``; its arguments are checked.
+_OPERATOR = register(
+    "moe_route(Tensor router_logits, Tensor? selection_bias, int top_k, str scoring, str normalize, int groups, "
+    "int top_k_groups, float scaling_factor) -> (Tensor, Tensor)",
+    _forward,
+    _fake,
+)
 
 
 # By PyTorch's operators ------------------------------------------------------------------------------------------------------
 
 
-def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Routed:
+def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> Routed:
     """``route`` of checked arguments by PyTorch's own operators, differentiable through the weights."""
     x = logits.float().contiguous()
-    scores = x if spec.scoring == "softmax_topk" else torch.sigmoid(x) if spec.scoring == "sigmoid" else torch.softmax(x, -1)
+    scores = (
+        x if options.scoring == "softmax_topk" else torch.sigmoid(x) if options.scoring == "sigmoid" else torch.softmax(x, -1)
+    )
     keys = _keys((x if bias is None else scores + bias).detach())
-    if spec.groups > 1:
-        keys = _keys_of_best_groups(keys, (scores if bias is None else scores + bias).detach(), spec)
-    ids = _descending(keys)[..., : spec.top_k]
+    if options.groups > 1:
+        keys = _keys_of_best_groups(keys, (scores if bias is None else scores + bias).detach(), options)
+    ids = _descending(keys)[..., : options.top_k]
     weights = scores.gather(-1, ids)
-    if spec.scoring == "softmax_topk":
+    if options.scoring == "softmax_topk":
         weights = torch.softmax(weights, -1)
-    if spec.normalize == "sum":
+    if options.normalize == "sum":
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * spec.scaling_factor, ids.int()
+    return weights * options.scaling_factor, ids.int()
 
 
 def _keys(scores: torch.Tensor) -> torch.Tensor:
@@ -206,12 +180,12 @@ def _descending(keys: torch.Tensor) -> torch.Tensor:
     return torch.sort(keys, dim=-1, descending=True, stable=True).indices
 
 
-def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, spec: RouteSpec) -> torch.Tensor:
+def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, options: Options) -> torch.Tensor:
     """The keys, -2**31 outside of the groups of the largest sums of their two best scores."""
-    grouped = keys.unflatten(-1, (spec.groups, -1))
+    grouped = keys.unflatten(-1, (options.groups, -1))
     best_two = _descending(grouped)[..., :2]
-    sums = scores.unflatten(-1, (spec.groups, -1)).gather(-1, best_two).sum(-1)
-    kept = _descending(_keys(sums))[..., : spec.top_k_groups]
+    sums = scores.unflatten(-1, (options.groups, -1)).gather(-1, best_two).sum(-1)
+    kept = _descending(_keys(sums))[..., : options.top_k_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, kept, True)
     return torch.where(is_kept[..., None], grouped, -(2**31)).flatten(-2)
 

@@ -1,4 +1,4 @@
-"""The arguments of the router: RouteSpec, and the checks that refuse bad input before anything is launched.
+"""The arguments of the router, and the checks that refuse bad input before anything is launched.
 
 A refusal is one line: the argument, what it was, what is allowed.
 """
@@ -6,6 +6,7 @@ A refusal is one line: the argument, what it was, what is allowed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple, cast, get_args
 
 import torch
@@ -17,8 +18,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
-class RouteSpec(NamedTuple):
-    """The options of ``route``, checked; ``top_k_groups`` is 1 where there is one group."""
+class Tensors(NamedTuple):
+    """The tensors of ``route``, in one order from its arguments to the kernel's pointers."""
+
+    router_logits: torch.Tensor
+    selection_bias: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The other arguments of ``route``, checked; ``top_k_groups`` is 1 where there is one group."""
 
     top_k: int
     scoring: Scoring = "softmax"
@@ -28,7 +36,27 @@ class RouteSpec(NamedTuple):
     scaling_factor: float = 1.0
 
 
-def checked_spec(
+_Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Outputs(NamedTuple):
+    """The results by name: shape, strides and dtype of each. They are contiguous."""
+
+    top_k_weights: _Meta
+    top_k_ids: _Meta
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, options: Options) -> Outputs:
+        shape = (*logits.shape[:-1], options.top_k)
+        strides = torch.empty(shape, device="meta").stride()
+        return cls((shape, strides, torch.float32), (shape, strides, torch.int32))
+
+
+Routed = tuple[torch.Tensor, torch.Tensor]
+RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
+
+
+def checked_options(
     router_logits: object,
     selection_bias: object,
     top_k: object,
@@ -37,7 +65,7 @@ def checked_spec(
     groups: object,
     top_k_groups: object,
     scaling_factor: object,
-) -> RouteSpec:
+) -> Options:
     """The options of a call of ``route`` whose arguments are allowed.
 
     Raises:
@@ -58,7 +86,7 @@ def checked_spec(
         raise TypeError(f"scaling_factor is {_shown(scaling_factor)}; it must be a real number")
     if not -math.inf < scaling_factor < math.inf:
         raise ValueError(f"scaling_factor is {scaling_factor}; it must be finite")
-    return RouteSpec(top_k, cast("Scoring", scoring), cast("Normalize", normalize), groups, top_k_groups, float(scaling_factor))
+    return Options(top_k, cast("Scoring", scoring), cast("Normalize", normalize), groups, top_k_groups, float(scaling_factor))
 
 
 def check_logits(router_logits: object) -> int:

@@ -1,7 +1,7 @@
-"""The router of ``route.py`` in Triton: one launch, a warp for some tokens, each choice two reductions in registers.
+"""The router of ``route.py`` in Triton: one launch, a few tokens a warp, each choice two reductions in registers.
 
-Scores are compared as int32 keys in the order of the fp32 numbers, so that -inf and NaN have places of their own below every
-number and above what is already taken: K different experts are chosen whatever the logits are.
+Scores are compared as int32 keys in the order of the fp32 numbers. -inf and NaN have keys of their own below every number and
+above those of experts already chosen: K different experts are chosen whatever the logits are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import CompileJob, Launch
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.calls import device_guard
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
@@ -29,9 +31,7 @@ from flashmoe_science.ops.launch import (
     stride_class,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.route.route import BoundRoute
-from flashmoe_science.ops.moe.route.spec import RouteSpec
-from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
+from flashmoe_science.ops.moe.route.spec import Options, Outputs, RouteLaunch, Tensors
 
 MAX_EXPERTS = 4096
 _TAKEN = tl.constexpr(-(2**31))  # below every key: an expert that is chosen, in a group that is out, or only padding
@@ -76,14 +76,14 @@ def _keys_of_best_groups(
     """The keys with all taken that are not in the groups of the largest sums of their two best scores."""
     SIZE: tl.constexpr = E // GROUPS
     grouped = tl.reshape(keys, [BLOCK_T, GROUPS, SIZE])
-    members = tl.arange(0, SIZE)[None, None, :]
-    groups = tl.arange(0, GROUPS)[None, :]
-    first, member = _best(grouped, members, 2)
+    members = tl.arange(0, SIZE)[None, None, :]  # [1, 1, SIZE]
+    groups = tl.arange(0, GROUPS)[None, :]  # [1, GROUPS]
+    first, member = _best(grouped, members, 2)  # [BLOCK_T, GROUPS]
     total = _score(first) if BIASED else _sigmoid(_score(first))
     if SIZE > 1:
         second = tl.max(tl.where(members == tl.expand_dims(member, 2), _TAKEN, grouped), 2)
         total += _score(second) if BIASED else _sigmoid(_score(second))
-    group_keys = _key(total)
+    group_keys = _key(total)  # [BLOCK_T, GROUPS]
     for _ in range(TOP_K_GROUPS):
         _, group = _best(group_keys, groups, 1)
         group_keys = tl.where(groups == group[:, None], _TAKEN, group_keys)
@@ -97,19 +97,20 @@ def flashmoe_moe_route(
     GROUPS: tl.constexpr, TOP_K_GROUPS: tl.constexpr, SCORING: tl.constexpr, BIASED: tl.constexpr, SUM_TO_ONE: tl.constexpr,
     BLOCK_T: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
-    experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
+    """The router of ``BLOCK_T`` tokens."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
+    experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]  # [1, E_PAD], [1, K_PAD]
     row = logits_base + token * stride_t
     if EARLY_START:
         gdc_launch_dependents()  # those wait for all of this kernel before they touch memory
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
     x = tl.load(row + experts, mask=(token < tokens) & (experts < E), other=float("-inf")).to(tl.float32)
     if SCORING == "softmax":
-        row_max = tl.max(x, 1)[:, None]
+        row_max = tl.max(x, 1)[:, None]  # [BLOCK_T, 1]
         row_sum = tl.sum(tl.exp(x - row_max), 1)[:, None]
     # Without a bias the score rises with the logit, whose fp32 value tells apart what a rounded score does not.
     if BIASED:
-        keys = _key(_sigmoid(x) + tl.load(bias_base + experts, mask=experts < E, other=0.0))
+        keys = _key(_sigmoid(x) + tl.load(bias_base + experts, mask=experts < E, other=0.0))  # [BLOCK_T, E_PAD]
     else:
         keys = _key(x)
     if E < E_PAD:
@@ -119,13 +120,13 @@ def flashmoe_moe_route(
 
     ids = tl.zeros([BLOCK_T, K_PAD], tl.int32)
     for place in range(K):
-        _, expert = _best(keys, experts, 1)
+        _, expert = _best(keys, experts, 1)  # [BLOCK_T]
         keys = tl.where(experts == expert[:, None], _TAKEN, keys)
         ids = tl.where(places == place, expert[:, None], ids)
 
     chosen = (token < tokens) & (places < K)
     # Read again, from the first-level cache: to pick them out of the registers would be a reduction for each.
-    logit = tl.load(row + ids, mask=chosen, other=float("-inf")).to(tl.float32)
+    logit = tl.load(row + ids, mask=chosen, other=float("-inf")).to(tl.float32)  # [BLOCK_T, K_PAD]
     if SCORING == "sigmoid":
         weight = _sigmoid(logit)
     else:
@@ -139,36 +140,35 @@ def flashmoe_moe_route(
     tl.store(ids_base + token * K + places, ids, mask=chosen)
 
 
-_BUILDS: Cache[Hashable, Build] = Cache(MOST_PLANS)
+_BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)
 
 
-def cannot(spec: RouteSpec, experts: int) -> str | None:
-    """Why the kernel cannot serve logits of so many experts; None where it can."""
+def cannot(options: Options, experts: int) -> str | None:
+    """Why the kernel cannot serve logits of that number of experts, in words; None where it can."""
     if experts > MAX_EXPERTS:
         return f"it has {experts} experts; the kernel takes at most {MAX_EXPERTS}"
-    if spec.groups > 1 and (experts & (experts - 1) or spec.groups & (spec.groups - 1)):
-        return f"it has {experts} experts in {spec.groups} groups; the kernel takes powers of two"
+    if options.groups > 1 and (experts & (experts - 1) or options.groups & (options.groups - 1)):
+        return f"it has {experts} experts in {options.groups} groups; the kernel takes powers of two"
     return None
 
 
-def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
+def bind(like: Tensors, options: Options) -> RouteLaunch:
     """call(logits, bias) -> (top_k_weights, top_k_ids) for checked tensors of these shapes, strides, dtypes and alignments."""
-    *leading, experts = logits.shape
+    (logits, bias), experts = like, like.router_logits.shape[-1]
     rows, dense_bias = logits.reshape(-1, experts), bias is None or bias.is_contiguous()
     in_place = rows.data_ptr() == logits.data_ptr() and (rows.stride(1) == 1 or experts == 1)
     if not in_place:
         rows = logits.contiguous().view(-1, experts)
     tokens, stride = rows.shape[0], rows.stride(0)
-    constexprs = _constexprs(spec, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
+    constexprs = _constexprs(options, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
     guard = device_guard(logits.get_device())
     build = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs)
-    grid, shape = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k)
-    launch = build.bound(grid, stride, tokens, spec.scaling_factor, *constexprs.values())
-    strides = torch.empty(shape, device="meta").stride()
-    empty = allocator(logits.is_cuda)
+    grid = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1)
+    launch = build.bound(grid, stride, tokens, options.scaling_factor, *constexprs.values())
+    (of_weights, of_ids), empty = Outputs.of(logits, options), allocator(logits.is_cuda)
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = empty(shape, strides, torch.float32), empty(shape, strides, torch.int32)
+        weights, ids = empty(*of_weights), empty(*of_ids)
         if tokens == 0:
             return weights, ids
         held = logits if in_place else logits.contiguous()
@@ -192,25 +192,17 @@ def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexpr
     return build
 
 
-def _constexprs(spec: RouteSpec, experts: int, biased: bool, early_start: bool) -> dict[str, Any]:
+def _constexprs(o: Options, experts: int, biased: bool, early_start: bool) -> dict[str, Any]:
     padded = next_power_of_2(experts)
     return {
-        "E": experts,
-        "E_PAD": padded,
-        "K": spec.top_k,
-        "K_PAD": next_power_of_2(spec.top_k),
-        "GROUPS": spec.groups,
-        "TOP_K_GROUPS": spec.top_k_groups,
-        "SCORING": spec.scoring,
-        "BIASED": biased,
-        "SUM_TO_ONE": spec.normalize == "sum",
-        "BLOCK_T": _tile(padded)[0],
-        "EARLY_START": early_start,
-    }
+        "E": experts, "E_PAD": padded, "K": o.top_k, "K_PAD": next_power_of_2(o.top_k),
+        "GROUPS": o.groups, "TOP_K_GROUPS": o.top_k_groups, "SCORING": o.scoring, "BIASED": biased,
+        "SUM_TO_ONE": o.normalize == "sum", "BLOCK_T": _tile(padded)[0], "EARLY_START": early_start,
+    }  # fmt: skip
 
 
 def _tile(padded_experts: int) -> tuple[int, int]:
-    """(tokens, warps) of a program: each row lies across one whole warp, whose reductions are then one instruction each.
+    """(tokens, warps) of a program: each row is held by one whole warp, whose reductions are then one instruction each.
 
     Triton spreads a row over several warps where it is longer than they load at once (128 fp32), so longer rows have one warp,
     unless they would not fit its registers.
@@ -224,7 +216,7 @@ def why_no_router(problem: MoEProblem) -> str | None:
     """Why a problem that starts from logits cannot be routed here, in words; None where it can."""
     if problem.routing == "ids":
         return None
-    reason = cannot(RouteSpec(problem.top_k), problem.experts)
+    reason = cannot(Options(problem.top_k), problem.experts)
     return None if reason is None else f"experts is {problem.experts}; the router takes at most {MAX_EXPERTS}"
 
 
@@ -241,9 +233,9 @@ def routing_bytes(problem: MoEProblem) -> int:
     return 0 if problem.routing == "ids" else 8 * problem.pairs()
 
 
-def compile_job(spec: RouteSpec, experts: int, *, dtype: str = "bf16", biased: bool = False) -> CompileJob:
+def compile_job(options: Options, experts: int, *, dtype: str = "bf16", biased: bool = False) -> CompileJob:
     """How to build the kernel without a GPU, for Hopper and newer, of 16-byte aligned rows."""
-    constexprs = _constexprs(spec, experts, biased, early_start=True)
+    constexprs = _constexprs(options, experts, biased, early_start=True)
     signature = {
         "logits_base": f"*{dtype}",
         "bias_base": "*fp32" if biased else "constexpr",

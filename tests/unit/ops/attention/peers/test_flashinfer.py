@@ -19,7 +19,7 @@ from held import CPU, expected_of, inputs_of, reasons
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.peers import flashinfer, flashinfer_fa2
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
@@ -167,8 +167,8 @@ def test_pages_are_taken_as_they_are() -> None:
     pages = flashinfer.pages_of(inputs)
     assert pages.k.shape == (inputs.k.shape[0], 16, 2, 16)
     assert (pages.k.data_ptr(), pages.v.data_ptr()) == (inputs.k.data_ptr(), inputs.v.data_ptr())
-    assert pages.table is inputs.extras.page_table
-    assert pages.lengths is inputs.extras.cache_seqlens
+    assert pages.table is inputs.tensors.page_table
+    assert pages.lengths is inputs.tensors.cache_seqlens
 
 
 def test_caches_that_are_no_pages_are_refused() -> None:
@@ -180,14 +180,21 @@ def test_caches_that_are_no_pages_are_refused() -> None:
     ragged = problem_of("attn b3 h4 hk2 q1 k128 d16 fp32 ragged")
     by_index = sliced.for_kernel(ragged, sliced.inputs(ragged, CPU, torch.Generator().manual_seed(1)))
     for refused, words in (
-        (replace(inputs, v=by_rows), "in both alike"),
-        (replace(inputs, k=narrow, v=narrow), "whole heads apart"),
-        (replace(inputs, k=apart, v=apart), "no whole pages apart"),
-        (replace(inputs, k=inputs.k[:, :, :40], v=inputs.v[:, :, :40]), "40 rows is no whole pages of 16"),
+        (changed(inputs, v=by_rows), "in both alike"),
+        (changed(inputs, k=narrow, v=narrow), "whole heads apart"),
+        (changed(inputs, k=apart, v=apart), "no whole pages apart"),
+        (
+            replace(inputs, tensors=inputs.tensors._replace(k=inputs.k[:, :, :40], v=inputs.v[:, :, :40])),
+            "40 rows is no whole pages of 16",
+        ),
         (by_index, "no index of cache rows"),
     ):
         with pytest.raises(CannotServe, match=words):
             flashinfer.pages_of(refused)
+
+
+def changed(inputs: AttentionInputs, **tensors: torch.Tensor) -> AttentionInputs:
+    return replace(inputs, tensors=inputs.tensors._replace(**tensors))
 
 
 def attend(
@@ -303,7 +310,7 @@ def test_xqa_is_asked_for_the_problem(text: str, xqa_calls: list[dict[str, Any]]
 
 def test_xqa_gets_more_processors_and_a_dense_query(xqa_calls: list[dict[str, Any]]) -> None:
     inputs, _ = inputs_with("attn b3 h4 hk2 q1 k128 d16 fp32", "slices of larger tensors")
-    whole = replace(inputs, q=inputs.q.contiguous())
+    whole = changed(inputs, q=inputs.q.contiguous())
     more = flashinfer.KERNEL.configs(problem_of("attn b1 h32 hk8 q1 k131072 d128 bf16"), H200)[-1]
     outs = [flashinfer.KERNEL.run(one, more).out for one in (inputs, whole)]
     assert torch.equal(*outs)

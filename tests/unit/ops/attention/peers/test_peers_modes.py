@@ -44,8 +44,8 @@ def test_pytorch_takes_mask_tensors(name: str, words: str) -> None:
 def test_pytorch_is_given_a_mask_as_large_as_its_user_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A boolean one it converts: of all heads that takes three times as long as of one."""
     inputs = inputs_of("attn b2 h4 q9 k20 d8 fp32 boolmask")
-    assert inputs.extras.bias is not None
-    assert inputs.extras.bias.shape == (2, 4, 9, 20)
+    assert inputs.tensors.bias is not None
+    assert inputs.tensors.bias.shape == (2, 4, 9, 20)
     given: list[torch.Size] = []
 
     def attend(*args: torch.Tensor, attn_mask: torch.Tensor, **more: object) -> torch.Tensor:

@@ -30,10 +30,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
-from flashmoe_science.ops.attention.device.ranges import at_place
+from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
@@ -105,8 +105,8 @@ def _sequence(lengths, batch, seqlen_q, seqlen_k):
 
 @gluon.jit
 def _longest(lengths, place, batches, BATCHES: gl.constexpr):
-    """``at_place`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative: what is past
-    the sequences comes after all."""
+    """``index_in_lpt_order`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative:
+    what is past the sequences comes after all."""
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
@@ -119,7 +119,7 @@ def _longest(lengths, place, batches, BATCHES: gl.constexpr):
         own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
         end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
         others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
-    return at_place(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
+    return index_in_lpt_order(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -247,7 +247,7 @@ def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:

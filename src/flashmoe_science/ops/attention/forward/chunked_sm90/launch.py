@@ -11,19 +11,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.inputs import (
-    AttentionInputs,
-    AttentionOutput,
-    BoundLaunch,
-    KnownLaunch,
-    Launcher,
-    Shapes,
-)
-from flashmoe_science.ops.attention.call.results import results_of, shapes_of_results
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
+from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import registers
 from flashmoe_science.ops.attention.device.splits import partial_bytes
-from flashmoe_science.ops.attention.device.tma import are_aligned, check_copied, copied_strides, describer, encoders_of
+from flashmoe_science.ops.attention.device.tma import Parts, check_copied, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
     Variant,
@@ -35,8 +29,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     window_of,
     work_of,
 )
-from flashmoe_science.ops.attention.front.append_fallback import Append
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.descriptors import template
 from flashmoe_science.ops.launch import Build, Grid, Pointer, allocator, argument, can_start_early, stride_class
 
@@ -49,31 +41,14 @@ class _Started(NamedTuple):
     constexprs: tuple[Any, ...]
 
 
-# (q, k, v, out, lse, the partials, the modes' tensors, softmax_scale, softcap)
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float | None], None]
-
-
-class _Call(NamedTuple):
-    """What a launch is bound to beside its plan. ``seqlen_k``: the capacity, past which nothing is read; ``most_keys``: the
-    most that a sequence has, for the number of splits; ``stride_table``: entries from a sequence's pages to the next's; shapes
-    of Q, K and V, and strides of them and of O."""
-
-    batch: int
-    heads: int
-    heads_kv: int
-    seqlen_q: int
-    seqlen_k: int
-    most_keys: int
-    stride_lse: int
-    stride_table: int
-    shapes: Shapes
-    strides: Shapes
+# (q, k, v, out, lse, the partials, the features' tensors, softmax_scale)
+_Start = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float], None]
 
 
 class ChunkLauncher(Launcher):
-    """The kernels with a config, for tensors of any lengths, batch and strides; all else as in the inputs that they were
-    planned for. As SplitLauncher: ``bind`` for problems without modes, ``bind_inputs`` with any. ``function``: the
-    main kernel, to be built."""
+    """The kernels with a config; see Launcher. ``function``: the main kernel, to be built."""
+
+    splits_keys = True
 
     def __init__(self, function: Any, inputs: AttentionInputs, config: Config) -> None:
         check_copied(inputs)
@@ -83,121 +58,84 @@ class ChunkLauncher(Launcher):
         self._early, self._write_lse = can_start_early(inputs.q.device), inputs.return_lse
         self._out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
-        x = inputs.extras
-        self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _tensors(x))
+        self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _features(inputs.tensors))
         self._options = {"num_warps": 4, "maxnreg": registers(config), "launch_pdl": self._early}
         self._builds: dict[Variant, _Started] = {}
         self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
 
-    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        """The launch of a problem without modes, for tensors of such shapes and strides."""
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        call = _Call(batch, heads, heads_kv, rows, keys, keys, rows, 0, shapes, strides)
-        launch, floats = self._bind(call, 0)
-        none = (None,) * len(self._tensors)
-        new = allocator(on_gpu=True)
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        begin, floats = self._start(tensors, options, out)
+        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(tensors.q.is_cuda)
+        default_scale, of_partials = tensors.q.shape[3] ** -0.5, ((floats,), (1,), torch.float32)
+        nothing = (None,) * len(self._tensors)
 
-        def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-        ) -> None:
-            partials = new((floats,), (1,), torch.float32) if floats else None
-            launch(q, k, v, argument(out), argument(lse), argument(partials), none, scale, None)
-
-        return bound
-
-    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
-        """The call of inputs of the same shapes, strides and most lengths as these."""
-        launch, floats = self._bind_call(inputs, num_splits)
-        results, capped = results_of(inputs, floats), bool(self._problem.modes.softcap)
-
-        def bound(inputs: AttentionInputs) -> AttentionOutput:
-            out, lse, partials = results(inputs.out)
-            tensors = tuple([argument(one) for one in _tensors(inputs.extras)])
-            of_heads = (argument(out), argument(lse), argument(partials))
-            softcap = inputs.extras.softcap if capped else None
-            launch(inputs.q, inputs.k, inputs.v, *of_heads, tensors, inputs.softmax_scale, softcap)
-            return AttentionOutput(out, lse)
-
-        return bound
-
-    def bind_known(
-        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
-    ) -> KnownLaunch | None:
-        """The call of tensors like these, without a look at them; None where something is appended, or each call says a length
-        of all sequences."""
-        x = inputs.extras
-        if append is not None or x.cache_seqlens is x.cu_seqlens_k is None:
-            return None
-        launch, floats = self._bind_call(inputs, num_splits)
-        results, scale = results_of(inputs, floats, tokens_first), inputs.softmax_scale
-        softcap = x.softcap if self._problem.modes.softcap else None
-
-        def run(
-            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
-        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, cu_q, cu_k, seqlens, table, places, _, sinks, *_ = tensors
-            if not are_aligned(q, k, v):
+        def launch(
+            tensors: tuple[torch.Tensor | None, ...],
+            scale: float | None,
+            length: int,
+            out: torch.Tensor | None,
+            lse: torch.Tensor | None,
+        ) -> Result | None:
+            q, k, v = tensors[0], tensors[1], tensors[2]
+            if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # type: ignore[union-attr]  # never None
                 return None
-            out, lse, partials = results(None)
-            of_heads = (argument(out), argument(lse), argument(partials))
-            of_modes = tuple([argument(one) for one in (cu_q, cu_k, seqlens, places, table, sinks)])
-            launch(q, k, v, *of_heads, of_modes, scale if softmax_scale is None else softmax_scale, softcap)
+            if out is None:
+                out = new(*of_out)
+            if of_lse is not None and lse is None:
+                lse = new(*of_lse)
+            partials = new(*of_partials) if floats else None
+            features = nothing if len(tensors) == 3 else tuple([argument(one) for one in _features(tensors)])
+            scale = default_scale if scale is None else scale
+            begin(q, k, v, argument(out), argument(lse), argument(partials), features, scale)
             return out, lse
 
-        return run
+        return launch
 
-    def _bind_call(self, inputs: AttentionInputs, num_splits: int) -> tuple[_Launch, int]:
-        """``_bind`` for inputs with modes."""
-        q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
-        (batch, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
-        seqlen_q = rows
-        if x.cu_seqlens_q is not None:
-            batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
-        stride_table = 0
-        if x.page_table is not None:
-            capacity, stride_table = x.page_table.shape[1] * capacity, x.page_table.stride(0)
-        most_keys = x.max_seqlen_k if x.cu_seqlens_k is not None else min(capacity, x.max_seqlen_k or capacity)
-        strides = (q.stride(), k.stride(), v.stride(), shapes_of_results(inputs)[1] if out is None else out.stride())
-        shapes = (q.shape, k.shape, v.shape)
-        call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, stride_table, shapes, strides)
-        return self._bind(call, num_splits)
-
-    def _bind(self, call: _Call, num_splits: int) -> tuple[_Launch, int]:
-        """The launch of such a call, and how many numbers its partials are."""
-        config, group = self._config, call.heads // call.heads_kv
-        span = span_of(self._problem, group, call.seqlen_q, config)
-        work = work_of(call.batch * call.heads_kv, group, call.seqlen_q, call.most_keys, config, span)
-        splits = splits_for(work, config, self._gpu, num_splits)
-        programs, all_rows = work.heads * work.tiles_m, call.batch * call.heads * call.seqlen_q
+    def _start(self, tensors: Tensors, options: Options, out: torch.Tensor | None) -> tuple[_Start, int]:
+        """What launches such a call, and how many numbers its partials are."""
+        q, k, v = tensors[:3]
+        config, problem, (_, heads, total_q, _), (_, heads_kv, capacity, _) = self._config, self._problem, q.shape, k.shape
+        batch, group = sequences(tensors), heads // heads_kv
+        packed, table = tensors.cu_seqlens_q is not None, tensors.page_table
+        seqlen_q = options.max_seqlen_q if packed else total_q
+        stride_table = 0 if table is None else table.stride(0)
+        capacity = capacity if table is None else table.shape[1] * capacity  # nothing is read past it
+        span = span_of(problem, group, seqlen_q, config)
+        work = work_of(batch * heads_kv, group, seqlen_q, max_keys(tensors, options), config, span)
+        splits = splits_for(work, config, self._gpu, options.num_splits)
+        programs, all_rows = work.heads * work.tiles_m, batch * heads * seqlen_q
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
-        of_q, of_k, of_v, of_out = call.strides
-        of_q = copied_strides("query", call.shapes[0], of_q)
-        packed = self._tensors[0] is not None
+        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
-        batches = compared(self._problem, call.batch, programs * splits, config, self._gpu)
+        batches = compared(problem, batch, programs * splits, config, self._gpu)
         variant = Variant(group, splits > 1, self._write_lse, batches, stride_class(strides_out))
         started = self._builds.get(variant) or self._build(variant, strides_out)
-        rows_q, total_q = call.shapes[0][0], call.shapes[0][2]
-        shape_q = (rows_q, call.heads_kv, group, total_q, self._problem.head_dim)
-        describe = describer(
-            (
-                encoders_of(started.build, started.templates, 0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
-                encoders_of(started.build, started.templates, 1, call.shapes[1], copied_strides("key", call.shapes[1], of_k)),
-                encoders_of(started.build, started.templates, 2, call.shapes[2], copied_strides("value", call.shapes[2], of_v)),
-            )
-        )
-        numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
-        tail = (*window_of(self._problem), *numbers, call.stride_table, call.batch, *started.constexprs)
+        describe = describer(self._encoders(started, tensors))
+        sizes = (*strides_out, total_q, heads_kv, seqlen_q, capacity, splits, all_rows)
+        softcap = options.softcap if problem.modes.softcap else None
+        tail = (softcap, *window_of(problem), *sizes, stride_table, batch, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, describe, tail), 0
         merge, constexprs = self._merge(variant, splits, strides_out)
-        merge_grid = (chunk_merge.programs(all_rows, self._problem.head_dim_v), 1, 1)
-        merge_tail = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, splits, all_rows, *constexprs)
-        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        launch = partial(_launch_two, started.build.launch, grid, describe, tail, merge, merge_grid, merge_tail)
-        return launch, floats
+        merge_grid = (chunk_merge.programs(all_rows, problem.head_dim_v), 1, 1)
+        merge_tail = (*strides_out, total_q, heads_kv, seqlen_q, splits, all_rows, *constexprs)
+        floats = partial_bytes(all_rows, splits, problem.head_dim_v) // 4
+        return partial(_launch_two, started.build.launch, grid, describe, tail, merge, merge_grid, merge_tail), floats
+
+    def _encoders(self, started: _Started, tensors: Tensors) -> tuple[Parts, ...]:
+        """Of Q as [batch, heads_kv, group, seqlen, head_dim], of K and of V."""
+        q, k, v = tensors[:3]
+        (rows_q, heads, total_q, width), heads_kv = q.shape, k.shape[1]
+        group, of_q = heads // heads_kv, copied_strides("query", q.shape, q.stride())
+        shape_q, strides_q = (rows_q, heads_kv, group, total_q, width), (of_q[0], of_q[1] * group, *of_q[1:])
+        build, templates = started.build, started.templates
+        return (
+            encoders_of(build, templates, 0, shape_q, strides_q),
+            encoders_of(build, templates, 1, k.shape, copied_strides("key", k.shape, k.stride())),
+            encoders_of(build, templates, 2, v.shape, copied_strides("value", v.shape, v.stride())),
+        )
 
     def _build(self, variant: Variant, strides_out: tuple[int, ...]) -> _Started:
         problem, config = self._problem, self._config
@@ -224,22 +162,23 @@ class ChunkLauncher(Launcher):
         return launch, constexprs
 
 
-def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a call's modes as the kernel takes them: the packed queries' first, the sinks last."""
-    return x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.cache_batch_idx, x.page_table, x.sinks
+def _features(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """Those of Tensors that the kernel takes, in its order: the packed queries' first, the sinks last."""
+    _, _, _, cu_q, cu_k, seqlens, table, batch_idx, _, sinks, *_ = tensors
+    return cu_q, cu_k, seqlens, batch_idx, table, sinks
 
 
 def _launch_one(
     start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, features: tuple[Any, ...], scale: float,
 ) -> None:  # fmt: skip
-    start(grid, *describe(q, k, v), out, lse, None, *tensors, scale, softcap, *tail)
+    start(grid, *describe(q, k, v), out, lse, None, *features, scale, *tail)
 
 
 def _launch_two(
     start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, features: tuple[Any, ...], scale: float,
 ) -> None:  # fmt: skip
-    start(grid, *describe(q, k, v), out, lse, partials, *tensors, scale, softcap, *tail)
-    merge(merge_grid, partials, out, lse, tensors[0], tensors[-1], *merge_tail)
+    start(grid, *describe(q, k, v), out, lse, partials, *features, scale, *tail)
+    merge(merge_grid, partials, out, lse, features[0], features[-1], *merge_tail)

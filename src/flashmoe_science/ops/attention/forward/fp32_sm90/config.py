@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.inputs import Shapes
 from flashmoe_science.ops.attention.device.sm90 import PRODUCER_REGISTERS, ROWS, SHARED_BYTES, consumer_registers
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import SPLIT_ROWS
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
@@ -17,6 +16,7 @@ from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, bytes_between, cdiv
 
+Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V
 PLANES = gl.constexpr(3)
 # From so many queries of a head on, more where heads are narrow, and rows in all, it is the fastest (docs/notes/fp32.md).
 LEAST_QUERIES, LEAST_NARROW, LEAST_ROWS = 64, 192, 512

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import sm90
 from flashmoe_science.ops.attention.device.kv_pipeline import Buffers
 from flashmoe_science.ops.attention.device.mask import MaskBounds, mask_keys

@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, BoundLaunch, Launcher, Shapes
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.sm90 import registers
 from flashmoe_science.ops.attention.device.tma import Parts, described, encoders_of
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
     SIZES,
+    Shapes,
     constexprs_of,
     grid_of,
     plane_blocks,
@@ -25,7 +29,7 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import PLANE_SIZES, flashmoe_fp32_planes
 from flashmoe_science.ops.descriptors import template
-from flashmoe_science.ops.launch import Build, Grid, Pointer, argument, between, can_start_early, cdiv, stride_class
+from flashmoe_science.ops.launch import Build, Grid, Pointer, between, can_start_early, cdiv, stride_class
 
 
 class _Builds(NamedTuple):
@@ -53,31 +57,31 @@ class Fp32Launcher(Launcher):
         self._of_main = tuple(constexprs_of(problem, config, self._early).values())
         self._builds: dict[Hashable, _Builds] = {}
 
-    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        steps, of_out = tuple(step for one in strides[:3] for step in one[:3]), strides[3][:3]
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q, k, v = tensors[:3]
+        (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
+        shapes = (q.shape, k.shape, v.shape)
+        steps = tuple(step for one in (q, k, v) for step in one.stride()[:3])
+        out_steps = (strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride())[:3]
         grid, blocks = grid_of(batch * heads, rows, self._config), plane_blocks(batch * heads * rows, batch * heads_kv * keys)
         grid_planes: Grid = (sum(blocks), 1, 1)
         if max(grid[0], grid_planes[0]) >= 2**31:
             raise CannotServe(f"it takes {max(grid[0], grid_planes[0])} programs; a launch may have {2**31 - 1}")
-        kind = (stride_class(steps), stride_class(of_out))
-        planes, main = self._builds.get(kind) or self._build(kind, steps, of_out)
+        kind = (stride_class(steps), stride_class(out_steps))
+        planes, main = self._builds.get(kind) or self._build(kind, steps, out_steps)
         encoders = self._encoders(main, shapes)
         offset = keys - rows if self._problem.mask == "causal" else 0
         numbers = (heads, heads // heads_kv, rows, keys, offset, cdiv(rows, tile_rows(self._config)))
-        tail = (*of_out, *numbers, *self._of_main)
+        tail = (*out_steps, *numbers, *self._of_main)
         tail_planes = (*steps, heads, heads_kv, batch * heads, batch * heads_kv, rows, keys, *blocks[:2], *self._of_planes)
         take = between(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
 
-        def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-        ) -> None:
+        def start(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
             held, *parts = take()
-            planes.launch(grid_planes, argument(q), argument(k), argument(v), *parts, *tail_planes)
-            descs = described(encoders, parts)
-            main.launch(grid, *descs, argument(out), argument(lse), scale, *tail)
+            planes.launch(grid_planes, q, k, v, *parts, *tail_planes)
+            main.launch(grid, *described(encoders, parts), out, lse, scale, *tail)
 
-        return bound
+        return launch_by_address(start, tensors, options, out)
 
     def _encoders(self, main: Build, shapes: Shapes) -> tuple[Parts, ...]:
         """Of the planes of tensors of such shapes."""

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.inputs import Sizes
+from flashmoe_science.ops.attention.call.kernel import Sizes
 from flashmoe_science.ops.attention.device.bias import EXCHANGE_BYTES
 from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES, consumer_registers, producer_registers
 from flashmoe_science.ops.attention.device.tma import fills_tiles, rows_of_copy, why_not_capped, why_not_copied, why_not_paged

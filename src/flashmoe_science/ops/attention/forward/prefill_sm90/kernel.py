@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.bias import AT_ONCE, Bias
 from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
@@ -150,15 +150,15 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    extras = inputs.extras
-    dtypes = [None if one is None else one.dtype for one in (extras.sinks, extras.alibi_slopes, extras.bias)]
+    tensors = inputs.tensors
+    dtypes = [None if one is None else one.dtype for one in (tensors.sinks, tensors.alibi_slopes, tensors.bias)]
     kind = PackedLauncher if is_packed(inputs.problem) else FwdLauncher
     early = can_start_early(inputs.q.device)
     return kind(flashmoe_fwd_gluon_sm90, inputs.problem, config, gpu, inputs.return_lse, early, dtypes)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

@@ -4,13 +4,11 @@ Shapes: as problem/features.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk
 contiguous or in pages, with its lengths on the device -> O [B, H, Sq, Dv] and LSE [B, H, Sq]. fp16 and bf16; D and Dv
 multiples of 8 up to 128; at most 16 packed rows (queries times heads that share a key head); sm_80 and up.
 
-A program has all rows of a sequence and key head and a contiguous piece of the keys, as one of split_triton.py has, and leaves
-the same partials to the same merge; sequences of different lengths take turns or share their keys in ranges by the same
-functions. Q and the first tiles of K and V are copied to shared memory at once: keys do not wait for Q, as they do where
-Triton's compiler orders the loads. The keys of a tile are dealt out to the warps, which are the first dimension of both
-products: a warp has a maximum, a sum and an output of its own, and asks no other before the end.
-
-A piece is in decode_piece_gluon.py, the order of sequences and the ranges in split_ranges_triton.py.
+A program has all rows of a sequence and key head and a contiguous split of the keys (decode_split.py), as one of split_triton
+has, and leaves the same partials to the same merge; stream-K and the LPT order are by the same functions. Q and the first tiles
+of K and V are copied to shared memory at once: keys do not wait for Q, as they do where Triton's compiler orders the loads. The
+keys of a tile are parted among the warps, which are the first dimension of both products: warps reduce independently and
+combine once at the end.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding), here over programs and over warps. Online softmax: Milakov and Gimelshein
 2018. Copies past registers: cp.async of PTX ISA 7.0.
@@ -27,8 +25,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
-from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.device.operands import Strided
+from flashmoe_science.ops.attention.device.partials import Partials
+from flashmoe_science.ops.attention.device.ranges import (
+    sequence_by_length,
+    sequences_of_range,
+    store_split_info,
+    tiles_of,
+    use_stream_k,
+)
+from flashmoe_science.ops.attention.device.sequences import Sequences
 from flashmoe_science.ops.attention.device.tma import check_copied, why_not_in_copies
 from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 from flashmoe_science.ops.attention.forward.splitkv.config import (
@@ -40,8 +47,9 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     suits,
     workspace,
 )
-from flashmoe_science.ops.attention.forward.splitkv.decode_split import piece
+from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_split
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
+from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Traits
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import barrier
@@ -64,66 +72,72 @@ def flashmoe_decode_gluon(
     new, caches, positions, stride_cos,
     GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MIN_TILES: gl.constexpr, SPLIT: gl.constexpr,
-    RANGED: gl.constexpr, ORDERED: gl.constexpr, BATCHES: gl.constexpr,
+    STREAM_K: gl.constexpr, LPT_ORDER: gl.constexpr, BATCHES: gl.constexpr,
     PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr,
     EARLY_START: gl.constexpr,
 ):  # fmt: skip
-    """Attend the rows of a sequence and key head to the piece of its keys that is the program's, or of several sequences to
-    those of its range. The arguments are those of ``flashmoe_split_triton``, so that one launcher serves both; what modes that
-    are not served here would bring is not read."""
-    # Rows begin at 16 bytes, which the compiler is told so.
+    """Attend the rows of a sequence and key head to the program's split of its keys, or of several sequences to those of its
+    range. The arguments are those of ``flashmoe_split_triton``, so that one launcher serves both; those of features that are
+    not served here are not read."""
+    # Rows begin at 16 bytes: so that the compiler sees it.
     stride_qb, stride_qh, stride_qm = (stride_qb >> 3) * 8, (stride_qh >> 3) * 8, (stride_qm >> 3) * 8
     stride_kb, stride_kh, stride_kn = (stride_kb >> 3) * 8, (stride_kh >> 3) * 8, (stride_kn >> 3) * 8
     stride_vb, stride_vh, stride_vn = (stride_vb >> 3) * 8, (stride_vh >> 3) * 8, (stride_vn >> 3) * 8
     if EARLY_START:
-        if SPLIT and not RANGED:
+        if SPLIT and not STREAM_K:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-        if RANGED:
+        if STREAM_K:
             gdc_launch_dependents()  # not before: the merge reads lengths as it starts
-    shared = (
-        q_base, k_base, v_base, out_base, lse_base, partials, cache_seqlens, page_table, cache_batch_idx, leftpads, sinks,
-        softmax_scale, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om, stride_lse, stride_table,
-        heads_kv, seqlen_q, splits, left, right, all_rows,
+    operands = Operands(
+        Strided(q_base, stride_qb, stride_qh, stride_qm), Strided(k_base, stride_kb, stride_kh, stride_kn),
+        Strided(v_base, stride_vb, stride_vh, stride_vn), Strided(out_base, stride_ob, stride_oh, stride_om),
+        lse_base, stride_lse, heads_kv,
+    )  # fmt: skip
+    sequences = Sequences(
+        None, None, cache_seqlens, cache_batch_idx, leftpads, page_table, stride_table, seqlen_q, seqlen_k, before, 0
+    )  # fmt: skip
+    scores = Scores(softmax_scale, left, right, sinks)
+    traits: gl.constexpr = Traits(
+        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, PAGE,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, WARPS=WARPS,
     )  # fmt: skip
     number, head_kv, split = gl.program_id(0) // heads_kv, gl.program_id(0) % heads_kv, gl.program_id(1)
     batch = number
     if BATCHES > 0:
         batch, split = number // splits, number % splits
-    ranged = False
-    if RANGED:
+    stream_k = False
+    if STREAM_K:
         numbers = gl.arange(0, BATCHES, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        tiles = tiles_of(cache_seqlens, leftpads, numbers, batches, before, 0, seqlen_k, BLOCK_N, True)
-        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
-    if ORDERED:
-        if ranged == 0:  # the pieces of the longest sequence start first, those of the shortest fill the end
-            of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-            row = gl.arange(0, BATCHES, gl.SliceLayout(1, of_pairs))
-            batch = longest(cache_seqlens, batch, batches, row, gl.arange(0, BATCHES, gl.SliceLayout(0, of_pairs)))
-    if not RANGED:
-        piece(
-            batch, head_kv, split, batch * heads_kv + head_kv, split, splits, None, *shared,
-            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
-        )  # fmt: skip
+        tiles = tiles_of(sequences, numbers, batches, BLOCK_N, True)  # [BATCHES]
+        stream_k, total = use_stream_k(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    if LPT_ORDER:
+        if stream_k == 0:  # the splits of the longest sequence start first, those of the shortest fill the last wave
+            pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+            row, column = gl.arange(0, BATCHES, gl.SliceLayout(1, pairs)), gl.arange(0, BATCHES, gl.SliceLayout(0, pairs))
+            batch = sequence_by_length(cache_seqlens, batch, batches, row, column)
+    if not STREAM_K:
+        results = Partials(partials, all_rows, splits)
+        own = Split(split, splits, batch * heads_kv + head_kv, split)
+        attend_split(batch, head_kv, own, None, operands, sequences, scores, results, SPLIT, traits)
     else:
-        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
-        places = gl.maximum(batches * splits, batches + ranges)
+        # Splits may be of any sequence: partials have slots for all, of each of the rows of a key head.
+        results = Partials(partials, all_rows, gl.maximum(batches * splits, batches + ranges))
         first, past, begin, low, high, units = batch, gl.minimum(batch + 1, batches), 0, 0, 0, 1
-        if ranged:
-            first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES)
-        for one in range(first, past):
-            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, 0, seqlen_k, BLOCK_N, True)
+        if stream_k:
+            first, past, begin, low, high, units = sequences_of_range(
+                tiles, total, number, ranges, batches, numbers, MIN_TILES
+            )  # fmt: skip
+        for sequence in range(first, past):
+            tiles_in = tiles_of(sequences, sequence, batches, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
-            if ranged & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
-            place = gl.where(ranged, one + number, one * splits + split)
-            piece(
-                one, head_kv, split, head_kv, place, places, (ranged, low_tile, high_tile, tiles_in), *shared,
-                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
-            )  # fmt: skip
-            barrier()  # a piece's memory may be the next one's
+            if stream_k & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first split
+                store_split_info(results, sequence, number, begin, ranges, units, DV, MIN_TILES)
+            slot = gl.where(stream_k, sequence + number, sequence * splits + split)
+            own = Split(split, splits, head_kv, slot, tiles_in, low_tile, high_tile)
+            attend_split(sequence, head_kv, own, stream_k, operands, sequences, scores, results, SPLIT, traits)
+            barrier()  # the next split takes this one's shared memory
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -185,7 +199,7 @@ def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -213,7 +227,7 @@ KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
     op="attention",
-    about="decoding: few rows over many keys, all copies on their way at once, keys dealt out to the warps; sm_80 and up",
+    about="decoding: few rows over many keys, all copies on their way at once, keys parted among the warps; sm_80 and up",
     supports=supports,
     configs=configs,
     run=run,

@@ -5,20 +5,16 @@ LSE [B, H, Sq]; or a cache of keys and values, contiguous or in pages, with its 
 bf16 and fp32, an e4m3 cache with 16-bit queries; D and Dv from 1 to 256; sm_80 and up.
 
 A program has a tile of packed rows of one sequence and one key head: row r is query r // group of head r % group among those
-that share the key head, so that K and V are read once for all of them. It walks a contiguous piece of the keys that its rows
-see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
-``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
-come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
-Where sequences take turns and have lengths of their own that the device alone knows, each program reads all lengths, and the
-longest sequences start first. Of many keys the lengths also decide, on the device, whether programs take pieces of one sequence
-each, or, where one is much longer than the others, equal ranges of the keys of all: the end of one sequence, whole ones and the
-beginning of another.
+that share the key head, so that K and V are read once for all of them. It walks a contiguous split of the keys that its rows
+see (split.py; one tile of keys: tile.py). Where keys are split, each program stores its running maximum, its sum and its
+unscaled output in fp32 (device/partials.py), and ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls
+give equal bits. Nothing waits for the host: grids come from the longest query and the capacity, and programs without work exit,
+so that a graph captured at some lengths serves others.
+Where lengths are known to the device alone, each program reads all of them (device/ranges.py): in several waves the longest
+sequences start first (LPT order), and where one of many keys is much longer than the others, programs take equal ranges of the
+keys of all (stream-K).
 
-A piece is in split_piece_triton.py, one of its tiles of keys in split_tile_triton.py, the order of sequences and the ranges in
-split_ranges_triton.py.
-
-Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
-1969 (list scheduling).
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018.
 """
 
 from __future__ import annotations
@@ -29,9 +25,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
-from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.device.operands import Strided
+from flashmoe_science.ops.attention.device.partials import Partials
+from flashmoe_science.ops.attention.device.ranges import (
+    sequence_by_length,
+    sequences_of_range,
+    store_split_info,
+    tiles_of,
+    use_stream_k,
+)
+from flashmoe_science.ops.attention.device.rotary import RotaryTables
+from flashmoe_science.ops.attention.device.sequences import Sequences
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     Splits,
     Variant,
@@ -46,8 +53,8 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     workspace,
 )
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
-from flashmoe_science.ops.attention.forward.splitkv.split import piece
-from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
+from flashmoe_science.ops.attention.forward.splitkv.records import New, Operands, Scores, Split, Traits
+from flashmoe_science.ops.attention.forward.splitkv.split import attend_split
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import stride_unit
 
@@ -75,7 +82,7 @@ def flashmoe_split_triton(
     new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, ORDERED: tl.constexpr, BATCHES: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, STREAM_K: tl.constexpr, LPT_ORDER: tl.constexpr, BATCHES: tl.constexpr,
     PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
@@ -95,67 +102,70 @@ def flashmoe_split_triton(
             tile_m = tiles_m - 1 - tile_m
     split = tl.program_id(1)
     if EARLY_START:
-        if SPLIT and not RANGED:
+        if SPLIT and not STREAM_K:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-        if RANGED:
+        if STREAM_K:
             gdc_launch_dependents()  # not before: the merge reads lengths as it starts
     batch, head_kv = rest // heads_kv, rest % heads_kv
     if BATCHES > 0:  # one tile of rows, and a grid of one dimension
         number = batch
         batch, split = number // splits, number % splits
-    ranged, places = False, splits
-    if RANGED:
-        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
-        places = tl.maximum(batches * splits, batches + ranges)
-        tiles = tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
-        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
-    shared = (
-        q_base, k_base, v_base, out_base, lse_base, partials,
-        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
-        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+    scores = Scores(
+        softmax_scale, left, right, sinks, softcap, Strided(slopes, stride_slopes, None),
+        Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n), prefixes,
+        Strided(k_scales, stride_ks_b, stride_ks_h), Strided(v_scales, stride_vs_b, stride_vs_h),
     )  # fmt: skip
-    if ranged == 0:  # before the other way, so that its code follows at once
-        if RANGED:
+    operands = Operands(
+        Strided(q_base, stride_qb, stride_qh, stride_qm), Strided(k_base, stride_kb, stride_kh, stride_kn),
+        Strided(v_base, stride_vb, stride_vh, stride_vn), Strided(out_base, stride_ob, stride_oh, stride_om),
+        lse_base, stride_lse, heads_kv,
+    )  # fmt: skip
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, leftpads, page_table, stride_table, seqlen_q, seqlen_k,
+        before, new,
+    )  # fmt: skip
+    appended = New(
+        Strided(new_ks, stride_nkb, stride_nkh, stride_nkn), Strided(new_vs, stride_nvb, stride_nvh, stride_nvn),
+        caches, RotaryTables(cos, sin, rotary_seqlens, positions, stride_cos),
+    )  # fmt: skip
+    traits: tl.constexpr = Traits(
+        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, PAGE,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, prefixes is not None, TOPLEFT, SOFTCAP, BIAS, ALWAYS, WIDE,
+        COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET, BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+    )  # fmt: skip
+    stream_k, slots = False, splits
+    if STREAM_K:
+        # Splits may be of any sequence: partials have slots for all, of each of the rows of a key head.
+        slots = tl.maximum(batches * splits, batches + ranges)
+        tiles = tiles_of(sequences, tl.arange(0, BATCHES), batches, BLOCK_N, True)  # [BATCHES]
+        stream_k, total = use_stream_k(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    results = Partials(partials, all_rows, slots)
+    if stream_k == 0:  # first, so that its code follows at once
+        if STREAM_K:
             if batch >= batches:
                 return
-        if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+        if LPT_ORDER:  # the splits of the longest sequence start first, those of the shortest fill the last wave
             numbers = tl.arange(0, BATCHES)
-            batch = longest(cache_seqlens, batch, batches, numbers, numbers)
-        in_partials, place = batch * heads_kv + head_kv, split
-        if RANGED:
-            in_partials, place = head_kv, batch * splits + split
-        piece(
-            batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
-            *shared,
-            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
-            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-        )  # fmt: skip
+            batch = sequence_by_length(cache_seqlens, batch, batches, numbers, numbers)
+        row, slot = batch * heads_kv + head_kv, split
+        if STREAM_K:
+            row, slot = head_kv, batch * splits + split
+        own = Split(split, splits, row, slot)
+        attend_split(batch, head_kv, tile_m, own, operands, sequences, scores, appended, results, SPLIT, traits)
         return
-    if RANGED:
-        first, past, begin, low, high, units = sequences_in(
+    if STREAM_K:
+        first, past, begin, low, high, units = sequences_of_range(
             tiles, total, number, ranges, batches, tl.arange(0, BATCHES), MIN_TILES
         )  # fmt: skip
-        for one in range(first, past):
-            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
+        for sequence in range(first, past):
+            tiles_in = tiles_of(sequences, sequence, batches, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
-            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
-            piece(
-                one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
-                *shared,
-                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
-                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-            )  # fmt: skip
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first split
+                store_split_info(results, sequence, number, begin, ranges, units, DV, MIN_TILES)
+            own = Split(0, splits, head_kv, sequence + number, tiles_in, low_tile, high_tile)
+            attend_split(sequence, head_kv, 0, own, operands, sequences, scores, appended, results, True, traits)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
@@ -163,7 +173,7 @@ def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:

@@ -10,16 +10,12 @@ import torch
 
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.inputs import (
-    AttentionInputs,
-    AttentionOutput,
-    BoundLaunch,
-    KnownLaunch,
-    Launcher,
-    Shapes,
-)
-from flashmoe_science.ops.attention.call.results import results_of, shapes_of_results
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
+from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
+from flashmoe_science.ops.attention.device.launch import alignment_mask
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     FAR,
     NO_NEW,
@@ -39,32 +35,27 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     uneven_of,
     work_of,
 )
-from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
-from flashmoe_science.ops.attention.front.append_fallback import Append
 from flashmoe_science.ops.attention.problem import KEY_CLASS
-from flashmoe_science.ops.attention.problem.features import PLAIN, Extras
+from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
     address,
     allocator,
-    argument,
     can_start_early,
     next_power_of_2,
     stride_class,
     stride_unit,
 )
-from flashmoe_science.ops.plan import MOST_CALLS, Cache
 
-_NO_BIAS = (0, 0, 0, 0)
 _MOST_NEW = 16  # rows of a sequence that the kernel appends
-_NOTHING_NEW = (None,) * 5
+_FEATURES, _NEW = 12, 5  # tensors of features, and of what is appended
+_ABSENT = (None,) * (_FEATURES + _NEW)
 _Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
-# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, those of new keys,
-# softmax_scale, softcap, the keys beside those of cache_seqlens, _Sizes.of_keys of the call: guarded copies of a cache may lie
-# otherwise than what was bound).
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], tuple[Any, ...], float, float, int, tuple[int, ...]], None]
+# Launches the kernels: (q, k, v, out, lse, the partials, all other tensors, softmax_scale, the keys of each sequence where no
+# lengths are given, _Sizes.of_keys of the call).
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, int, tuple[int, ...]], None]
 
 
 class _Sizes(NamedTuple):
@@ -79,22 +70,17 @@ class _Sizes(NamedTuple):
     stride_lse: int
     of_keys: tuple[int, ...]
     strides: tuple[int, ...]  # of Q and O, three each
-    stride_bias: tuple[int, ...] = _NO_BIAS
-    stride_table: int = 0
-    stride_slopes: int = 0
-    stride_scales: tuple[int, ...] = (0, 0, 0, 0)  # of k_scale and v_scale
-    of_new: OfNew = NO_NEW
+    stride_bias: tuple[int, ...]
+    stride_table: int
+    stride_slopes: int
+    stride_scales: tuple[int, ...]  # of k_scale and v_scale
+    of_new: OfNew
 
 
 class SplitLauncher(Launcher):
-    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was
-    planned for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
-    ``function``: the main kernel, to be built.
+    """The kernels with a config; see Launcher. ``function``: the main kernel, to be built."""
 
-    ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
-    """
-
-    serves_class = True
+    any_keys = splits_keys = takes_length = appends = True
 
     def __init__(self, function: Any, inputs: AttentionInputs, config: Config) -> None:
         self._function, problem = function, inputs.problem
@@ -111,106 +97,75 @@ class SplitLauncher(Launcher):
         of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
         of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         self._pointers = (*of_inputs, of_out, of_lse)
-        self._extras = _stand_ins(inputs.extras)
+        self._features = _placeholders(inputs.tensors)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by Variant
         self._merges: dict[tuple[merge_triton.Merged, int], _Started] = {}  # with its warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
-        self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
+        self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MAX_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
         self._right_one, self._right_more = (right_of(problem, queries) for queries in (1, 2))
-        self._uneven = uneven_of(problem) and inputs.extras.cache_seqlens is not None
+        self._uneven = uneven_of(problem) and inputs.tensors.cache_seqlens is not None
         left = problem.modes.window_left
         self._left = FAR if left is None else min(left, FAR)
 
-    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        """The launch of a problem without modes, for tensors like these but of any number of keys."""
-        assert self._problem.modes == PLAIN
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = strides
-        strides_kv, others, block_n = (kb, kh, kn, vb, vh, vn), (qb, qh, qm, ob, oh, om), self._block_n
-        launches: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MOST_CALLS)
-        none = (None,) * len(self._extras)
-        new = allocator(self._on_gpu)
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        """The launch; of sequences of one length without a bias it is for any number of keys."""
+        sizes = _sizes_of(tensors, options, out)
+        if tensors.new_k is not None:
+            self._check_new(tensors, sizes)
+        begin, floats = self._bind(sizes, options)
+        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(self._on_gpu)
+        default_scale, must_align = tensors.q.shape[3] ** -0.5, alignment_mask(tensors)
+        bias_at = 0 if tensors.bias is None else tensors.bias.data_ptr() & 15
+        of_keys, capacity, in_cache = sizes.of_keys, sizes.of_keys[6], tensors.cache_seqlens is not None
+        grows = not self._ragged and all(one is None for one in (tensors.bias, tensors.prefix, tensors.k_scale))
+        starts: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MAX_CALLS)
+        starts[-(-capacity // KEY_CLASS), capacity % self._block_n == 0] = begin, floats
 
-        def launch_for(keys: int) -> tuple[_Launch, int]:
-            return self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, (*strides_kv, keys), others), 0)
-
-        launches[-(-keys // KEY_CLASS), keys % block_n == 0] = launch_for(keys)
-
-        def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-        ) -> None:
-            keys = k.shape[2]
-            alike = (-(-keys // KEY_CLASS), keys % block_n == 0)
-            found = launches.get(alike)
-            if found is None:
-                found = launches[alike] = launch_for(keys)
-            launch, floats = found
-            partials = new((floats,), (1,), torch.float32) if floats else None
-            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, keys, (*strides_kv, keys))
-
-        return bound
-
-    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
-        """The call of inputs of the same shapes, strides and most lengths as these."""
-        sizes, plain = _sizes_of(inputs), self._problem.modes == PLAIN
-        launch, floats = self._bind(sizes, num_splits)
-        results = results_of(inputs, floats)
-        none = (None,) * len(self._extras)
-        of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
-        in_cache = inputs.extras.cache_seqlens is not None
-
-        def bound(inputs: AttentionInputs) -> AttentionOutput:
-            q, k, v, x = inputs.q, inputs.k, inputs.v, inputs.extras
-            out, lse, partials = results(inputs.out)
-            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            extras, mine = none if plain else _arguments(x), of_keys or _of_keys(k, v)
-            before = 0 if in_cache else mine[6]
-            launch(*of_heads, extras, _NOTHING_NEW, inputs.softmax_scale, x.softcap, before, mine)
-            return AttentionOutput(out, lse)
-
-        return bound
-
-    def bind_known(
-        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
-    ) -> KnownLaunch | None:
-        """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
-
-        Where ``inputs.extras`` has no lengths of any kind, each call says how many keys each sequence has.
-        """
-        sizes = _sizes_of(inputs)
-        rows = sizes.seqlen_q * sizes.heads // sizes.heads_kv
-        if append is not None and not (rows <= self._block_m and 0 < append.k.shape[2] <= _MOST_NEW):
-            return None  # a new key is written by one program, which must be the only one that reads it
-        if any(one.data_ptr() & 15 for one in (inputs.q, inputs.k, inputs.v, *(() if append is None else append[:2]))):
-            return None
-        sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
-        launch, floats = self._bind(sizes, num_splits)
-        results = results_of(inputs, floats, tokens_first)
-        softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
-        of_bias = 0 if inputs.extras.bias is None else inputs.extras.bias.data_ptr() & 15
-
-        def run(
-            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
-        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            given: list[Any] = [None if one is None else address(one) for one in tensors]
-            (
-                q, k, v, cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, bias, k_scale, v_scale, new_k, new_v,
-                *rotary,
-            ) = given  # fmt: skip
-            if not INTERPRETING and ((q | k | v | (new_k or 0) | (new_v or 0)) & 15 or (bias or 0) & 15 != of_bias):
+        def launch(
+            tensors: tuple[torch.Tensor | None, ...],
+            scale: float | None,
+            length: int,
+            out: torch.Tensor | None,
+            lse: torch.Tensor | None,
+        ) -> Result | None:
+            q, k, v, *rest = [None if one is None else address(one) for one in tensors]
+            others = tuple(rest) if rest else _ABSENT
+            if must_align and ((q | k | v | (others[12] or 0) | (others[13] or 0)) & 15 or (others[8] or 0) & 15 != bias_at):
                 return None
-            out, lse, partials = results(None)
-            launch(
-                q, k, v, address(out), argument(lse), argument(partials),
-                (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, bias, None, k_scale, v_scale),
-                (new_k, new_v, *rotary),
-                scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
-            )  # fmt: skip
+            start, count, before, mine = begin, floats, 0 if in_cache else min(length, capacity), of_keys
+            if grows:
+                before = tensors[1].shape[2]  # type: ignore[union-attr]  # never None
+                mine = (*of_keys[:6], before)
+                start, count = starts.get((-(-before // KEY_CLASS), before % block_n == 0)) or start_for(before)
+            if out is None:
+                out = new(*of_out)
+            if of_lse is not None and lse is None:
+                lse = new(*of_lse)
+            partials = new((count,), (1,), torch.float32) if count else None
+            scale = default_scale if scale is None else scale
+            lse_at, partials_at = None if lse is None else address(lse), None if partials is None else address(partials)
+            start(q, k, v, address(out), lse_at, partials_at, others, scale, before, mine)
             return out, lse
 
-        return run
+        block_n = self._block_n
+
+        def start_for(keys: int) -> tuple[_Launch, int]:
+            made = self._bind(sizes._replace(keys=keys, of_keys=(*of_keys[:6], keys)), options)
+            starts[-(-keys // KEY_CLASS), keys % block_n == 0] = made
+            return made
+
+        return launch
+
+    def _check_new(self, tensors: Tensors, sizes: _Sizes) -> None:
+        """Raise CannotServe unless one program alone reads the keys that it writes."""
+        assert tensors.new_k is not None
+        assert tensors.new_v is not None
+        rows, new = sizes.seqlen_q * sizes.heads // sizes.heads_kv, tensors.new_k.shape[2]
+        if rows > self._block_m or not 0 < new <= _MOST_NEW:
+            raise CannotServe(f"appends up to {_MOST_NEW} keys for up to {self._block_m} rows, not {new} for {rows}")
+        if any(one.data_ptr() & 15 for one in (*tensors[:3], tensors.new_k, tensors.new_v)):
+            raise CannotServe("a tensor does not start at a multiple of 16 bytes")
 
     def _splits(self, batch: int, heads_kv: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, Splits]:
         """Tiles of rows of each key head of a sequence, and into how many pieces their keys are split."""
@@ -220,7 +175,7 @@ class SplitLauncher(Launcher):
         held, uneven = resident(self._problem, config, work), batch if self._uneven else 1
         return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
-    def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
+    def _bind(self, sizes: _Sizes, options: Options) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
         (
             batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides,
@@ -231,7 +186,8 @@ class SplitLauncher(Launcher):
         wide = max(qm, om, kn, vn, qh, oh) * max(self._block_m, self._block_n, heads // heads_kv) >= 2**30
         # All that the launch depends on: with a cache that grows it is found again for KEY_CLASS tokens.
         key = (
-            num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends, compensated, wide,
+            options.num_splits, options.softcap, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends,
+            compensated, wide,
             stride_unit((kb, kh, kn, vb, vh, vn, *strides)),
             stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
             strides, of_bias, of_table, of_slopes, of_scales, new,
@@ -242,7 +198,7 @@ class SplitLauncher(Launcher):
         return launch
 
     def _bind_class(
-        self, num_splits: int, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
+        self, num_splits: int, softcap: float, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
         ends: bool, compensated: bool, wide: bool, unit: int, of_strides: Hashable,
         strides: tuple[int, ...], of_bias: tuple[int, ...], of_table: int, of_slopes: int, of_scales: tuple[int, ...],
         new: OfNew, of_keys: tuple[int, ...],
@@ -265,7 +221,7 @@ class SplitLauncher(Launcher):
         tail = (*numbers, *constexprs)
         grid = main_grid(chosen, programs, batch)
         if max(pieces, ranges) == 1:
-            return partial(_launch_one, start, grid, tail), 0
+            return partial(_launch_one, start, grid, softcap, tail), 0
         warps = merge_triton.merge_warps(rows, self._sm_count)
         of_merge = merge_triton.Merged(group, pieces, ranges, batches)
         merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
@@ -276,7 +232,7 @@ class SplitLauncher(Launcher):
         )  # fmt: skip
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
         merge_grid = merge_triton.merge_grid(rows, self._problem.head_dim_v, warps)
-        return partial(_launch_two, start, grid, tail, merge, merge_grid, merge_tail), floats
+        return partial(_launch_two, start, grid, softcap, tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -286,7 +242,7 @@ class SplitLauncher(Launcher):
         constexprs = tuple(self._constexprs(variant, (*numbers[1:7], *numbers[8:11])).values())
         alignments = (0, 0, 4, 4, 4)  # of new keys and values as of those of the cache; of the others single elements are read
         new = [None if one is None else Pointer(one, at) for one, at in zip(variant.new_pointers, alignments, strict=True)]
-        pointers = (*self._pointers, Pointer(torch.float32) if variant.split or variant.ranged else None, *self._extras, *new)
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split or variant.ranged else None, *self._features, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(self._function, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
@@ -302,7 +258,7 @@ class SplitLauncher(Launcher):
         made = self._merge_builds.get((warps, *values))
         if made is None:
             _, _, _, out, lse = self._pointers
-            cu_seqlens_q, cache_seqlens, leftpads, sinks = (self._extras[at] for at in (0, 2, 5, 6))
+            cu_seqlens_q, cache_seqlens, leftpads, sinks = (self._features[at] for at in (0, 2, 5, 6))
             numbers = [*[2] * 11, 0.5, 0.5, 2, 2]
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, cache_seqlens, leftpads, *numbers, *values)
             build = Build(merge_triton.flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
@@ -312,80 +268,65 @@ class SplitLauncher(Launcher):
 
 
 def _launch_one(
-    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], new: tuple[Any, ...], scale: float,
-    softcap: float, before: int, of_keys: tuple[int, ...],
+    start: Callable[..., None], grid: tuple[int, int, int], softcap: float, tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, others: tuple[Any, ...], scale: float, before: int,
+    of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, None, *extras, *new, scale, softcap, before, *of_keys, *tail)
+    start(grid, q, k, v, out, lse, None, *others, scale, softcap, before, *of_keys, *tail)
 
 
 def _launch_two(
-    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
+    start: Callable[..., None], grid: tuple[int, int, int], softcap: float, tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], new: tuple[Any, ...], scale: float,
-    softcap: float, before: int, of_keys: tuple[int, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, others: tuple[Any, ...], scale: float, before: int,
+    of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, partials, *extras, *new, scale, softcap, before, *of_keys, *tail)
-    merge(merge_grid, partials, out, lse, extras[6], extras[0], extras[2], extras[5], before, of_keys[6], *merge_tail)
+    start(grid, q, k, v, out, lse, partials, *others, scale, softcap, before, *of_keys, *tail)
+    merge(merge_grid, partials, out, lse, others[6], others[0], others[2], others[5], before, of_keys[6], *merge_tail)
 
 
-def _of_new(append: Append | None, caches: int) -> OfNew:
-    if append is None:
+def _of_new(tensors: Tensors, options: Options) -> OfNew:
+    k, v, cos, caches = tensors.new_k, tensors.new_v, tensors.rotary_cos, tensors.k.shape[0]
+    if k is None or v is None:
         return NO_NEW
-    k, v, cos, sin, rotary_seqlens, interleaved, moving = append
     rows = k.shape[2]
     positions, half, stride_cos = (0, 0, 0) if cos is None else (*cos.shape, cos.stride(0))
     return OfNew(
         (*k.stride()[:3], *v.stride()[:3]),
         (rows, caches, positions, stride_cos),
-        (next_power_of_2(rows), half, interleaved, moving),
-        tuple([None if one is None else one.dtype for one in (k, v, cos, sin, rotary_seqlens)]),
+        (next_power_of_2(rows), half, options.rotary_interleaved, options.rotary_per_query),
+        tuple([None if one is None else one.dtype for one in tensors.appended()]),
     )
 
 
-def _of_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Strides of K and V and the keys that they have room for."""
-    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
-    return (kb, kh, kn, vb, vh, vn, k.shape[2])
-
-
-def _sizes_of(inputs: AttentionInputs) -> _Sizes:
-    q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
-    (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
+def _sizes_of(tensors: Tensors, options: Options, out: torch.Tensor | None) -> _Sizes:
+    q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.page_table
+    (_, heads, rows, _), (_, heads_kv, page, _) = q.shape, k.shape
     qb, qh, qm, _ = q.stride()
-    ob, oh, om, _ = shapes_of_results(inputs)[1] if out is None else out.stride()
-    of_keys, seqlen_q = _of_keys(k, v), rows
-    if x.cu_seqlens_q is not None:
-        batch, seqlen_q, qb, ob = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q, 0, 0
-    if x.page_table is not None:
-        keys = x.page_table.shape[1] * inputs.problem.modes.page
-        of_keys = (*of_keys[:6], keys)
-    elif x.cu_seqlens_k is not None:
-        _, kh, kn, _, vh, vn, _ = of_keys
-        keys = x.max_seqlen_k
-        of_keys = (0, kh, kn, 0, vh, vn, keys)
-    of_k_scale, of_v_scale = ((0, 0) if one is None else one.stride() for one in (x.k_scale, x.v_scale))
+    ob, oh, om, _ = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+    (kb, kh, kn, _), (vb, vh, vn, _), keys, seqlen_q = k.stride(), v.stride(), max_keys(tensors, options), rows
+    capacity = page if table is None else table.shape[1] * page
+    if tensors.cu_seqlens_q is not None:
+        seqlen_q, qb, ob = options.max_seqlen_q, 0, 0
+    if tensors.cu_seqlens_k is not None:
+        kb, vb, capacity = 0, 0, options.max_seqlen_k
+    of_k_scale, of_v_scale = ((0, 0) if one is None else one.stride() for one in (tensors.k_scale, tensors.v_scale))
     return _Sizes(
-        batch, heads, heads_kv, seqlen_q, min(keys, x.max_seqlen_k or keys), rows, of_keys, (qb, qh, qm, ob, oh, om),
-        _NO_BIAS if x.bias is None else x.bias.stride(),
-        0 if x.page_table is None else x.page_table.stride(0),
-        0 if x.alibi_slopes is None else x.alibi_slopes.stride(0),
-        (*of_k_scale, *of_v_scale),
+        sequences(tensors), heads, heads_kv, seqlen_q, keys, rows, (kb, kh, kn, vb, vh, vn, capacity), (qb, qh, qm, ob, oh, om),
+        (0, 0, 0, 0) if tensors.bias is None else tensors.bias.stride(),
+        0 if table is None else table.stride(0),
+        0 if tensors.alibi_slopes is None else tensors.alibi_slopes.stride(0),
+        (*of_k_scale, *of_v_scale), _of_new(tensors, options),
     )  # fmt: skip
 
 
-def _arguments(extras: Extras) -> tuple[Any, ...]:
-    """``Extras.tensors`` as a launch takes them."""
-    return tuple([None if one is None else address(one) for one in extras.tensors()])
+def _placeholders(tensors: Tensors) -> tuple[Pointer | None, ...]:
+    """Pointers of the dtypes of the features' tensors; a bias has its alignment, the others' reads are of one element each."""
 
-
-def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:
-    """Pointers of the dtypes of ``Extras.tensors``; a bias has its alignment, the others' reads are of one element each."""
-
-    def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
+    def placeholder(tensor: torch.Tensor | None) -> Pointer | None:
         if tensor is None:
             return None
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
-        return Pointer(dtype, tensor.data_ptr() if tensor is extras.bias else 4)
+        return Pointer(dtype, tensor.data_ptr() if tensor is tensors.bias else 4)
 
-    return tuple(stand_in(one) for one in extras.tensors())
+    return tuple(placeholder(one) for one in tensors.of_features())

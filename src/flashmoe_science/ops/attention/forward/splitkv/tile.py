@@ -1,11 +1,50 @@
-"""One tile of keys in split_triton.py: its loads, contiguous or by pages, then scores, soft cap, bias, mask and softmax."""
+"""Attention of packed query rows to one tile of keys, in Triton: loads, contiguous or by pages, scores, mask and softmax."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.forward.tiled_triton import _scores_to_probabilities
+from flashmoe_science.ops.attention.device.operands import Strided
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.softmax_triton import softmax_step
+
+
+class KeyHead(NamedTuple):
+    """K and V of a key head: of one cache, ``base`` being its first row, or of all pages and the sequence's row of the page
+    table."""
+
+    k: Strided
+    v: Strided
+    table: tl.tensor
+
+
+class KeyRange(NamedTuple):
+    """The keys that are read, [start, end), of which those in tiles from ``whole`` to before ``beyond`` are seen by all rows. A
+    row sees keys to before its own place plus ``right_end``, and those before ``prefix``; ``diagonal``: keys less queries."""
+
+    start: tl.tensor
+    end: tl.tensor
+    whole: tl.tensor
+    beyond: tl.tensor
+    diagonal: tl.tensor
+    right_end: tl.tensor
+    prefix: tl.tensor
+
+
+class QueryRows(NamedTuple):
+    """Packed rows [BLOCK_M]: their queries, whether there are such, where their biases begin or ALiBi's slopes; and by what
+    their scores are scaled and capped."""
+
+    query: tl.tensor
+    row_ok: tl.tensor
+    bias: tl.tensor
+    slope: tl.tensor
+    scale_log2: tl.tensor
+    cap_log2: tl.tensor
+    over_cap: tl.tensor
 
 
 @triton.jit
@@ -32,102 +71,93 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def _masked(
-    s, key, inside, end, query, diagonal, left, right_end, prefix,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
+def _masked(s, key, inside, span, query, left, traits: tl.constexpr):
     """Scores, -inf where a row does not see a key."""
     visible = inside[None, :]
-    if LEFT or RIGHT:
-        near = key[None, :] < end
-        if RIGHT:
-            near = near & (key[None, :] < query[:, None] + right_end)
-        if LEFT:
-            near = near & (key[None, :] >= query[:, None] + diagonal - left)
-        if PREFIX:
-            near = near | (key[None, :] < prefix)
+    if traits.LEFT or traits.RIGHT:
+        near = key[None, :] < span.end
+        if traits.RIGHT:
+            near = near & (key[None, :] < query[:, None] + span.right_end)
+        if traits.LEFT:
+            near = near & (key[None, :] >= query[:, None] + span.diagonal - left)
+        if traits.PREFIX:
+            near = near | (key[None, :] < span.prefix)
         visible = visible & near
     return tl.where(visible, s, float("-inf"))
 
 
 @triton.jit
-def tile(
-    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-    number, start, end, whole, beyond, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BEGINS: tl.constexpr, PREFIX: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, ALWAYS: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-    COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read. Where MASKED,
-    scores are masked in tiles before ``whole`` and from ``beyond`` on; in all of them where a branch costs more (ALWAYS)."""
-    keys = tl.arange(0, BLOCK_N)
-    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores, traits: tl.constexpr):
+    """Attend ``q`` to the ``number``-th tile of keys. Scores are masked where some row does not see some key of the tile; in
+    all tiles where a branch costs more (ALWAYS)."""
+    MASKED: tl.constexpr = traits.ENDS or traits.LEFT or traits.RIGHT or traits.BEGINS
+    BLOCK_N: tl.constexpr = traits.BLOCK_N
+    BLOCK_D: tl.constexpr = traits.BLOCK_D
+    PAGE: tl.constexpr = traits.PAGE
+    query, scale_log2 = rows.query, rows.scale_log2
+    local = tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, traits.BLOCK_DV)
     first_key = number * BLOCK_N
-    key = first_key + keys
-    inside = key < end
-    if BEGINS:
-        inside = inside & (key >= start)
+    key = first_key + local  # [BLOCK_N]
+    inside = key < span.end
+    if traits.BEGINS:
+        inside = inside & (key >= span.start)
+    k_head, v_head, stride_kn, stride_vn = keys.k.base, keys.v.base, keys.k.stride_m, keys.v.stride_m
     if PAGE == 0:
-        if WIDE:
+        if traits.WIDE:
             k_rows, v_rows = key.to(tl.int64) * stride_kn, key.to(tl.int64) * stride_vn
         else:
-            k_rows, v_rows = keys * stride_kn, keys * stride_vn
+            k_rows, v_rows = local * stride_kn, local * stride_vn
             k_head += tl.cast(first_key, tl.int64) * stride_kn
             v_head += tl.cast(first_key, tl.int64) * stride_vn
     elif PAGE % BLOCK_N == 0:
-        page = tl.load(table + first_key // PAGE).to(tl.int64)
-        place = first_key % PAGE
-        k_head += page * stride_kb + tl.cast(place, tl.int64) * stride_kn
-        v_head += page * stride_vb + tl.cast(place, tl.int64) * stride_vn
-        k_rows, v_rows = keys * stride_kn, keys * stride_vn
+        page, row = page_of(keys.table, first_key, None, None, PAGE).to(tl.int64), first_key % PAGE
+        k_head += page * keys.k.stride_b + tl.cast(row, tl.int64) * stride_kn
+        v_head += page * keys.v.stride_b + tl.cast(row, tl.int64) * stride_vn
+        k_rows, v_rows = local * stride_kn, local * stride_vn
     else:
-        # An entry past the length is never read: it may be anything.
-        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-        place = (key % PAGE).to(tl.int64)
-        k_rows, v_rows = page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
-    k = _load_rows(k_head, k_rows, inside, dims, D, BLOCK_D, MASKED).to(q.dtype)
-    v = _load_rows(v_head, v_rows, inside, dims_v, DV, BLOCK_DV, MASKED).to(q.dtype)
+        page, row = page_of(keys.table, key, inside, 0, PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
+        k_rows, v_rows = page * keys.k.stride_b + row * stride_kn, page * keys.v.stride_b + row * stride_vn
+    k = _load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+    v = _load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
 
-    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
-    elif ALWAYS and q.dtype == tl.float32:
+    if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    elif traits.ALWAYS and q.dtype == tl.float32:
         # By fused multiply-adds: tensor cores truncate, which a large score's exponential shows. Four sums of a quarter of the
         # dimensions each, parts of a product of three dimensions: a single chain of 256 errs up to three times as much.
         PARTS: tl.constexpr = min(4, BLOCK_D // 16)  # Triton's products are of 16 and more
         q_parts = tl.permute(tl.reshape(q, [q.shape[0], PARTS, BLOCK_D // PARTS]), [1, 0, 2])
         k_parts = tl.permute(tl.reshape(k, [BLOCK_N, PARTS, BLOCK_D // PARTS]), [1, 2, 0])
-        s = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
+        s = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)  # [BLOCK_M, BLOCK_N]
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SOFTCAP:
-        s = _tanh(s * over_cap) * cap_log2
-    elif SCALE_FIRST:
+        s = tl.dot(q, tl.trans(k), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+    if traits.SOFTCAP:
+        s = _tanh(s * rows.over_cap) * rows.cap_log2
+    elif traits.SCALE_FIRST:
         s = s * scale_log2
-    if BIAS == "alibi":
-        s -= slope[:, None] * tl.abs(query[:, None] + diagonal - key[None, :]).to(tl.float32)
-    elif BIAS != "none":
-        given = row_ok[:, None] & inside[None, :]
+    if traits.BIAS == "alibi":
+        s -= rows.slope[:, None] * tl.abs(query[:, None] + span.diagonal - key[None, :]).to(tl.float32)
+    elif traits.BIAS != "none":
+        given = rows.row_ok[:, None] & inside[None, :]
         # Of 64 bits: a row of a bias, and a whole one, may span 2^31 elements.
-        drawn = tl.load(bias_rows[:, None] + key.to(tl.int64)[None, :] * stride_bias_n, mask=given, other=0)
-        if BIAS == "boolean":
-            s = tl.where(drawn != 0, s, float("-inf"))
+        bias = tl.load(rows.bias[:, None] + key.to(tl.int64)[None, :] * scores.bias.stride_n, mask=given, other=0)
+        if traits.BIAS == "boolean":
+            s = tl.where(bias != 0, s, float("-inf"))
         else:
             # Not below what fp32 holds: a row of nothing but bf16's lowest number has the mean of all values. -inf stays.
-            more = drawn.to(tl.float32)
+            more = bias.to(tl.float32)
             s += tl.where(more == float("-inf"), more, tl.maximum(more, -2.3e38) * 1.4426950408889634)
     if MASKED:
-        if ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
-            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
-        elif (number < whole) | (number >= beyond):
-            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
-    factor = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
-    acc = acc * rescale[:, None]
-    if INTERPRET:
+        if traits.ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
+            s = _masked(s, key, inside, span, query, scores.left, traits)
+        elif (number < span.whole) | (number >= span.beyond):
+            s = _masked(s, key, inside, span, query, scores.left, traits)
+    factor = 1.0 if traits.SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, factor, traits.COMPENSATED)
+    acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+    if traits.INTERPRET:
         acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=traits.PRECISION)
     return row_max, row_sum, lost, acc

@@ -1,0 +1,82 @@
+"""The outputs of an attention call by name: shape, strides and dtype of each, and new tensors for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+
+
+class TensorLike(NamedTuple):
+    """A tensor that is to be allocated."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Outputs(NamedTuple):
+    """``out`` has the input dtype and the memory order of q: [B, S, H, D] stays so. ``lse`` is fp32 and contiguous, natural
+    logarithm, -inf for a row that sees neither a key nor a sink; None where it is not asked for."""
+
+    out: TensorLike
+    lse: TensorLike | None
+
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def outputs_of(tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> Outputs:
+    """The outputs of a call; their order of dimensions is that of ``Options.tokens_first``. ``out``: written to where given."""
+    q, width = tensors.q, tensors.v.shape[3]
+    batch, heads, rows, _ = q.shape
+    strides = strides_like(q.shape, q.stride(), width) if out is None else out.stride()
+    shape: tuple[int, ...] = (batch, heads, rows, width)
+    lse_shape: tuple[int, ...] = (batch, heads, rows)
+    if options.tokens_first:
+        (ob, oh, om, od), packed = strides, tensors.cu_seqlens_q is not None
+        shape, strides = (batch, rows, heads, width)[packed:], (ob, om, oh, od)[packed:]
+        lse_shape = lse_shape[packed:]
+    lse_strides = (heads * rows, rows, 1)[-len(lse_shape) :]
+    lse = TensorLike(lse_shape, lse_strides, torch.float32) if options.return_lse else None
+    return Outputs(TensorLike(shape, strides, q.dtype), lse)
+
+
+def tokens_first(result: Result, packed: bool) -> Result:
+    """A result whose heads come first in the order of ``Options.tokens_first``."""
+    out, lse = result
+    out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
+    return out, lse[0] if packed and lse is not None else lse
+
+
+def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Strides of a dense [batch, heads, seqlen_q, width] output in the memory order of queries of that shape and strides."""
+    _, heads, rows, _ = shape
+    if strides[1] < strides[2]:
+        return (rows * heads * width, width, heads * width, 1)
+    return (heads * rows * width, rows * width, width, 1)
+
+
+def in_order_of(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out`` in the memory order of ``q``: itself, or copied where a peer or PyTorch chose another order."""
+    strides = strides_like(q.shape, q.stride(), out.shape[3])
+    return out if out.stride() == strides else out.new_empty_strided(out.shape, strides).copy_(out)
+
+
+def allocator_of(outputs: Outputs, on_gpu: bool) -> Callable[[torch.Tensor | None, torch.Tensor | None], Result]:
+    """allocate(out, lse): the outputs, each a new tensor where it is None; no log-sum-exp where none is asked for."""
+    from flashmoe_science.ops.launch import allocator  # it brings Triton
+
+    new, (of_out, of_lse) = allocator(on_gpu), outputs
+
+    def allocate(out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
+        if out is None:
+            out = new(*of_out)
+        if lse is None and of_lse is not None:
+            lse = new(*of_lse)
+        return out, lse
+
+    return allocate

@@ -1,0 +1,327 @@
+"""What serves an attention call: the kernel and config for its class, and the launch that its tensors are bound to.
+
+A class (``_class_of``) holds no length but a rounded one, so that the choice depends on the class alone and not on which length
+came first. Plans are stored by class; a new length costs a ``bind``, in microseconds, and no choice, in milliseconds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.kernel import AnyKernel, CannotServe, Config
+from flashmoe_science.operations import operation
+from flashmoe_science.ops.attention.call.checks import check_call
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
+from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of, max_keys, problem_of, sequences
+from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
+from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.calls import device_guard, needs_grad
+from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
+from flashmoe_science.problem import ProblemError, rounded_up
+
+
+class Plan(NamedTuple):
+    """What serves the calls of one class, and why. ``launcher`` is our kernel's, None where a peer or PyTorch serves them;
+    ``bind(tensors, options)`` makes the launch, and raises CannotServe."""
+
+    decision: Decision
+    bind: Callable[[Tensors, Options], AttentionLaunch]
+    launcher: Launcher | None = None
+
+
+class KeyLengths(NamedTuple):
+    """Numbers of keys that one launch serves: from ``first`` to ``last``, but those ``excluded``."""
+
+    first: int
+    last: int
+    excluded: frozenset[int]
+
+
+PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
+LAUNCHERS: Cache[Hashable, Launcher] = Cache(MAX_PLANS)
+
+
+def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
+    """The plan for a call, and the launch bound to its tensors. A call that shares a stored plan's class is not checked again.
+
+    Raises:
+        TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for.
+        CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
+    """
+    if not _fits(tensors, options):
+        check_call(tensors, options)
+        required = _why_pytorch(tensors, options)
+        if required is not None or options.kernel == PYTORCH:
+            decision = choose_fallback(AttentionProblem.op, options.kernel, required)
+            assert decision is not None
+            return _pytorch_plan(decision, tensors, options)
+    features = features_of(tensors, options)
+    key = (features, *_class_of(tensors, options, features), *_kind(tensors, options, scale is None or scale > 0.0))
+    plan = PLANS.get(key)
+    if plan is None:
+        check_call(tensors, options)
+        plan, launch = _new_plan(tensors, options, scale, {})
+        PLANS[key] = plan
+        return plan, launch
+    try:
+        return plan, plan.bind(tensors, options)
+    except CannotServe as refusal:  # these very strides
+        return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
+
+
+def _fits(tensors: Tensors, options: Options) -> bool:
+    """Whether a call without features is right in all that its class's key does not hold, and may be a kernel's."""
+    q, k, v, *rest = tensors
+    if any(one is not None for one in rest) or options.kernel == PYTORCH:
+        return False
+    try:
+        batch, heads, queries, width = q.shape
+        batch_k, heads_k, keys, width_k = k.shape
+        batch_v, heads_v, keys_v, _ = v.shape
+        if needs_grad(q, k, v):
+            return False
+    except (AttributeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
+        return False
+    return (
+        (keys == keys_v and heads_k == heads_v and batch == batch_k == batch_v and width == width_k)
+        and (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device)
+        and (heads == heads_k or (options.gqa and heads_k > 0 == heads % heads_k))
+        and (1 == q.stride(3) == k.stride(3) == v.stride(3) and 0 not in (batch, heads, queries, keys, width))
+    )
+
+
+def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
+    """Why PyTorch's operators must serve the call, whatever our kernels support; None where they need not."""
+    q, k = tensors.q, tensors.k
+    if tensors.needs_grad():
+        return NO_BACKWARD
+    if 0 in q.shape or 0 in k.shape or sequences(tensors) == 0:
+        return "a size is 0, so there is nothing to compute"
+    if q.is_cuda and gpu_of(q) is None and options.kernel is None:
+        return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+    return None
+
+
+def _class_of(tensors: Tensors, options: Options, features: Modes) -> tuple[Hashable, ...]:
+    """Equal for calls that share a choice: sizes of a class are rounded, but those that were measured, for which their own
+    record decides. With features only keys of another number than the queries share one: they may grow by a token a call."""
+    (batch, heads, queries, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
+    if tensors.cu_seqlens_q is not None:
+        batch, queries = tensors.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
+    keys = max_keys(tensors, options)
+    # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
+    # tiles depend on where the diagonal begins, and peers serve the bottom-right one by other kernels.
+    square = queries == keys and (options.mask != "full" or features != PLAIN)
+    sizes: tuple[int, ...] = (batch, heads, heads_kv, queries, keys, width, width_v)
+    grows = features.lengths == "equal" and queries != keys
+    if sizes not in _measured_sizes() if features == PLAIN else grows:
+        sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
+    return (sizes, square, options.mask, tensors.q.stride(1) < tensors.q.stride(2))
+
+
+@cache
+def _measured_sizes() -> frozenset[tuple[int, ...]]:
+    problems = [entry.problem for entry in committed_table().entries]
+    return frozenset(
+        (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
+        for one in problems
+        if isinstance(one, AttentionProblem)
+    )
+
+
+def _representative(problem: AttentionProblem) -> AttentionProblem:
+    """The problem that a choice is made for: with features, where keys may grow, the class's own."""
+    grows = problem.modes != PLAIN and problem.modes.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
+    return problem.rounded() if grows else problem
+
+
+def _kind(tensors: Tensors, options: Options, positive: bool) -> tuple[Hashable, ...]:
+    """All but the problem's class that a choice or a launcher depends on."""
+    q, k, v, bias = *tensors[:3], tensors.bias
+    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
+    step, broadcast = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn, 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
+    alignments = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, bias is not None and bias.data_ptr() & 15)
+    dtypes = tuple([None if one is None else one.dtype for one in tensors])
+    rest = (options.return_lse, options.kernel, options.num_splits > 1, options.one_length)
+    return (q.device, positive, step & -step, broadcast, alignments, dtypes, rest)
+
+
+def _new_plan(
+    tensors: Tensors, options: Options, scale: float | None, unable: Mapping[str, str]
+) -> tuple[Plan, AttentionLaunch]:
+    try:
+        problem = problem_of(tensors, options)
+    except ProblemError as error:
+        decision = choose_fallback(AttentionProblem.op, options.kernel, f"no kernel of ours takes the input: {error}")
+        assert decision is not None
+        return _pytorch_plan(decision, tensors, options)
+    gpu, guard = gpu_of(tensors.q), device_guard(tensors.q.get_device())
+    made: list[Plan] = []
+
+    def bind(kernel: AnyKernel, config: Config) -> AttentionLaunch:
+        made.append(_plan(kernel, config, tensors, options, problem, scale))
+        return made[-1].bind(tensors, options)
+
+    peers = _unable_peers(tensors, options, scale) if problem.modes == PLAIN else None
+    decision, launch = choose(_representative(problem), gpu, options.kernel, guard(bind), unable=unable, unable_peers=peers)
+    if launch is None:
+        return _pytorch_plan(decision, tensors, options)
+    return made[-1]._replace(decision=decision), launch
+
+
+def _unable_peers(tensors: Tensors, options: Options, scale: float | None) -> dict[str, str]:
+    """Peers that an automatic choice must not take for these tensors, each with the reason."""
+    qkv = tensors[:3]
+    steps = [step * one.element_size() for one in qkv for step in one.stride()[:3]]
+    if scale is not None and scale <= 0.0:
+        reason = f"the scale is {scale}, and was above 0 where it was measured"
+    elif options.num_splits > 1:
+        reason = f"num_splits is {options.num_splits}"
+    elif 0 in steps or any(place % 16 for place in (*steps, *(one.data_ptr() for one in qkv))):
+        reason = "a tensor is broadcast, or does not lie in steps of 16 bytes as it did where it was measured"
+    else:
+        return {PYTORCH: "it gives no log-sum-exp"} if options.return_lse else {}
+    return {peer.name: reason for peer in operation(AttentionProblem.op).peers()}
+
+
+# Plans ------------------------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    kernel: AnyKernel, config: Config, tensors: Tensors, options: Options, problem: AttentionProblem, scale: float | None
+) -> Plan:
+    """The plan for a kernel, without its decision. Raises CannotServe."""
+    decision, guard = Decision(kernel.name, config, "", "modelled"), device_guard(tensors.q.get_device())
+    if kernel.plan is None:
+        return Plan(decision, lambda tensors, options: guard(_bind_peer(kernel, config, tensors, options)))
+    launcher = _launcher_for(kernel, config, tensors, options, problem, scale)
+    return Plan(decision, guard(lambda tensors, options: guard(_bind(launcher, tensors, options))), launcher)
+
+
+def _bind(launcher: Launcher, tensors: Tensors, options: Options) -> AttentionLaunch:
+    if options.num_splits > 1 and not launcher.splits_keys:
+        raise CannotServe(f"num_splits is {options.num_splits}; this kernel never splits keys")
+    without = options.one_length and launcher.takes_length
+    return launcher.bind(tensors._replace(cache_seqlens=None) if without else tensors, options)
+
+
+def _launcher_for(
+    kernel: AnyKernel, config: Config, tensors: Tensors, options: Options, problem: AttentionProblem, scale: float | None
+) -> Launcher:
+    """The kernel's launcher for calls of this kind, stored with what it builds. Raises CannotServe."""
+    # A launcher for features depends on no size; one without may be specialised on its class.
+    like: Hashable = _class_of(tensors, options, problem.modes)
+    if problem.modes != PLAIN:
+        like = (problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, problem.heads // problem.heads_kv)
+    key = (kernel.name, config, like, *_kind(tensors, options, scale is None or scale > 0.0))
+    launcher = LAUNCHERS.get(key)
+    if launcher is None:
+        assert kernel.plan is not None
+        inputs = AttentionInputs(problem, tensors, options, problem.softmax_scale if scale is None else scale)
+        with torch.cuda.device_of(tensors.q):
+            launcher = kernel.plan(inputs, config)
+            if options.one_length and launcher.takes_length:
+                launcher = kernel.plan(replace(inputs, tensors=tensors._replace(cache_seqlens=None)), config)
+        LAUNCHERS[key] = launcher
+    return launcher
+
+
+def bind_append(tensors: Tensors, options: Options, scale: float | None) -> AttentionLaunch | None:
+    """The launch that also appends to the cache first; None where an append must be a launch of its own.
+
+    Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
+    """
+    gpu = gpu_of(tensors.q)
+    if gpu is None or _why_pytorch(tensors, options) is not None:
+        return None
+    try:
+        problem = problem_of(tensors, options)
+    except ProblemError:
+        return None
+    kernels = [one for one in operation(problem.op).ours() if options.kernel in (None, one.name)]
+    able = [one for one in kernels if one.cannot(problem, gpu) is None]
+    for kernel in sorted(able, key=lambda one: not one.suits(problem, gpu)):
+        decision = select(_representative(problem), gpu, committed_table(), [kernel], None)
+        try:
+            plan = _plan(kernel, decision.config, tensors, options, problem, scale)
+            assert plan.launcher is not None
+            return plan.bind(tensors, options) if plan.launcher.appends else None
+        except CannotServe:
+            continue
+    return None
+
+
+def key_lengths(tensors: Tensors, options: Options, launcher: Launcher) -> KeyLengths | None:
+    """Other numbers of keys that a launch serves; None where it serves its own alone. They share its class of lengths."""
+    others = (one for one in tensors[3:] if one is not None and one is not tensors.sinks and one is not tensors.alibi_slopes)
+    if not launcher.any_keys or next(others, None) is not None:
+        return None
+    (batch, heads, queries, width), (_, heads_v, keys, width_v) = tensors.q.shape, tensors.v.shape
+    measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
+    if keys in measured or keys == queries:
+        return KeyLengths(keys, keys, frozenset())
+    measured.add(queries)  # as many keys as queries: a class of its own under a mask
+    last = length_class(keys)
+    return KeyLengths(bisect_left(range(keys + 1), last, key=length_class), last, frozenset(measured))
+
+
+def _pytorch_plan(decision: Decision, tensors: Tensors, options: Options) -> tuple[Plan, AttentionLaunch]:
+    def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
+        def launch(
+            tensors: tuple[torch.Tensor | None, ...],
+            scale: float | None,
+            length: int,
+            out: torch.Tensor | None,
+            lse: torch.Tensor | None,
+        ) -> Result:
+            given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+            return _finished(pytorch_attention(given, options, scale), given, options, lse)
+
+        return launch
+
+    return Plan(decision, bind), bind(tensors, options)
+
+
+def _bind_peer(kernel: AnyKernel, config: Config, tensors: Tensors, options: Options) -> AttentionLaunch:
+    problem = problem_of(tensors, options)
+    reason = kernel.supports(problem, gpu_of(tensors.q))
+    if reason is not None:
+        raise CannotServe(reason)
+
+    def launch(
+        tensors: tuple[torch.Tensor | None, ...],
+        scale: float | None,
+        length: int,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+    ) -> Result:
+        given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        inputs = AttentionInputs(problem, given, options, problem.softmax_scale if scale is None else scale)
+        result = kernel.run(inputs, config)
+        if options.return_lse and result.lse is None:
+            raise CannotServe(f"kernel {kernel.name!r} gives no log-sum-exp; ours and {PYTORCH} do")
+        new_lse = result.lse if options.return_lse else None
+        return _finished((in_order_of(given.q, result.out), new_lse), given, options, lse)
+
+    return launch
+
+
+def _finished(result: Result, tensors: Tensors, options: Options, lse: torch.Tensor | None) -> Result:
+    """A result whose heads come first as the options want it, with the log-sum-exp in ``lse`` where that is given."""
+    out, new_lse = result
+    if lse is not None and new_lse is not None:
+        new_lse = lse.copy_(new_lse)
+    return tokens_first((out, new_lse), tensors.cu_seqlens_q is not None) if options.tokens_first else (out, new_lse)

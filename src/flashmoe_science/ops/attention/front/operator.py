@@ -1,0 +1,285 @@
+"""Attention's operator ``flashmoe::attention_forward``, and the path that plain eager calls take around the dispatcher.
+
+torch.compile, export, fake tensors, modes and tensor subclasses see the operator. A plain eager call finds its launch in the
+launch cache; a new one is checked, planned (choose.py) and bound, and its launch is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.ops.attention.call.append import Append, check_append
+from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
+from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
+from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
+from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+from flashmoe_science.ops.cache import MAX_CALLS, Cache
+from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
+from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.operator import register
+
+# Tensors as the public functions have them: in the order of Tensors, or the first three where the rest is None.
+Given = tuple[torch.Tensor | None, ...]
+
+
+SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
+
+
+class Store(NamedTuple):
+    """What a launch is to be stored under: the key of a public call, its own tensors, and the one length of all sequences that
+    they have in place of ``cache_seqlens`` (ALL_KEYS for none)."""
+
+    key: Hashable
+    tensors: Given
+    length: int
+
+    def given(self) -> list[torch.Tensor]:
+        return [one for one in self.tensors if one is not None]
+
+
+def attend(
+    tensors: Given,
+    options: Options,
+    softmax_scale: float | None = None,
+    lse: torch.Tensor | None = None,
+    store: Store | None = None,
+) -> Result:
+    """softmax(Q K^T * scale, with the features asked for) V; what every public attention function calls.
+
+    Args:
+        tensors: Tensors without anything to append, or their first three where the rest is None.
+        softmax_scale: None for head_dim ** -0.5.
+        lse: where ``options.return_lse``, a contiguous, 16-byte aligned fp32 tensor to fill in place of a new one.
+        store: what ``cached_call`` gave for the public function's own tensors; later calls like it find the launch.
+
+    Returns:
+        out in the memory order of ``q`` with the width of ``v``, zeros for a row that sees no key; and the log-sum-exp, or None
+        where it is not asked for (call/outputs.py).
+
+    Raises:
+        TypeError, ValueError: what call/checks.py refuses, an unknown kernel, a kernel that cannot serve the call.
+    """
+    if torch.compiler.is_compiling():
+        return _through_operator(Tensors(*tensors), options, softmax_scale, lse)  # type: ignore[arg-type]
+    if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
+        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    key: Hashable = None
+    found: Callable[..., Any] | None = None
+    try:
+        if len(tensors) == 3:  # written out: a call of _find is a fiftieth of the host's time
+            key = (tensors[0].shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled())  # type: ignore[union-attr]
+            found = find_launch(key, tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        else:
+            found, key = _find(tensors, options, (), softmax_scale)
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a nested query: no shape
+        key = None
+    if found is not None:
+        result: Result | None = found(tensors, softmax_scale, ALL_KEYS, None, lse)
+        if result is not None:
+            return result
+    every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    if not is_plain(*tensors):
+        return _through_operator(every, options, softmax_scale, lse)
+    return _serve(every, options, softmax_scale, lse, key, store)
+
+
+def append_and_attend(
+    append: Append, tensors: Tensors, options: Options, softmax_scale: float | None, store: Store
+) -> Result | None:
+    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both.
+
+    Args:
+        tensors: without what is appended. store: as of ``attend``.
+    """
+    if not is_plain(*store.tensors):
+        return None
+    check_call(tensors, options)
+    check_append(append)
+    new = append.k, append.v, append.rotary_cos, append.rotary_sin, append.rotary_seqlens
+    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    store_launch(store.key, guards_of(store.given()), launch or slow_path)
+    return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
+
+
+def cached_call(
+    tensors: Given, length: int, options: tuple[Hashable, ...], softmax_scale: Any
+) -> tuple[Result | None, Store | None]:
+    """The result of a call whose launch is stored under the public function's own arguments, else None; and what ``attend`` is
+    to store the call's launch under, None where it is not to.
+
+    Args:
+        tensors: the public function's, in the order of Tensors, before any view is made; ``cache_seqlens`` None where it is an
+            integer.
+        length: that integer, the keys of each sequence; ALL_KEYS without one. It is no part of the key.
+        options: all other arguments that are no tensors, unchecked.
+    """
+    if length < 0 or not (softmax_scale is None or (softmax_scale.__class__ is float and isfinite(softmax_scale))):
+        return None, None
+    # Types tell True from 1.
+    found, key = _find(tensors, options, tuple(map(type, options)), softmax_scale)
+    if found is None:
+        return None, None if key is None else Store(key, tensors, length)
+    return found(tensors, softmax_scale, length, None, None), None
+
+
+def _find(
+    tensors: Given, options: Hashable, kinds: tuple[type, ...], softmax_scale: float | None
+) -> tuple[Callable[..., Any] | None, Hashable]:
+    """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
+    try:
+        q: Any = tensors[0]
+        absent = tuple([one is None for one in tensors])
+        key: Hashable = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled(), absent, kinds)
+        return find_launch(key, [one for one in tensors if one is not None]), key
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, an option that has no hash, a nested query: no shape
+        return None, None
+
+
+def _serve(
+    tensors: Tensors,
+    options: Options,
+    softmax_scale: float | None,
+    lse: torch.Tensor | None,
+    key: Hashable,
+    store: Store | None,
+) -> Result:
+    """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
+    plan, launch = plan_call(tensors, options, softmax_scale)
+    aligned = (
+        not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
+    )  # which launches expect by themselves
+    if store is not None and plan.launcher is not None:
+        direct = plan.launcher.takes_length or not options.one_length
+        store_launch(store.key, guards_of(store.given(), aligned=not aligned), launch if direct else slow_path)
+        if direct:
+            return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
+    elif key is not None:
+        lengths = None if plan.launcher is None else key_lengths(tensors, options, plan.launcher)
+        given = [one for one in tensors if one is not None]
+        if lengths is not None or len(given) > 3 or _seen_before(key, tensors):
+            store_launch(key, _matches(given, lengths, aligned), launch)
+    return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
+
+
+def _seen_before(key: Hashable, tensors: Tensors) -> bool:
+    """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
+    seen = (key, tensors.k.shape, tensors.q.stride(), tensors.k.stride(), tensors.v.stride())
+    if seen in SEEN:
+        return True
+    SEEN[seen] = True
+    return False
+
+
+def _launched(result: Result | None) -> Result:
+    assert result is not None, "a launch refuses the tensors that it was bound to"
+    return result
+
+
+def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: bool) -> Callable[..., bool]:
+    """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
+    if lengths is None:
+        return guards_of(given, aligned=not aligned)
+    guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, aligned=not aligned), lengths
+
+    def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
+        keys = k.shape[2]
+        return guards(q, k, v, *others) and first <= keys <= last and keys == v.shape[2] and keys not in excluded
+
+    return matches
+
+
+def decide(tensors: Given, options: Options, softmax_scale: float | None = None) -> Decision:
+    """What ``attend`` would serve the call by, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
+    every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    check_call(every, options)
+    if softmax_scale is not None:
+        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    return plan_call(every, options, softmax_scale)[0].decision
+
+
+# The operator -----------------------------------------------------------------------------------------------------------------
+
+_FEATURES = Tensors._fields[3:15]
+
+
+def _through_operator(tensors: Tensors, options: Options, softmax_scale: float | None, lse: torch.Tensor | None) -> Result:
+    check_call(tensors, options)
+    o = options
+    out, new_lse = _OPERATOR(
+        *tensors[:3], o.mask, softmax_scale, o.return_lse, o.kernel, *tensors.of_features(), o.window_left, o.window_right,
+        o.softcap, o.num_splits, o.max_seqlen_q, o.max_seqlen_k,
+    )  # fmt: skip
+    if lse is not None and o.return_lse:
+        new_lse = lse.copy_(new_lse)
+    result = (out, new_lse if o.return_lse else None)
+    return tokens_first(result, tensors.cu_seqlens_q is not None) if o.tokens_first else result
+
+
+def _unpacked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    kernel_name: str | None = None,
+    *rest: Any,
+) -> tuple[Tensors, Options, float | None]:
+    """The operator's arguments."""
+    if softmax_scale is not None:
+        softmax_scale = checked_scale(softmax_scale, "softmax_scale")
+    count = len(_FEATURES)
+    return Tensors(q, k, v, *rest[:count]), Options(mask, return_lse, kernel_name, *rest[count:]), softmax_scale
+
+
+@torch.no_grad()
+def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
+    tensors, options, softmax_scale = _unpacked(*args)
+    found, key = _find(tensors, options, (), softmax_scale)
+    result = None if found is None else found(tensors, softmax_scale, ALL_KEYS, None, None)
+    out, lse = result or _serve(tensors, options, softmax_scale, None, key, None)
+    # A compiled graph relies on the strides that _fake promised.
+    return in_order_of(tensors.q, out), _or_empty(tensors.q, None if lse is None else lse.contiguous())
+
+
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes, strides and dtypes of ``_forward``'s results without the work."""
+    tensors, options, _ = _unpacked(*args)
+    check_call(tensors, options)
+    out, lse = outputs_of(tensors, options)
+    made = [tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype) for one in (out, lse) if one is not None]
+    return made[0], _or_empty(tensors.q, made[1] if lse is not None else None)
+
+
+def _differentiable(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator by PyTorch's operators, which have derivatives."""
+    tensors, options, softmax_scale = _unpacked(*args)
+    check_call(tensors, options)
+    choose_fallback(AttentionProblem.op, options.kernel, NO_BACKWARD)
+    out, lse = pytorch_attention(tensors, options, softmax_scale)
+    return out, _or_empty(tensors.q, lse)
+
+
+def _or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """The log-sum-exp as an operator returns it, which cannot return None."""
+    return q.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+_OPERATOR = register(
+    "attention_forward(Tensor q, Tensor k, Tensor v, str mask, float? softmax_scale=None, bool return_lse=False, "
+    "str? kernel_name=None, "  # Inductor has a parameter "kernel" of its own
+    + "".join(f"Tensor? {name}=None, " for name in _FEATURES)
+    + "int? window_left=None, int? window_right=None, float softcap=0.0, int num_splits=0, SymInt max_seqlen_q=0, "
+    "SymInt max_seqlen_k=0) -> (Tensor out, Tensor lse)",
+    _forward,
+    _fake,
+    _differentiable,
+)

@@ -1,0 +1,191 @@
+"""``scaled_dot_product_attention`` where it is more than a plain call: masks, autocast, and PyTorch's own function."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops.attention.call.checks import (
+    Unsupported,
+    check_mask_argument,
+    check_probability,
+    check_tensors,
+    checked_scale,
+)
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
+from flashmoe_science.ops.calls import is_plain, needs_grad
+from flashmoe_science.ops.choose import NO_BACKWARD
+
+TORCH_NAMES = ArgNames(q="query", k="key", v="value", scale="scale", bias="attn_mask")
+
+
+def masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel: str | None,
+) -> torch.Tensor | None:
+    """The call with a mask by our kernel; None where PyTorch's own function serves it, or refuses it.
+
+    Raises:
+        CannotServe: ``kernel`` is one of ours, and cannot serve the call.
+        TypeError, ValueError: what else ``attend`` refuses.
+    """
+    store = None
+    if not (torch.compiler.is_compiling() or is_causal):
+        given = (query, key, value, *(None,) * 8, attn_mask, *(None,) * 8)
+        found, store = cached_call(given, ALL_KEYS, ("attn_mask", enable_gqa, kernel), scale)
+        if found is not None:
+            return found[0]
+    if kernel == PYTORCH:
+        return None
+    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
+    if isinstance(bias, str):
+        if kernel is not None:
+            raise CannotServe(f"kernel {kernel!r} cannot serve this call: {bias}; {PYTORCH!r} can")
+        return None
+    tensors, options = Tensors(query, key, value, bias=bias), Options(kernel=kernel, names=TORCH_NAMES)
+    try:
+        plain = not torch.compiler.is_compiling() and is_plain(query, key, value)
+        if plain and decide(tensors, options, scale).kernel == PYTORCH:
+            return None
+        return attend(tensors, options, scale, store=store)[0]
+    except Unsupported:
+        if kernel is not None:
+            raise
+        return None
+
+
+def explain_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    is_causal: bool,
+    enable_gqa: bool,
+    kernel: str | None,
+) -> Decision | str:
+    """What ``masked`` is served by; where it gives None, why not by our kernel. Raises as ``masked``."""
+    if kernel == PYTORCH:
+        return "asked for by name"
+    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
+    if isinstance(bias, str):
+        return bias
+    try:
+        decision = decide(Tensors(query, key, value, bias=bias), Options(kernel=kernel, names=TORCH_NAMES))
+    except Unsupported as refusal:
+        if kernel is not None:
+            raise
+        return f"attn_mask is given, and no kernel of ours takes the input: {refusal}"
+    return decision if decision.kernel != PYTORCH else f"attn_mask is given: {decision.reason}"
+
+
+def _is_on_nvidia(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.version.hip is None
+
+
+def _bias(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, is_causal: bool, enable_gqa: bool
+) -> torch.Tensor | str:
+    """The mask, broadcast to [batch, heads, seqlen_q, seqlen_k]; or why no kernel of ours takes it."""
+    tensors = (query, key, value, attn_mask)
+    if is_causal:
+        return "attn_mask and is_causal are given, which no kernel of ours takes together"
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        return "attn_mask is given, and an argument is not a tensor"
+    if not (_is_on_nvidia(query) and all(one.dim() == 4 for one in tensors[:3])):
+        return "attn_mask is given, which no kernel of ours takes but with 4-D tensors on an NVIDIA GPU"
+    if needs_grad(*tensors):
+        return f"attn_mask is given; {NO_BACKWARD}"
+    if attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, query.dtype):
+        return f"attn_mask is {attn_mask.dtype} on {attn_mask.device}, which no kernel of ours takes"
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        return "attn_mask is given, and key has another number of heads than query"
+    full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if not 2 <= attn_mask.dim() <= 4 or any(
+        size not in (1, whole) for size, whole in zip(reversed(attn_mask.shape), reversed(full), strict=False)
+    ):
+        return f"attn_mask has shape {tuple(attn_mask.shape)}, which does not broadcast to {full}"
+    return attn_mask.expand(full)
+
+
+def by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel: str | None,
+    refusal: Unsupported | None,
+) -> torch.Tensor:
+    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong (``refusal``: if found)."""
+    if kernel is not None:
+        _check_kernel(kernel, attn_mask, dropout_p, refusal)
+    if scale is not None:
+        scale = checked_scale(scale, "scale")
+    try:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if refusal is not None:
+            raise refusal from error
+        check_tensors(query, key, value, TORCH_NAMES)
+        if attn_mask is not None:
+            check_mask_argument(attn_mask, query, key, TORCH_NAMES)
+        check_probability(dropout_p, "dropout_p")
+        raise
+
+
+def _check_kernel(kernel: str, attn_mask: torch.Tensor | None, dropout_p: float, refusal: Unsupported | None) -> None:
+    from flashmoe_science.operations import kernel_named  # it brings Triton: not at import
+
+    if kernel_named(kernel).name == PYTORCH:
+        return
+    if refusal is not None:
+        raise refusal
+    argument = "dropout_p" if attn_mask is None or dropout_p != 0.0 else "attn_mask"
+    raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
+
+
+def explain_by_pytorch(
+    tensors: tuple[torch.Tensor | None, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel: str | None,
+    refusal: Unsupported | None,
+    reason: str,
+) -> Decision:
+    """The Decision for PyTorch's own function of (query, key, value, attn_mask). Raises what it would, without computing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        q, k, v, mask = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in tensors)
+        by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
+    return Decision(PYTORCH, Config(), reason, "required")
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast as PyTorch's own function does under torch.autocast: floating tensors other than fp64 to the autocast dtype."""
+    cast_tensors = []
+    for tensor in tensors:
+        eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        if eligible and torch.is_autocast_enabled(tensor.device.type):
+            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
+        cast_tensors.append(tensor)
+    return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", tuple(cast_tensors))

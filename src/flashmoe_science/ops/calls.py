@@ -1,0 +1,163 @@
+"""The launch cache of eager calls, and when a call may go around PyTorch's dispatcher.
+
+A plain eager call finds its launch by a key (options, shape of the first tensor) and by PyTorch's guards, which compare the
+other tensors' shapes, strides, dtypes and devices. A call that is not found is checked, given a kernel and bound; its launch
+is then stored. A launch holds no tensor; it is a key and some hundred numbers, about 4 KB, and the cache is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import reduce
+from operator import attrgetter, or_
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_variadic
+
+from flashmoe_science.ops.cache import MAX_CALLS, Cache
+
+V = TypeVar("V")
+
+# Computes on the tensors of a call like the one that it was bound to, and checks nothing but the alignment of their memory:
+# None where that is another. Its arguments are the operation's own tensors, in the operation's own order.
+Launch = Callable[..., Any]
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+MAX_VARIANTS = 8  # launches of one key, whose tensors differ in shapes or strides; the newest are tried first
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transform = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+_function_modes = torch._C._is_torch_function_mode_enabled
+_is_nested, _address = attrgetter("is_nested"), torch.Tensor.data_ptr
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+
+
+class CachedLaunch(NamedTuple):
+    """``matches(*tensors)``: whether tensors are like those that the launch was bound to."""
+
+    matches: Callable[..., bool]
+    launch: Launch
+
+
+LAUNCHES: Cache[Hashable, tuple[CachedLaunch, ...]] = Cache(MAX_CALLS)
+
+
+def slow_path(*arguments: Any) -> None:
+    """The launch stored for a call that cannot be one launch: None, so that the caller goes on as for a new call."""
+    return
+
+
+def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None:
+    """The stored launch for a call of that key with these tensors, None left out; None where there is none.
+
+    Raises:
+        AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one.
+    """
+    stored = LAUNCHES.get(key)
+    # Guards see modes, transforms and traces, which change where PyTorch dispatches to, and a subclass. They do not see
+    # function modes, forward-mode gradients, and nested tensors.
+    if stored is None or _function_modes() or forward_ad._current_level >= 0 or True in map(_is_nested, tensors):
+        return None
+    for matches, launch in stored:
+        if matches(*tensors):
+            return launch
+    return None
+
+
+def store_launch(key: Hashable, matches: Callable[..., bool], launch: Launch) -> None:
+    """Find the launch by ``find_launch`` from now on, before those that were stored under the key."""
+    LAUNCHES[key] = (CachedLaunch(matches, launch), *LAUNCHES.get(key, ())[: MAX_VARIANTS - 1])
+
+
+def guards_of(
+    tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False
+) -> Callable[..., bool]:
+    """matches(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
+
+    torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested. They
+    refuse a tensor that is given twice, as the lengths of queries and keys may be: where one is, others must be given alike.
+
+    Args:
+        free: by the index of a tensor, the dimension whose size is not compared.
+        aligned: compare the addresses modulo 16 bytes too.
+    """
+    if len(places := _firsts(tensors)) < len(tensors):
+        same = _alike(tensors)
+        inner = guards_of(
+            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned
+        )
+        return lambda *others: _alike(others) == same and inner(*[others[n] for n in places])
+    sizes: list[list[int | None]] | None = None
+    if free:
+        sizes = [list(one.shape) for one in tensors]
+        for place, dimension in free.items():
+            sizes[place][dimension] = None
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check
+    if not aligned:
+        return check
+    expected = alignment(tensors)
+    return lambda *others: check(*others) and alignment(others) == expected
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Equal for tensors of which the same ones are one."""
+    ids = [*map(id, tensors)]
+    return [*map(ids.index, ids)]
+
+
+def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of tensors that are given at no index before."""
+    return [n for n, first in enumerate(_alike(tensors)) if n == first]
+
+
+def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Equal for tensors whose addresses are alike modulo 16 bytes, on which kernels are specialised; 0 where all are 0."""
+    if reduce(or_, map(_address, tensors)) & 15 == 0:
+        return 0
+    return tuple([one.data_ptr() & 15 for one in tensors])
+
+
+def is_plain(*tensors: Any) -> bool:
+    """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
+    What is no tensor is refused later."""
+    given = [one for one in tensors if isinstance(one, torch.Tensor)]
+    return (
+        all(type(one) in PLAIN and not one.is_neg() for one in given)
+        and is_undisturbed()
+        and not has_torch_function_variadic(*given)
+    )
+
+
+def is_undisturbed() -> bool:
+    """Whether no mode, transform or trace has a part in what is called now."""
+    return (
+        not _function_modes()
+        and not _dispatch_modes()
+        and _function_transform() is None
+        and _jit_trace() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def needs_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient of any of these may be asked for."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+
+
+def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:
+    """What wraps calls so that CUDA device ``index`` is current in them; the CPU and a lone GPU need no wrapping."""
+    if index < 0 or torch.cuda.device_count() == 1:
+        return lambda call: call
+
+    def guard(call: Callable[..., V]) -> Callable[..., V]:
+        def guarded(*args: Any) -> V:
+            if torch.cuda.current_device() == index:
+                return call(*args)
+            with torch.cuda.device(index):
+                return call(*args)
+
+        return guarded
+
+    return guard

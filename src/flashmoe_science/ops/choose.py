@@ -1,0 +1,93 @@
+"""The one choice of what serves a call, for every operation: requested, required, able, by records, refused, the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from flashmoe_science.dispatch.peers import faster_peer
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
+from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation
+from flashmoe_science.problem import Problem
+
+T = TypeVar("T")
+
+NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
+
+
+def choose_fallback(op: str, requested: str | None, required: str | None) -> Decision | None:
+    """The decision for the framework's own operators where they were asked for, or must serve the call; None elsewhere.
+
+    Args:
+        op: the operation's name.
+        requested: the kernel asked for by name, None for an automatic choice.
+        required: why the framework's operators must serve the call, in words; None where kernels may.
+
+    Raises:
+        CannotServe: another kernel was asked for, and the framework's operators must serve the call.
+        ValueError: no kernel has the name.
+    """
+    fallback = operation(op).fallback()
+    if requested is not None and kernel_named(requested, op).name == fallback:
+        return Decision(fallback, Config(), "asked for by name", "requested")
+    if required is None:
+        return None
+    if requested is not None:
+        without = ", or call it under torch.no_grad()" if required == NO_BACKWARD else ""
+        raise CannotServe(f"kernel {requested!r} cannot serve this call: {required}; {fallback!r} can{without}")
+    return Decision(fallback, Config(), required, "required")
+
+
+def choose(
+    problem: Problem,
+    device: Device,
+    requested: str | None,
+    bind: Callable[[AnyKernel, Config], T],
+    *,
+    unable: Mapping[str, str] | None = None,
+    unable_peers: Mapping[str, str] | None = None,
+) -> tuple[Decision, T | None]:
+    """The decision for a problem, and what ``bind`` makes of its kernel and config.
+
+    In order: the kernel asked for by name; of our kernels that support the problem the one that records have the fastest, else
+    the first that suits it; in its place a peer that records have faster. A kernel whose ``bind`` raises CannotServe is passed
+    over, and the reason is kept in the decision.
+
+    Args:
+        device: None for the CPU.
+        unable: kernels found unable to serve the tensors at hand, with the reason.
+        unable_peers: peers that an automatic choice must not take, with the reason; None for no peer at all.
+
+    Returns:
+        The decision and what was bound; None in its place where the framework's own operators serve the call.
+
+    Raises:
+        CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
+    """
+    op, table = operation(problem.op), committed_table()
+    kernel = None if requested is None else kernel_named(requested, op.name)
+    refused = dict(unable or {}) | ({"ours": TRITON_MISSING} if TRITON_MISSING else {})
+    while True:
+        decision = select(problem, device, table, op.ours(), op.fallback(), kernel, refused)
+        if decision.kernel == op.fallback():
+            return decision, None
+        if kernel is None and unable_peers is not None:
+            decision = faster_peer(decision, problem, device, table, op.peers(), {**unable_peers, **refused})
+        chosen = kernel or kernel_named(decision.kernel, op.name)
+        try:
+            return _with_launch_path(decision, chosen), bind(chosen, decision.config)
+        except CannotServe as refusal:
+            refused[chosen.name] = str(refusal)  # select() passes it over next, or refuses with the reason
+
+
+def _with_launch_path(decision: Decision, kernel: AnyKernel) -> Decision:
+    """The decision, whose reason says so where launches of a planned kernel take a slower path."""
+    if kernel.plan is None:
+        return decision
+    from flashmoe_science.ops.launch import launch_path  # it brings Triton
+
+    path = launch_path()
+    return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")

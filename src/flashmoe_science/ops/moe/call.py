@@ -1,0 +1,267 @@
+"""A mixture-of-experts call: its tensors and options, the checks that refuse bad input, and what kernels are given.
+
+A refusal is one line: the argument, what it was, what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, get_args
+
+import torch
+
+from flashmoe_science.kernel import Kernel
+from flashmoe_science.ops.moe.problem import Function, MoEProblem
+from flashmoe_science.problem import Dtype
+
+DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class Tensors(NamedTuple):
+    """The tensors of ``fused_moe``, in one order from its arguments to the pointers of kernels.
+
+    Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
+    [E, 2I] and [E, H].
+    """
+
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The other arguments of ``fused_moe``."""
+
+    activation: str
+    transposed: bool
+    interleaved: bool
+    alpha: float
+    limit: float
+    kernel: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The epilogue of the first product, in fp32: ``function`` of the gate, times the up projection where ``gated``.
+
+    "clamped_silu" is gpt-oss's: the gate at most ``limit``, the up projection within ``limit`` of 0, then
+    ``(up + 1) * gate * sigmoid(alpha * gate)``. Rows of w1 are all gates, then all ups; where ``interleaved`` they alternate.
+    """
+
+    function: Function = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+SWIGLU = Activation()
+
+
+def activation_of(problem: MoEProblem) -> Activation:
+    """What is between a problem's products, with gpt-oss's numbers."""
+    return Activation(problem.activation, problem.gated, problem.interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEInputs:
+    """What a kernel is given: a problem from ids, its ``Tensors`` as kernels take them, and its activation. Routing and biases
+    are contiguous; a problem with a bias may have one of the two."""
+
+    problem: MoEProblem
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: Activation = SWIGLU
+
+    @property
+    def tensors(self) -> Tensors:
+        routing = self.topk_weights, self.topk_ids
+        return Tensors(self.x, self.w1, self.w2, *routing, self.gate_up_bias, self.down_bias)
+
+
+# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it looks at.
+MoELaunch = Callable[..., torch.Tensor]
+# One of its launches, bound likewise: of addresses, inputs first, then the output, then the tables of rows.
+KernelLaunch = Callable[..., None]
+Shape = tuple[int, ...]
+
+
+class Outputs(NamedTuple):
+    """The result by name: its shape, strides and dtype. It is contiguous."""
+
+    y: tuple[Shape, Shape, torch.dtype]
+
+    @classmethod
+    def of(cls, like: MoEInputs, shape: Shape | None = None) -> Outputs:
+        """``shape``: where it is not [tokens, dim]."""
+        shape, dim = tuple(shape or (like.problem.tokens, like.problem.dim)), like.problem.dim
+        strides = [dim * math.prod(shape[place + 1 : -1]) for place in range(len(shape) - 1)]
+        return cls((shape, (*strides, 1), like.x.dtype))
+
+
+class MoELauncher(ABC):
+    """What a kernel's ``plan`` gives: it serves inputs like those that it was planned for, of any number of tokens that the
+    kernel takes. Holds no tensor."""
+
+    @abstractmethod
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
+        """The call for one number of tokens: all that depends on it is worked out here. ``shape``: of its result, where it
+        is not [tokens, dim]."""
+
+    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
+        return self.bind(inputs)(*inputs.tensors)
+
+
+MoEKernel = Kernel[MoEProblem, MoEInputs, torch.Tensor]
+
+
+# Checks ----------------------------------------------------------------------------------------------------------------------
+
+
+def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
+    """The tensors as kernels take them, as views, but for x where its rows are no rows in memory; and the activation.
+
+    Raises:
+        TypeError, ValueError: an argument of ``fused_moe`` that is not allowed.
+    """
+    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given
+    if options.kernel is not None and not isinstance(options.kernel, str):
+        raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
+    if not isinstance(options.transposed, bool):
+        raise TypeError(f"transposed is {options.transposed!r}; it must be True or False")
+    if options.transposed:
+        for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+                raise ValueError(f"{name} must be a tensor of three dimensions, experts first")
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+    _check_weights(hidden_states, gate_up_proj, down_proj)
+    _check_routing(hidden_states, top_k_weights, top_k_ids)
+    activation = _checked_activation(options, gate_up_proj, down_proj)
+    experts, rows, dim = gate_up_proj.shape
+    for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
+        if bias is not None:
+            _check_bias(name, bias, hidden_states, (experts, width))
+    top_k, x = top_k_ids.shape[-1], hidden_states.reshape(-1, dim)
+    if x.stride(-1) != 1 and x.numel():
+        x = x.contiguous()
+    weights, ids = top_k_weights.reshape(-1, top_k), top_k_ids.reshape(-1, top_k)
+    return Tensors(x, gate_up_proj, down_proj, weights, ids, *biases), activation
+
+
+def inputs_of(tensors: Tensors, activation: Activation) -> MoEInputs:
+    """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
+    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
+    sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], w2.shape[2]
+    transposed = any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
+    bias = gate_up_bias is not None or down_bias is not None
+    problem = _problem(*sizes, x.dtype, activation.function, bias, activation.gated, activation.interleaved, transposed)
+    gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
+    return MoEInputs(problem, x, w1, w2, weights.contiguous(), ids.contiguous(), gate_up_bias, down_bias, activation)
+
+
+@lru_cache(maxsize=1024)
+def _problem(
+    tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype, function: Function, *words: bool
+) -> MoEProblem:
+    return MoEProblem(tokens, experts, top_k, dim, hidden, DTYPES[dtype], "ids", function, *words)
+
+
+def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:
+    """The activation of weights as kernels take them."""
+    function, _, interleaved, alpha, limit, _ = options
+    if function not in get_args(Function):
+        raise ValueError(f"activation is {function!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved is {interleaved!r}; it must be True or False")
+    for name, number in (("alpha", alpha), ("limit", limit)):
+        if isinstance(number, bool) or not isinstance(number, float | int):
+            raise TypeError(f"{name} is {number!r}; it must be a number")
+        if math.isnan(number):
+            raise ValueError(f"{name} is {number!r}; it must be a number")
+    rows, width = w1.shape[1], w2.shape[2]
+    if rows not in (width, 2 * width):
+        raise ValueError(
+            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
+            "and ups) or as many (no gate)"
+        )
+    if interleaved and rows == width:
+        raise ValueError("interleaved is True, and gate_up_proj has no gates; it must be False")
+    return Activation(function, rows == 2 * width, interleaved, float(alpha), float(limit))  # type: ignore[arg-type]
+
+
+def _check_weights(hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
+    named = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "down_proj": down_proj}
+    for name, tensor in named.items():
+        _check_tensor(name, tensor)
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16 or float32")
+        if tensor.dtype != hidden_states.dtype:
+            raise TypeError(f"{name} has dtype {tensor.dtype} and hidden_states {hidden_states.dtype}; they must be the same")
+        _check_device(name, tensor, hidden_states)
+    if hidden_states.dim() < 1:
+        raise ValueError("hidden_states has no dimension; its last one must be the model's")
+    for name, tensor in list(named.items())[1:]:
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have three dimensions, experts first")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; no size of it may be 0")
+    dim, experts = hidden_states.shape[-1], gate_up_proj.shape[0]
+    if gate_up_proj.shape[2] != dim or down_proj.shape[1] != dim:
+        raise ValueError(
+            f"hidden_states has {dim} columns, gate_up_proj takes {gate_up_proj.shape[2]} and down_proj gives "
+            f"{down_proj.shape[1]}; they must agree (transposed=True for weights that are [experts, in, out])"
+        )
+    if down_proj.shape[0] != experts:
+        raise ValueError(f"gate_up_proj has {experts} experts and down_proj {down_proj.shape[0]}; they must have as many")
+
+
+def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """The routing must be [..., top_k] of these tokens."""
+    for name, tensor in (("top_k_weights", weights), ("top_k_ids", ids)):
+        _check_tensor(name, tensor)
+        _check_device(name, tensor, hidden_states)
+        if tensor.dim() != hidden_states.dim() or tensor.shape[:-1] != hidden_states.shape[:-1] or tensor.shape[-1] < 1:
+            wanted = ", ".join(map(str, (*hidden_states.shape[:-1], "top_k")))
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{wanted}]")
+    if weights.dtype not in DTYPES:
+        raise TypeError(f"top_k_weights has dtype {weights.dtype}; it must be float32, bfloat16 or float16")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"top_k_ids has dtype {ids.dtype}; it must be int32 or int64")
+    if weights.shape != ids.shape:
+        raise ValueError(f"top_k_weights has shape {tuple(weights.shape)} and top_k_ids {tuple(ids.shape)}; they must agree")
+
+
+def _check_bias(name: str, bias: torch.Tensor, hidden_states: torch.Tensor, shape: Shape) -> None:
+    _check_tensor(name, bias)
+    if bias.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {bias.dtype}; it must be float32, bfloat16 or float16")
+    if tuple(bias.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {shape}")
+    _check_device(name, bias, hidden_states)
+
+
+def _check_device(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    if tensor.device != hidden_states.device:
+        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is nested; it must be a dense tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")

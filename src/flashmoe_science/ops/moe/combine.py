@@ -1,0 +1,63 @@
+"""The last launch of a grouped mixture: a token's rows, times their routing weights, are summed in a fixed order in fp32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.kernel import Launch
+from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
+from flashmoe_science.ops.moe.problem import MoEProblem
+
+_MAX_BLOCK = 1024  # columns of a program
+_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def flashmoe_moe_combine(
+    rows, weights, out, tables, pairs,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[token] = the sum over its choices, in their order, of weight times row; a choice without a row adds nothing."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    acc = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        row = tl.load(tables + pairs + token * TOP_K + place).to(tl.int64)
+        weight = tl.load(weights + token * TOP_K + place).to(tl.float32)
+        value = tl.load(rows + row * WIDTH + columns, mask=(row >= 0) & (columns < WIDTH), other=0.0).to(tl.float32)  # [BLOCK]
+        acc += tl.where(row >= 0, weight * value, 0.0)
+    tl.store(out + token * WIDTH + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+class Combine:
+    """The kernel, built for inputs like these, of any number of tokens."""
+
+    def __init__(self, like: MoEInputs, early_start: bool) -> None:
+        p, new = like.problem, Pointer(like.x.dtype)
+        self._constexprs = (p.top_k, p.dim, _block(p.dim), early_start)
+        arguments = (new, stand_in(like.topk_weights), new, Pointer(torch.int32), 2, *self._constexprs)
+        self._build = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
+
+    def bind(self, problem: MoEProblem) -> KernelLaunch:
+        """launch(rows, weights, out, tables): of rows [pairs, dim], weights [tokens, top_k] and out [tokens, dim]."""
+        return self._build.bound(_grid(problem), problem.pairs(), *self._constexprs)
+
+
+def launches(problem: MoEProblem) -> tuple[Launch, ...]:
+    """What it launches."""
+    return (Launch(f"^{flashmoe_moe_combine.__name__}$", _grid(problem), 32 * _WARPS),)
+
+
+def _grid(problem: MoEProblem) -> Grid:
+    return problem.tokens, cdiv(problem.dim, _block(problem.dim)), 1
+
+
+def _block(dim: int) -> int:
+    return min(_MAX_BLOCK, max(16, next_power_of_2(dim)))

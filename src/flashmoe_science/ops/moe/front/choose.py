@@ -1,0 +1,119 @@
+"""What serves a mixture-of-experts call: the kernel and config for its class, and the launch that its tensors are bound to.
+
+A plan is found by all that a kernel is specialised on, and by the class of the number of tokens, on which the choice rests.
+It holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.kernel import Config
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.calls import device_guard, needs_grad
+from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
+from flashmoe_science.ops.moe.call import (
+    MoEInputs,
+    MoEKernel,
+    MoELaunch,
+    MoELauncher,
+    Options,
+    Shape,
+    Tensors,
+    checked,
+    inputs_of,
+)
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.pytorch import pytorch_moe
+from flashmoe_science.problem import rounded_up
+
+Bind = Callable[[MoEInputs, Shape], MoELaunch]
+
+
+class Plan(NamedTuple):
+    """What serves calls of one kind, and why; ``bind(inputs, shape)`` makes the launch of one number of tokens, whose result
+    has that shape. ``by_address``: the launch depends on pointers only."""
+
+    decision: Decision
+    bind: Bind
+    by_address: bool
+
+
+PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
+
+
+def bind_call(tensors: Tensors, options: Options) -> MoELaunch:
+    """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does."""
+    (views, activation), shape = checked(tensors, options), tensors.x.shape
+    if views.x.shape[0] == 0:
+        return lambda hidden_states, *rest: torch.zeros_like(hidden_states)
+    inputs = inputs_of(views, activation)
+    plan = plan_of(inputs, options.kernel, needs_grad(*tensors))
+    launch = plan.bind(inputs, shape)
+    if not (plan.by_address and _in_place(inputs.tensors, tensors)):
+        return lambda *given: launch(*inputs_of(*checked(Tensors(*given), options)).tensors).view(shape)
+    return launch
+
+
+def _in_place(seen: Tensors, given: Tensors) -> bool:
+    """Whether a kernel's inputs have the addresses of the tensors of the call: none was copied on the way."""
+    pairs = zip(seen, given, strict=True)
+    return all(here is None or here.data_ptr() == there.data_ptr() for here, there in pairs if there is not None)
+
+
+def plan_of(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
+    """The plan for such inputs. Raises as ``fused_moe``."""
+    p, x = inputs.problem, inputs.x
+    key = (
+        p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, x.device,
+        x.stride(), inputs.w1.stride(), inputs.w2.stride(), inputs.activation, kernel, grad,
+        tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
+    )  # fmt: skip
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = PLANS[key] = _make_plan(inputs, kernel, grad)
+    return plan
+
+
+@cache
+def _measured() -> frozenset[MoEProblem]:
+    """Problems of the dispatch table: each is a class of its own, for which its own record decides."""
+    return frozenset(one.problem for one in committed_table().entries if isinstance(one.problem, MoEProblem))
+
+
+def _make_plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
+    def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
+        if chosen.plan is None:
+            return _bind_of_peer(chosen, config), False
+        with torch.cuda.device_of(inputs.x):
+            launcher: MoELauncher = chosen.plan(inputs, config)
+        guard = device_guard(inputs.x.get_device())  # a launch may compile when it is bound
+        return guard(lambda like, shape: guard(launcher.bind(like, shape))), True
+
+    decision, made = choose_fallback(MoEProblem.op, kernel, NO_BACKWARD if grad else None), None
+    if decision is None:
+        decision, made = choose(inputs.problem, gpu_of(inputs.x), kernel, bind)
+    return Plan(decision, *(made or (_bind_pytorch, False)))
+
+
+def _bind_pytorch(like: MoEInputs, shape: Shape) -> MoELaunch:
+    activation = like.activation
+    return lambda *tensors: pytorch_moe(Tensors(*tensors), activation)
+
+
+def _bind_of_peer(kernel: MoEKernel, config: Config) -> Bind:
+    def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
+        def launch(*tensors: Any) -> torch.Tensor:
+            return kernel.run(MoEInputs(problem, *Tensors(*tensors), activation), config)
+
+        problem, activation = like.problem, like.activation
+        return device_guard(like.x.get_device())(launch)
+
+    return bind

@@ -1,0 +1,101 @@
+"""What the host decides for moe_grouped_gluon_sm90: what it serves, its configs, and what a build of a product depends on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.ops.launch import Grid, cdiv
+from flashmoe_science.ops.moe.call import Activation, MoEInputs
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.grouped import why_not_grouped
+from flashmoe_science.ops.moe.rows import RowCounts
+
+NAME = "moe_grouped_gluon_sm90"
+ROWS = 64  # of one consumer: the M of a warpgroup's matrix instruction
+STORED = 64  # columns of one store
+MANY_ROWS = 48  # an expert, on average, from which tiles of 128 rows are not mostly empty
+THREADS = 384  # two consumers' and a producer's
+# A thread's: at launch, then of consumers and producer, whose four warps gather or one copies.
+REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if reason := why_no_hopper(device):
+        return reason
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
+        if size % 8:
+            return f"{name} is {size}; the copy engine needs a multiple of 8"
+    if not problem.gated:
+        return "the activation is not gated; it multiplies a gate by an up projection"
+    if problem.interleaved:
+        return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
+    if problem.transposed:
+        return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
+    if problem.bias:
+        return "there are biases; it adds none"
+    return why_not_grouped(problem)
+
+
+def suits(problem: MoEProblem, gpu: Gpu) -> bool:
+    """With fewer rows an expert its tiles are mostly empty."""
+    return problem.height() >= MANY_ROWS
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles of 128 rows in two orders: up to 16 of an expert to a tile of its weights share that longer in L2 than up to 8."""
+    return tuple(Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=group) for group in (16, 8))
+
+
+def check_tensors(inputs: MoEInputs, config: Config) -> None:
+    """Raises CannotServe for memory that the copy engine does not take, and for configs of older records."""
+    if config["block_m"] != 2 * ROWS:
+        raise CannotServe(f"block_m is {config['block_m']}; its two consumers take {2 * ROWS} rows")
+    for name, tensor in (("hidden_states", inputs.x), ("w1", inputs.w1), ("w2", inputs.w2)):
+        if tensor.data_ptr() % 16:
+            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
+        if tensor.stride(-1) != 1:
+            raise CannotServe(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
+        for dim, stride in enumerate(tensor.stride()[:-1]):
+            if stride <= 0 or stride % 8:
+                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
+
+
+class Product(NamedTuple):
+    """What a build of one of the two products depends on: the tiles of its tensor maps, by argument, and its constexprs."""
+
+    blocks: dict[str, tuple[int, ...]]
+    constexprs: dict[str, Any]
+
+
+def up_of(problem: MoEProblem, activation: Activation, config: Config, stride_x: int) -> Product:
+    """The first product. Its weights are seen as [E, I / 8, 2, 8, H], so that gates and ups alternate in eights of a tile."""
+    p, a = problem, activation
+    blocks = {"w_desc": (1, config["block_n"] // 16, 2, 8, config["block_k"]), "out_desc": (1, 1, ROWS, STORED)}
+    constexprs = {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden, "STRIDE_X": stride_x,
+        "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit, **_tiles(config, GATHERING),
+    }  # fmt: skip
+    return Product(blocks, constexprs)
+
+
+def down_of(problem: MoEProblem, config: Config) -> Product:
+    """The second product."""
+    p, deep = problem, config["block_k"]
+    blocks = {"a_desc": (ROWS, deep), "w_desc": (1, config["block_n"], deep), "out_desc": (1, 1, ROWS, STORED)}
+    return Product(blocks, {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_tiles(config, COPYING)})
+
+
+def _tiles(config: Config, registers: tuple[int, int]) -> dict[str, int]:
+    return {
+        "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
+        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1],
+    }  # fmt: skip
+
+
+def grid(counts: RowCounts, weights: int, config: Config, gpu: Gpu) -> Grid:
+    """A program for each multiprocessor, if there can be as many tiles of an expert's ``weights`` rows."""
+    return (min(counts.tiles * cdiv(weights, config["block_n"]), gpu.sm_count), 1, 1)

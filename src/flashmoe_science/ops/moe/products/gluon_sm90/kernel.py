@@ -1,0 +1,157 @@
+"""Mixture of experts for Hopper in Gluon, for many rows an expert: the portable kernel (``triton.py``) with faster products.
+
+Shapes: x [T, H], w1 [E, 2I, H], w2 [E, H, I]; weights and ids [T, K] -> out [T, H]; fp16 and bf16, H and I multiples of 8,
+gated activations without biases. Compute capability 9.0 only.
+
+Programs are persistent: each takes tiles of 128 rows by 256 rows of weights, the next by a counter that all share, as tiles
+with few rows take less time. Tiles are in an order by expert (``rows.tile_at``): programs at work at the same time read few
+experts' weights, and share them in L2.
+
+A producer (``producer.py``) publishes a tile to its consumers through shared memory and fills a ring of stages 64 deep. Two
+consumer warpgroups (``consumer.py``) of 64 rows multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.ops.descriptors import type_of
+from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel, activation_of
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.gluon_sm90.config import (
+    NAME,
+    REGISTERS,
+    THREADS,
+    Product,
+    check_tensors,
+    configs,
+    grid,
+    suits,
+    supports,
+    up_of,
+)
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import consume
+from flashmoe_science.ops.moe.products.gluon_sm90.launch import Down, Up
+from flashmoe_science.ops.moe.products.gluon_sm90.memory import make_memory
+from flashmoe_science.ops.moe.products.gluon_sm90.producer import produce
+from flashmoe_science.ops.moe.products.grouped import GroupedLauncher, launches_around, starts_early, workspace
+from flashmoe_science.ops.moe.rows import RowCounts
+
+
+@gluon.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_up_gluon_sm90(
+    x, w_desc, out_desc, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_X: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n])."""
+    gdc_launch_dependents()
+    ROWS: gl.constexpr = out_desc.block_type.shape[2]
+    # A stage is full when 128 threads' copies are complete, and the weights.
+    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 129)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
+    gdc_wait()  # what the kernel before this one wrote is visible from here on
+    COLUMNS: gl.constexpr = (WIDTH + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
+    gl.warp_specialize(
+        [
+            (consume, (out_desc, memory, 0, DEPTH, FUNCTION, ALPHA, LIMIT)),
+            (produce, (x, w_desc, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP, 4)),
+            (consume, (out_desc, memory, 1, DEPTH, FUNCTION, ALPHA, LIMIT)),
+        ],
+        [4, 4],
+        [PRODUCER_REGS, CONSUMER_REGS],
+    )
+
+
+@gluon.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_down_gluon_sm90(
+    a_desc, w_desc, out_desc, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The second product: out[row, n] = a[row] . w[expert, n]."""
+    gdc_launch_dependents()
+    ROWS: gl.constexpr = a_desc.block_type.shape[0]
+    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 1)
+    gdc_wait()  # what the kernel before this one wrote is visible from here on
+    COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    gl.warp_specialize(
+        [
+            (consume, (out_desc, memory, 0, DEPTH, None, 0.0, 0.0)),
+            (produce, (a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1)),
+            (consume, (out_desc, memory, 1, DEPTH, None, 0.0, 0.0)),
+        ],
+        [1, 4],
+        [PRODUCER_REGS, CONSUMER_REGS],
+    )
+
+
+def plan(inputs: MoEInputs, config: Config) -> GroupedLauncher:
+    check_tensors(inputs, config)
+    gpu, early_start = current_gpu(inputs.x.device), starts_early(inputs)
+    assert gpu is not None
+    up = Up(flashmoe_moe_up_gluon_sm90, inputs, config, gpu, early_start)
+    down = Down(flashmoe_moe_down_gluon_sm90, inputs, config, gpu, early_start)
+    return GroupedLauncher(inputs, config, up, down)
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return plan(inputs, config)(inputs)
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    counts = RowCounts.of(problem, config["block_m"])
+    up = Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", grid(counts, 2 * problem.hidden, config, gpu), THREADS)
+    down = Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", grid(counts, problem.dim, config, gpu), THREADS)
+    return launches_around(problem, config, up, down)
+
+
+def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the first product."""
+    return job(flashmoe_moe_up_gluon_sm90, problem, up_of(problem, activation_of(problem), config, problem.dim))
+
+
+def job(function: Any, problem: MoEProblem, product: Product) -> CompileJob:
+    described = {name: type_of(block, problem.dtype) for name, block in product.blocks.items()}
+    pointers = {"x": f"*{problem.dtype}", "tables": "*i32"}
+    signature = dict.fromkeys(function.arg_names, "i32") | described | dict.fromkeys(product.constexprs, "constexpr")
+    signature |= {name: kind for name, kind in pointers.items() if name in signature}
+    return CompileJob(
+        function=function,
+        signature=signature,
+        constexprs=product.constexprs,
+        divisible_by_16=tuple(name for name in pointers if name in signature),
+        num_warps=4,
+        num_stages=1,
+        threads=THREADS,
+        maxnreg=REGISTERS,
+        gluon=True,
+    )
+
+
+KERNEL = MoEKernel(
+    name=NAME,
+    origin="ours",
+    op="moe",
+    about="warp-specialised Gluon for Hopper, for many rows an expert: producers gather or copy, 2 consumer warpgroups",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+)

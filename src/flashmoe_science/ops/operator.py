@@ -1,0 +1,49 @@
+"""Registers an operation's operator with PyTorch: one schema, one fake, one autograd rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashmoe_science.ops.calls import needs_grad
+
+_LIBRARY = torch.library.Library("flashmoe", "FRAGMENT")
+
+
+def register(
+    schema: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiable: Callable[..., Any] | None = None,
+) -> Any:
+    """Define ``flashmoe::<schema>`` and return its overload.
+
+    torch.compile, export, fake tensors, modes and tensor subclasses see the operator; plain eager calls go around it.
+
+    Args:
+        schema: the name and the arguments, as PyTorch's schema language has them.
+        forward: computes on the CPU and CUDA. PyTorch leaves out trailing arguments that are their defaults.
+        fake: shapes, strides and dtypes of ``forward``'s results, without the work.
+        differentiable: computes by operators that have derivatives, for inputs of which one may be asked for; None for an
+            operator that has none.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, forward, key)
+    torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.flashmoe, name).default
+
+    def with_autograd(*args: Any) -> Any:
+        if not needs_grad(*(one for one in args if isinstance(one, torch.Tensor))) and forward_ad._current_level < 0:
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*args)
+        assert differentiable is not None
+        return differentiable(*args)
+
+    if differentiable is not None:
+        _LIBRARY.impl(name, with_autograd, "Autograd")
+    return operator
