@@ -27,7 +27,7 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
 from flashmoe_science.ops.attention.device import softcap
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
-from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel, variant
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 from flashmoe_science.ops.attention.front.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -83,7 +83,7 @@ def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.Mon
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
         launcher.bind(Tensors(q, k, k), Options())((q, k, k), None, ALL_KEYS, None, None)
-    assert launched == [host.PAIRED.value, host.PAIRED_TAIL.value, host.PAIRED.value]
+    assert launched == [variant.PAIRED.value, variant.PAIRED_TAIL.value, variant.PAIRED.value]
 
 
 def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
     one = parse_problem(f"attn b4 h16 q4096 {width} bf16")
     assert isinstance(one, AttentionProblem)
     config = host.configs(one, gpu_named("h200"))[0]
-    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = host.tile_shapes(one, config)
+    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = variant.tile_shapes(one, config)
     assert of_v == (1, 1, config["block_n"], 64)
     assert rest_of_v is None
     assert of_out is not None
@@ -175,7 +175,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
     one = parse_problem(f"attn b4 {words} q512 d128 bf16 causal packed")
     assert isinstance(one, AttentionProblem)
     for config in host.configs(one, gpu_named("h200")):
-        of_q, of_k, *_ = host.tile_shapes(one, config)
+        of_q, of_k, *_ = variant.tile_shapes(one, config)
         assert of_q == (1, 1, heads, 64 // heads, 128)
         assert of_k == (1, 1, 1, config["block_n"], 128)
 

@@ -17,6 +17,7 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device.mask import MaskBounds
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import schedule as scheduler
+from flashmoe_science.ops.attention.forward.prefill_sm90 import variant
 from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Sizes
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -54,7 +55,7 @@ def scheduled(
     tiles_m=st.integers(1, 70),
     heads_all=st.integers(1, 60),
     share=st.floats(0, 1),
-    schedule=st.sampled_from([host.LINEAR, host.PAIRED, host.PAIRED_TAIL]),
+    schedule=st.sampled_from([variant.LINEAR, variant.PAIRED, variant.PAIRED_TAIL]),
 )
 def test_every_tile_is_scheduled_once(programs: int, tiles_m: int, heads_all: int, share: float, schedule: Any) -> None:
     whole_rounds = heads_all * ((tiles_m + 1) // 2) // programs
@@ -100,31 +101,33 @@ def test_a_consumer_has_the_tiles_that_its_rows_see_and_skips_others(
 def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
     for config in host.configs(problem, gpu):
-        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
-        assert host.schedule_of(problem, config, gpu) is host.PAIRED_TAIL
+        tiles_m, programs = variant.tiles_of_head(problem, config), variant.grid_of(problem, config, gpu)[0]
+        assert variant.schedule_of(problem, config, gpu) is variant.PAIRED_TAIL
 
         def most(schedule: Any, rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
             sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, schedule)
             return max(sum(1 + tile for _, tile in scheduled(program, *sizes)) for program in range(programs))
 
-        assert most(host.PAIRED_TAIL, host.pair_rounds_of(problem, config, programs)) < 0.98 * most(host.PAIRED, 0), config
+        assert most(variant.PAIRED_TAIL, variant.pair_rounds_of(problem, config, programs)) < 0.98 * most(variant.PAIRED, 0), (
+            config
+        )
 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
 def test_short_heads_are_scheduled_in_pairs_alone(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
-    assert {host.schedule_of(problem, config, gpu) for config in host.configs(problem, gpu)} == {host.PAIRED}
+    assert {variant.schedule_of(problem, config, gpu) for config in host.configs(problem, gpu)} == {variant.PAIRED}
 
 
 @pytest.mark.parametrize("problem", ["attn b80 h16 q300 d128 bf16 causal", "attn b80 h16 q620 d256 bf16 causal"], indirect=True)
 def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
     for config in host.configs(problem, gpu):
-        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
+        tiles_m, programs = variant.tiles_of_head(problem, config), variant.grid_of(problem, config, gpu)[0]
         heads = problem.batch * problem.heads
         assert tiles_m % 2
         loads = [
-            sum(1 + tile for _, tile in scheduled(one, programs, tiles_m, heads, 0, host.PAIRED)) for one in range(programs)
+            sum(1 + tile for _, tile in scheduled(one, programs, tiles_m, heads, 0, variant.PAIRED)) for one in range(programs)
         ]
         assert max(loads) < 1.1 * sum(loads) / programs, config
 
@@ -132,17 +135,17 @@ def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem
 @pytest.mark.parametrize(
     ("problem", "schedule"),
     [
-        ("attn b8 h8 q2048 d256 bf16 causal", host.PAIRED),  # 3.9 rounds of pairs
-        ("attn b10 h8 q1600 d256 bf16 causal", host.PAIRED_TAIL),  # 4.2 rounds, and one tile of 13 stands alone
-        ("attn b40 h8 q1100 d256 bf16 causal", host.PAIRED),  # few tiles
-        ("attn b4 h32 q4096 d64 bf16 causal", host.PAIRED_TAIL),  # three consumers
-        ("attn b8 h4 q1364 k9717 d64 bf16 causal", host.PAIRED_TAIL),  # that cost about the same
-        ("attn b8 h4 q1364 k2100 d64 bf16 causal", host.PAIRED),
-        ("attn b1 h48 q640 d192 bf16 causal", host.PAIRED_TAIL),  # 144 pairs for 132 processors
-        ("attn b1 h1 q1364 k9717 d64 bf16 causal", host.LINEAR),  # one a program
+        ("attn b8 h8 q2048 d256 bf16 causal", variant.PAIRED),  # 3.9 rounds of pairs
+        ("attn b10 h8 q1600 d256 bf16 causal", variant.PAIRED_TAIL),  # 4.2 rounds, and one tile of 13 stands alone
+        ("attn b40 h8 q1100 d256 bf16 causal", variant.PAIRED),  # few tiles
+        ("attn b4 h32 q4096 d64 bf16 causal", variant.PAIRED_TAIL),  # three consumers
+        ("attn b8 h4 q1364 k9717 d64 bf16 causal", variant.PAIRED_TAIL),  # that cost about the same
+        ("attn b8 h4 q1364 k2100 d64 bf16 causal", variant.PAIRED),
+        ("attn b1 h48 q640 d192 bf16 causal", variant.PAIRED_TAIL),  # 144 pairs for 132 processors
+        ("attn b1 h1 q1364 k9717 d64 bf16 causal", variant.LINEAR),  # one a program
     ],
     indirect=["problem"],
 )
 def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, schedule: Any) -> None:
     gpu = gpu_named("h200")
-    assert host.schedule_of(problem, host.configs(problem, gpu)[0], gpu) is schedule
+    assert variant.schedule_of(problem, host.configs(problem, gpu)[0], gpu) is schedule

@@ -33,7 +33,8 @@ from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
-from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order
+from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
+from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
@@ -76,50 +77,24 @@ SIZES = ("left", "right", *LAST_SIZES)
 
 
 @gluon.jit
-def _sequence(lengths, batch, seqlen_q, seqlen_k):
-    """Of a sequence: its first row of packed queries, its queries, its row of the cache, its first row of packed keys, its
-    keys."""
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
-    row_q = batch
-    row_k = batch
-    first_q = gl.to_tensor(0)
-    first_k = gl.to_tensor(0)
-    if cu_seqlens_q is not None:
-        row_q = gl.to_tensor(0)
-        first_q = gl.load(cu_seqlens_q + batch)
-        seqlen_q = gl.load(cu_seqlens_q + batch + 1) - first_q
-    if cu_seqlens_k is not None:
-        row_k = gl.to_tensor(0)
-        first_k = gl.load(cu_seqlens_k + batch)
-        packed = gl.load(cu_seqlens_k + batch + 1) - first_k
-        if cache_seqlens is None:
-            seqlen_k = packed
-        else:
-            seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), packed)
-    elif cache_seqlens is not None:
-        seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
-    if cache_batch_idx is not None:
-        row_k = gl.load(cache_batch_idx + batch)
-    return row_q, first_q, seqlen_q, row_k, first_k, seqlen_k
+def _lengths(sequences, batch, batches):
+    """Keys of sequences, which may be negative; past the sequences the least number, which comes last in LPT order."""
+    ok = batch < batches
+    if sequences.cache_seqlens is not None:
+        return gl.load(sequences.cache_seqlens + batch, mask=ok, other=-2147483648)
+    else:
+        end = gl.load(sequences.cu_seqlens_k + batch + 1, mask=ok, other=-2147483648)
+        return end - gl.load(sequences.cu_seqlens_k + batch, mask=ok, other=0)
 
 
 @gluon.jit
-def _longest(lengths, place, batches, BATCHES: gl.constexpr):
-    """``index_in_lpt_order`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative:
-    what is past the sequences comes after all."""
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+def _nth_longest(sequences, index, batches, BATCHES: gl.constexpr):
+    """The sequence at ``index`` in LPT order of ``batches`` sequences, BATCHES at the most."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
     column = gl.arange(0, BATCHES, gl.SliceLayout(0, layout))
-    if cache_seqlens is not None:
-        own = gl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
-        others = gl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
-    else:
-        end = gl.load(cu_seqlens_k + row + 1, mask=row < batches, other=-2147483648)
-        own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
-        end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
-        others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
-    return index_in_lpt_order(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
+    own, others = _lengths(sequences, row, batches), _lengths(sequences, column, batches)
+    return index_in_lpt_order(own[:, None], others[None, :], row[:, None], column[None, :], row, index)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -165,14 +140,23 @@ def flashmoe_chunk_gluon_sm90(
     first_head, rest = rest % HEAD_TILES * BLOCK_G, rest // HEAD_TILES
     batch, head_kv = rest // heads_kv, rest % heads_kv
     split = gl.program_id(1)
-    lengths = (cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx)
+    before = seqlen_k if cache_seqlens is None else 0
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, None, page_table, stride_table, seqlen_q, seqlen_k,
+        before, 0,
+    )  # fmt: skip
     # Of sequences of many lengths the longest start first, and the short ones fill the end (Graham 1969).
     if BATCHES > 0:
-        batch = _longest(lengths, batch, batches, BATCHES)
+        batch = _nth_longest(sequences, batch, batches, BATCHES)
         rest = batch * heads_kv + head_kv
-    row_q, first_q, seqlen_q, row_k, first_k, seqlen_k = _sequence(lengths, batch, seqlen_q, seqlen_k)
+    batch_q = batch if cu_seqlens_q is None else 0
+    batch_k = batch if cu_seqlens_k is None else 0
+    first_q, seqlen_q = packed_rows(cu_seqlens_q, batch, seqlen_q)
+    first_k, seqlen_k, _ = keys_of(sequences, batch)
+    if cache_batch_idx is not None:
+        batch_k = gl.load(cache_batch_idx + batch)
 
-    # Which keys: the tiles [low, high), those of a piece where they are split; a tile that pads an unrolled few is hidden.
+    # Which keys: the tiles [low, high), those of a split where they are split; a tile that pads an unrolled few is hidden.
     first_row = tile_m * TILE
     diagonal = seqlen_k - seqlen_q
     if TOPLEFT:
@@ -189,7 +173,7 @@ def flashmoe_chunk_gluon_sm90(
         tiles = gl.maximum(tiles - low, 0)
     high = low + tiles
     if SPLIT:
-        used = gl.maximum(gl.minimum(splits, (tiles + MIN_TILES - 1) // MIN_TILES), 1)
+        used = used_splits(tiles, splits, MIN_TILES)
         high = low + gl.where(split < used, tiles * (split + 1) // used, tiles * split // used)
         low += tiles * split // used
     count = gl.where((high > low) & (first_row < seqlen_q), gl.maximum(high - low, PEELED), 0)
@@ -207,9 +191,9 @@ def flashmoe_chunk_gluon_sm90(
     if PAGE > 0:
         keys = CachePages(page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
     else:
-        keys = CacheRows(row_k, first_k)  # type: ignore[assignment]
+        keys = CacheRows(batch_k, first_k)  # type: ignore[assignment]
     tiles_n = KeyTiles(low, high, count)
-    loads = Loads(row_q, head_kv, first_head, first_q + first_row, keys, tiles_n)
+    loads = Loads(batch_q, head_kv, first_head, first_q + first_row, keys, tiles_n)
     rows = Rows(tiles_n, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
     if sinks is not None:
         sinks += head_kv * GROUP

@@ -45,27 +45,25 @@ from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
 from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Descriptors, Output, Pages, Sizes, Traits, Work
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
+from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
+from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
+from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     PACKED,
     SIZES,
-    configs,
     constexprs_of,
     grid_of,
     heads_of_tile,
     is_packed,
     most_listed,
     packed_grid,
-    suits,
-    supports,
     tile_shapes,
     variant_of,
     window_of,
     workspace,
 )
-from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
-from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
-from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import can_start_early
 from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import PAIRED, PAIRED_TAIL
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import PAIRED, PAIRED_TAIL
 
 
 @gluon.jit
