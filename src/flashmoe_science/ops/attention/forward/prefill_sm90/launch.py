@@ -15,7 +15,8 @@ from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Opti
 from flashmoe_science.ops.attention.device.bias_args import bias_of, stand_ins
 from flashmoe_science.ops.attention.device.sm90 import ROWS, registers
 from flashmoe_science.ops.attention.device.tma import Parts, copied_strides, describer, encoders_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, most_tiles, numbers
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     EVEN,
     PACKED,
     SIZES,
@@ -32,7 +33,6 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
     variant_of,
     window_of,
 )
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, most_tiles, numbers
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.descriptors import MOST_ROWS, ragged, template
