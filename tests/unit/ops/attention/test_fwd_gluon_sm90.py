@@ -25,9 +25,9 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
-from flashmoe_science.ops.attention.device import softmax
+from flashmoe_science.ops.attention.device import softcap
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
-from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel, variant
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 from flashmoe_science.ops.attention.front.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -61,18 +61,18 @@ def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consume
     assert host.configs(one, h200)[0]["consumers"] == consumers
 
 
-def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
     class Recorded:
         def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
-            self.deal = arguments[function.arg_names.index("DEAL")]
+            self.schedule = arguments[function.arg_names.index("SCHEDULE")]
 
         def encoder(self, *args: Any) -> Any:
             return lambda tensor: ()
 
         def launch(self, grid: Any, *args: Any) -> None:
-            launched.append(self.deal)
+            launched.append(self.schedule)
 
     monkeypatch.setattr(fwd_launcher, "Build", Recorded)
     one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
@@ -83,7 +83,7 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
         launcher.bind(Tensors(q, k, k), Options())((q, k, k), None, ALL_KEYS, None, None)
-    assert launched == [host.PAIRS.value, host.PAIRS_THEN_TILES.value, host.PAIRS.value]
+    assert launched == [variant.PAIRED.value, variant.PAIRED_TAIL.value, variant.PAIRED.value]
 
 
 def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
     one = parse_problem(f"attn b4 h16 q4096 {width} bf16")
     assert isinstance(one, AttentionProblem)
     config = host.configs(one, gpu_named("h200"))[0]
-    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = host.tile_shapes(one, config)
+    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = variant.tile_shapes(one, config)
     assert of_v == (1, 1, config["block_n"], 64)
     assert rest_of_v is None
     assert of_out is not None
@@ -175,7 +175,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
     one = parse_problem(f"attn b4 {words} q512 d128 bf16 causal packed")
     assert isinstance(one, AttentionProblem)
     for config in host.configs(one, gpu_named("h200")):
-        of_q, of_k, *_ = host.tile_shapes(one, config)
+        of_q, of_k, *_ = variant.tile_shapes(one, config)
         assert of_q == (1, 1, heads, 64 // heads, 128)
         assert of_k == (1, 1, 1, config["block_n"], 128)
 
@@ -290,7 +290,7 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
 
-@pytest.mark.parametrize(("reach", "powers"), softmax._HALF_TANH, ids=str)
+@pytest.mark.parametrize(("reach", "powers"), softcap._HALF_TANH, ids=str)
 def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: float, powers: tuple[float, ...]) -> None:
     y = torch.linspace(-40, 40, 2**20, dtype=torch.float64)
     found = y * sum(one * y ** (2 * n) for n, one in enumerate(powers))
@@ -298,7 +298,7 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
     error = 2 * (found - (y / 2).tanh() / 2).abs()
     assert error[y.abs() < reach].max() < 2**-21
     below = y < -reach
-    for cap in (softmax.LEAST_CAP.value, 50.0, 1000.0):
+    for cap in (softcap.LEAST_CAP.value, 50.0, 1000.0):
         largest = math.tanh(-reach / 4)
         made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
         assert (made - right).abs().max() < 2**-20

@@ -1,4 +1,4 @@
-"""The producer of fwd_gluon_sm90: what it copies of pages, by its own functions with numbers in place of tensors."""
+"""What the producer of fwd_gluon_sm90 copies of pages, by its own functions with numbers in place of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.ops.attention.device import tiles
-from flashmoe_science.ops.attention.forward.prefill_sm90 import producer
 
 
 class Copied:
@@ -46,7 +45,7 @@ def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
     table = {n: 1000 - 7 * n for n in range(-(-keys // page))}  # no others are read
     desc = SimpleNamespace(block_type=SimpleNamespace(shape=(1, 1, 1, count, 128), nbytes=count * 256))
 
-    def load(desc: Any, place: list[int], full: Any, at: tuple[int, int, int]) -> None:
+    def load(desc: Any, place: tuple[int, ...], full: Any, at: tuple[int, int, int]) -> None:
         rows, end, head, row, column = place
         assert (rows, head, column, at[2]) == (tiles.RAGGED_ROWS.value, 5, 0, count)
         for n in range(count):
@@ -57,13 +56,13 @@ def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
     language.static_range = range
     language.load = lambda at, mask, other: table[at] if mask else other
     with pytest.MonkeyPatch.context() as patch:
-        for module in (producer, tiles):
-            patch.setattr(module, "gl", language)
-        patch.setattr(producer, "coordinates", tiles.coordinates.fn)
-        patch.setattr(producer, "tma_load", load)
-        patch.setattr(producer, "mbarrier", SimpleNamespace(expect=lambda full, count: expected.append(count)))
+        patch.setattr(tiles, "gl", language)
+        for name in ("coordinates", "row_on_page"):
+            patch.setattr(tiles, name, getattr(tiles, name).fn)
+        patch.setattr(tiles, "tma_load", load)
+        patch.setattr(tiles, "mbarrier", SimpleNamespace(expect=lambda full, count: expected.append(count)))
         pages = tiles.pages_of_tile.fn(0, len(table), tile * block_n, block_n, page)
-        producer._load_pages.fn((desc,), 5, pages, pitch * page, keys, tile * block_n, None, (copied,), stage, 1, page)
+        tiles.load_pages.fn((desc,), 5, pages, pitch * page, keys, tile * block_n, None, (copied,), stage, page)
     assert sum(expected) == block_n * 256
     for n, found in enumerate(copied.rows[stage]):
         key = tile * block_n + n

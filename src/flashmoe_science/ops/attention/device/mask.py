@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+class MaskBounds(NamedTuple):
+    """What says which keys of a sequence its rows see."""
+
+    seqlen_q: Any
+    seqlen_k: Any
+    diagonal: Any  # from a row to the last key that it sees under a causal mask
+    prefix: Any = None  # how many keys every row sees under a causal mask, or None
+    left: Any = None  # how many keys a row sees before its own place, the bottom right aligned, or None for all
 
 
 @gluon.jit
@@ -14,32 +26,27 @@ def columns_before(s, limit):
     differs between threads is taken from the limit: two subtractions a thread, and for each score a comparison with a constant.
     With numbers of columns in registers the assembler also orders the loop over keys to save registers, which took 9%.
     """
-    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)  # [1, BLOCK_N]
     return (column & ~6) < limit - (column & 6)  # a row's four threads hold two columns of eight each
 
 
 @gluon.jit
-def mask_keys(s, first_key, first_row, span, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """-inf where a key is not among those that its row sees.
-
-    Args:
-        span: queries and keys of the sequence; from a row to the last key that it sees when causal; how many keys every row
-            sees then, or None; how many a row sees before its own place, the bottom right aligned, or None for all.
-        QUERIES: after so many rows come the same queries of the next head.
-    """
-    seqlen_q, seqlen_k, to_last, prefix, left = span
-    limit = seqlen_k - first_key
-    if CAUSAL or left is not None:
-        row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+def mask_keys(s, first_key, first_row, bounds, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Scores with -inf where a key is not among those that its row sees. After ``QUERIES`` rows come the same queries of the
+    next head."""
+    end = bounds.seqlen_k - first_key
+    if CAUSAL or bounds.left is not None:
+        row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # [BLOCK_M]
         if s.shape[0] > QUERIES:
             row = row % QUERIES
         row = first_row + row
     if CAUSAL:
-        own = row + to_last + 1 - first_key
-        if prefix is not None:
-            own = gl.maximum(own, prefix - first_key)
-        limit = gl.expand_dims(gl.minimum(own, limit), 1)
-    seen = columns_before(s, limit)
-    if left is not None:
-        seen &= columns_before(s, gl.expand_dims(row + seqlen_k - seqlen_q - left - first_key, 1)) == 0
+        own = row + bounds.diagonal + 1 - first_key
+        if bounds.prefix is not None:
+            own = gl.maximum(own, bounds.prefix - first_key)
+        end = gl.expand_dims(gl.minimum(own, end), 1)  # [BLOCK_M, 1]
+    seen = columns_before(s, end)
+    if bounds.left is not None:
+        begin = row + bounds.seqlen_k - bounds.seqlen_q - bounds.left - first_key
+        seen &= columns_before(s, gl.expand_dims(begin, 1)) == 0
     return gl.where(seen, s, float("-inf"))

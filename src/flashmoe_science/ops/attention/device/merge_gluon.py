@@ -1,4 +1,4 @@
-"""Merge of the partials of attention over pieces of the keys, of many rows at once, in Gluon: it runs at the L2 cache's speed.
+"""Merge of partial results over the splits of keys, of many rows at once, in Gluon: it runs at the L2 cache's speed.
 
 Shapes: values [rows, splits, Dv], then maxima and sums [rows, splits, 2], all fp32 in one buffer, with the rows packed as
 [batch, heads_kv, seqlen_q, group] -> O [B, H, Sq, Dv] in fp16 or bf16, LSE [B, H, Sq]. Where packed queries end, rows are left
@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.ops.attention.device.softmax import log2_of_sum, with_sink
+from flashmoe_science.ops.attention.device.softmax import as_column, log_sum_exp, normalizer
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Build, Pointer, cdiv
 
@@ -31,10 +31,10 @@ _VECTOR = gl.constexpr(4)  # numbers of a load of 16 bytes
 
 
 @gluon.jit
-def _sums_of(sums, first_row, row_ok, splits, part):
-    """Maxima and sums, [parts, rows], of rows from ``first_row`` on; of none: -inf and 0."""
-    given = gl.expand_dims(part < splits, 1) & gl.expand_dims(row_ok, 0)
-    at = sums + 2 * (gl.expand_dims(first_row, 0) + gl.expand_dims(part, 1))
+def _load_sums(sums, first, row_ok, splits, split):
+    """Maxima and sums of rows, [BLOCK_S, BLOCK_R], whose first split is at ``first``; past the splits and rows -inf and 0."""
+    given = gl.expand_dims(split < splits, 1) & gl.expand_dims(row_ok, 0)
+    at = sums + 2 * (gl.expand_dims(first, 0) + gl.expand_dims(split, 1))
     return gl.load(at, mask=given, other=float("-inf")), gl.load(at + 1, mask=given, other=0.0)
 
 
@@ -49,7 +49,7 @@ def flashmoe_chunk_merge(
     BLOCK_R: gl.constexpr = NUM_WARPS * (32 // LANES)
     layout: gl.constexpr = gl.BlockedLayout(
         [BLOCK_S, 1, _VECTOR], [1, 32 // LANES, LANES], [1, NUM_WARPS, 1], [2, 1, 0]
-    )  # splits, rows, numbers
+    )  # [BLOCK_S, BLOCK_R, BLOCK_DV]
     of_sums: gl.constexpr = gl.SliceLayout(2, layout)
     of_out: gl.constexpr = gl.SliceLayout(0, layout)
     of_rows: gl.constexpr = gl.SliceLayout(0, of_sums)
@@ -59,11 +59,11 @@ def flashmoe_chunk_merge(
     sequence, row_in = row // most_rows, row % most_rows
     batch, query = (sequence // heads_kv).to(gl.int64), row_in // GROUP
     head = (sequence % heads_kv * GROUP + row_in % GROUP).to(gl.int64)
-    part = gl.arange(0, BLOCK_S, gl.SliceLayout(1, of_sums))
+    split = gl.arange(0, BLOCK_S, gl.SliceLayout(1, of_sums))
     dims = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, of_out))
     first = row.to(gl.int64) * splits
     sums = partials + rows.to(gl.int64) * splits * DV
-    values_at = gl.expand_dims(first, 0) + gl.expand_dims(part, 1)
+    values_at = gl.expand_dims(first, 0) + gl.expand_dims(split, 1)
     values_at = partials + gl.expand_dims(values_at * DV, 2) + gl.expand_dims(gl.expand_dims(dims, 0), 0)
     row_ok = row < rows
     if EARLY_START:
@@ -75,38 +75,35 @@ def flashmoe_chunk_merge(
 
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, of_rows)
     for begin in range(0, ALL_SPLITS, BLOCK_S):
-        part_max, _ = _sums_of(sums, first, row_ok, splits, begin + part)
-        row_max = gl.maximum(row_max, gl.max(part_max, 0))
+        split_max, _ = _load_sums(sums, first, row_ok, splits, begin + split)
+        row_max = gl.maximum(row_max, gl.max(split_max, 0))
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.zeros([BLOCK_R], gl.float32, of_rows)
     acc = gl.zeros([BLOCK_R, BLOCK_DV], gl.float32, of_out)
     for begin in range(0, ALL_SPLITS, BLOCK_S):
-        part_max, part_sum = _sums_of(sums, first, row_ok, splits, begin + part)
-        given = gl.expand_dims(begin + part < splits, 1) & gl.expand_dims(row_ok, 0)
+        split_max, split_sum = _load_sums(sums, first, row_ok, splits, begin + split)
+        given = gl.expand_dims(begin + split < splits, 1) & gl.expand_dims(row_ok, 0)
         inside = gl.expand_dims(given, 2) & gl.expand_dims(gl.expand_dims(dims < DV, 0), 0)
-        # Without a look at the sums, for which the load would wait. What a piece without keys left unwritten may be NaN.
+        # Without a look at the sums, for which the load would wait. What a split without keys left unwritten may be NaN.
         values = gl.load(values_at + begin * DV, mask=inside, other=0.0)
-        weight = gl.exp2(part_max - gl.expand_dims(shift, 0))
-        seen = gl.expand_dims(part_sum != 0.0, 2)  # a sum of NaN is kept
+        weight = gl.exp2(split_max - gl.expand_dims(shift, 0))
+        seen = gl.expand_dims(split_sum != 0.0, 2)  # a sum of NaN is kept
         acc += gl.sum(gl.where(seen, values * gl.expand_dims(weight, 2), 0.0), 0)
-        row_sum += gl.sum(part_sum * weight, 0)
+        row_sum += gl.sum(split_sum * weight, 0)
 
-    shrink = 1.0
+    sink = sinks
     if sinks is not None:
         sink = gl.load(sinks + head, mask=row_ok, other=0.0)
-        row_max, row_sum, shrink = with_sink(sink, row_max, row_sum)
-        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-    scale = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, of_out)), 1)
+    row_max, row_sum, scale = normalizer(row_max, row_sum, sink)
+    acc = acc * as_column(scale, acc)
     out_row = batch * stride_ob + head * stride_oh + (first_q + query).to(gl.int64) * stride_om
-    out_row = gl.expand_dims(gl.convert_layout(out_row, gl.SliceLayout(1, of_out)), 1)
-    inside = gl.expand_dims(gl.convert_layout(row_ok, gl.SliceLayout(1, of_out)), 1) & gl.expand_dims(dims < DV, 0)
-    gl.store(out_base + out_row + gl.expand_dims(dims, 0), acc.to(out_base.dtype.element_ty), mask=inside)
+    inside = as_column(row_ok, acc) & gl.expand_dims(dims < DV, 0)
+    gl.store(out_base + as_column(out_row, acc) + gl.expand_dims(dims, 0), acc.to(out_base.dtype.element_ty), mask=inside)
     if lse_base is not None:
         lse_row = head
         if cu_seqlens_q is None:
             lse_row = batch * heads_kv * GROUP + head
-        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
+        lse = log_sum_exp(row_max, row_sum)
         gl.store(lse_base + lse_row * stride_lse + first_q + query, lse, mask=row_ok)
 
 

@@ -1,6 +1,6 @@
-"""O in registers: products P V, rescaling by rows, stores.
+"""O in registers: O += P V, rescaling by rows, stores of O and of the log-sum-exp.
 
-O is an accumulator of warpgroup_mma, of 64 rows for a consumer warpgroup, in one or two parts.
+O is an accumulator of warpgroup_mma, of 64 rows for a consumer warpgroup, in one or two parts: [BLOCK_M, width] each.
 
 Rescaling is conditional where LAZY: Zadouri et al. 2026 (FlashAttention-4). A row's reference maximum stays where the maximum
 grows by less than 2^8, and a warp none of whose references moved skips rescaling.
@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention.device.tiles import as_matrix
+from flashmoe_science.ops.attention.device.softmax import as_column
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix
 
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
 
@@ -21,12 +22,18 @@ LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs les
 def no_output(v_smem, ROWS: gl.constexpr):
     """O before the first product."""
     first: gl.constexpr = v_smem[0].shape[-1]
-    o = (gl.zeros([ROWS, first], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, first, 16])),)
+    o = (gl.zeros([ROWS, first], gl.float32, accumulator_layout(first)),)
     if len(v_smem) == 2:
         second: gl.constexpr = v_smem[1].shape[-1]
-        return o[0], gl.zeros([ROWS, second], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, second, 16]))
+        return o[0], gl.zeros([ROWS, second], gl.float32, accumulator_layout(second))
     else:
         return o
+
+
+@gluon.jit
+def to_operand(p, o, DTYPE: gl.constexpr):
+    """P in the layout of the register operand of a product with V."""
+    return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, o[0].type.layout, 2))
 
 
 @gluon.jit
@@ -42,7 +49,7 @@ def start_output(p, o, v_smem, stage):
 
 @gluon.jit
 def wait_for_output(tokens):
-    """O as it is once every product has completed."""
+    """O once every product has completed."""
     o = warpgroup_mma_wait(0, tokens)
     if len(tokens) == 1:  # it stands alone then
         return (o,)
@@ -52,11 +59,10 @@ def wait_for_output(tokens):
 
 @gluon.jit
 def scale_rows(o, factor):
-    """Each part or piece of O with its rows times ``factor``."""
-    scaled = (o[0] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout)), 1),)
+    """Each part of O with its rows times ``factor``, [BLOCK_M]."""
+    scaled = (o[0] * as_column(factor, o[0]),)
     for n in gl.static_range(1, len(o)):
-        rows = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[n].type.layout)), 1)
-        scaled = scaled + (o[n] * rows,)  # type: ignore[assignment]
+        scaled = scaled + (o[n] * as_column(factor, o[n]),)  # type: ignore[assignment]
     return scaled
 
 
@@ -97,14 +103,14 @@ def _part_rescaled(o, factor):
     In assembly since Gluon has no vote of a warp: its reductions end in a barrier of the warpgroup, and a branch on one would
     wait for the other warps in every step. Not pure: threads that vote must meet, so the compiler must not move it.
     """
-    COUNT: gl.constexpr = min(64, o.shape[1] // 2)  # numbers of a thread in one piece of assembly
-    factors, same = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout)), 1), o)
+    COUNT: gl.constexpr = min(64, o.shape[1] // 2)  # numbers of a thread in one block of assembly
+    factors, same = gl.broadcast(as_column(factor, o), o)
     return gl.inline_asm_elementwise(_RESCALE[COUNT], _RESCALE_OPERANDS[COUNT], [o, factors], gl.float32, False, COUNT)
 
 
 @gluon.jit
 def rescale_rows(o, factor, LAZY: gl.constexpr):
-    """What ``scale_rows`` gives; where LAZY, a warp skips it whose factors are all 1."""
+    """``scale_rows``; where LAZY, a warp skips it whose factors are all 1."""
     if not LAZY:
         return scale_rows(o, factor)
     elif len(o) == 2:
@@ -116,16 +122,16 @@ def rescale_rows(o, factor, LAZY: gl.constexpr):
 @gluon.jit
 def _store_part(base, offsets, row_ok, o, first, DV: gl.constexpr):
     """Write a part of O, whose first column is ``first``, to ``base + offsets``."""
-    layout: gl.constexpr = o.type.layout
-    dims = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout)), 0)
-    rows = gl.expand_dims(gl.convert_layout(offsets, gl.SliceLayout(1, layout)), 1)
-    inside = gl.expand_dims(gl.convert_layout(row_ok, gl.SliceLayout(1, layout)), 1) & (dims < DV)
+    layout: gl.constexpr = gl.SliceLayout(0, o.type.layout)
+    dims = gl.expand_dims(first + gl.arange(0, o.shape[1], layout), 0)  # [1, width]
+    rows = as_column(offsets, o)
+    inside = as_column(row_ok, o) & (dims < DV)
     gl.store(base + rows + dims, o.to(base.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
 def store_rows(base, offsets, row_ok, o, DV: gl.constexpr):
-    """Write each part of O to ``base + offsets``."""
+    """Write each part of O to ``base + offsets``, [BLOCK_M], of rows that are ``row_ok``."""
     _store_part(base, offsets, row_ok, o[0], 0, DV)
     if len(o) == 2:
         _store_part(base, offsets, row_ok, o[1], o[0].shape[1], DV)

@@ -5,9 +5,9 @@ two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md
 So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 
 - "Register Fragments for wgmma.mma_async.m64nNk16": of each 8 columns of O a thread holds two of row r and two of row r + 8, as
-  in Gluon's NVMMADistributedLayout. O is a tuple of pieces of ``piece_width`` columns, a power of two, side by side. Of each 16
-  keys of P it holds four registers of two 16-bit numbers: keys 2 t of rows r and r + 8, then keys 2 t + 8 of both. ``packed``
-  gives them as 32-bit numbers in O's layout, in the order r, r, r + 8, r + 8.
+  in Gluon's NVMMADistributedLayout. O is a tuple of slices of ``slice_width`` columns, a power of two, side by side. Of each 16
+  keys of P it holds four registers of two 16-bit numbers: keys 2 t of rows r and r + 8, then keys 2 t + 8 of both.
+  ``to_wide_operand`` gives them as 32-bit numbers in O's layout, in the order r, r, r + 8, r + 8.
 - "Matrix Descriptor Format" of V: address / 16 in bits 0 to 13; the leading dimension's offset / 16 in bits 16 to 29; the
   stride's in bits 32 to 45; 1 for the 128-byte swizzle in bits 62 and 63. V has keys as rows: it is "MN-major" (``imm-trans-b``
   of 1) and lies in chunks of 64 columns, 128 bytes a row. The leading dimension's offset leads to the next chunk, the stride's
@@ -22,14 +22,16 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashmoe_science.ops.attention.device.softmax import as_column
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout
 from flashmoe_science.ops.gluon_bridge import barrier, reinterpret
 
 CHUNK = gl.constexpr(64)  # columns of V in one copy: a row of the widest swizzle
 
 
 @gluon.constexpr_function
-def piece_width(columns: int, keys: int) -> int:
-    """Columns of a piece of O: the most that divide O, and no more than the packed P has."""
+def slice_width(columns: int, keys: int) -> int:
+    """Columns of a slice of O: the most that divide O, and no more than P as an operand has."""
     return min(columns & -columns, keys // 2)
 
 
@@ -45,7 +47,7 @@ def _pack_asm(dtype: Any) -> str:
 
 @gluon.constexpr_function
 def _product_asm(columns: int, keys: int, dtype: Any) -> str:
-    """PTX of O += P V. Operands: O, O, P, then the low half of V's descriptor as often as a piece of O has numbers."""
+    """PTX of O += P V. Operands: O, O, P, then the low half of V's descriptor as often as a slice of O has numbers."""
     kind = "bf16" if dtype == gl.bfloat16 else "f16"
     low = columns + keys // 4
     out = ", ".join(f"${n}" for n in range(columns // 2))
@@ -126,59 +128,59 @@ def descriptor_of(v_smem):
 
 
 @gluon.jit
-def _cut(x, WIDTH: gl.constexpr):
-    """Pieces of so many columns, each as an accumulator holds it."""
+def _split_columns(x, WIDTH: gl.constexpr):
+    """Slices of WIDTH columns, each as an accumulator holds it."""
     if x.shape[1] == WIDTH:
-        return (gl.convert_layout(x, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]), assert_trivial=True),)
+        return (gl.convert_layout(x, accumulator_layout(WIDTH), assert_trivial=True),)
     else:
         left, right = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
-        return _cut(left, WIDTH) + _cut(right, WIDTH)
+        return _split_columns(left, WIDTH) + _split_columns(right, WIDTH)
 
 
 @gluon.jit
-def _joined(pieces, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """A power of two of pieces as one matrix."""
-    WIDTH: gl.constexpr = pieces[0].shape[1]
+def _join_columns(slices, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT slices, a power of two, as one matrix."""
+    WIDTH: gl.constexpr = slices[0].shape[1]
     if COUNT == 1:
-        return pieces[FIRST]
+        return slices[FIRST]
     else:
-        halves = gl.join(_joined(pieces, FIRST, COUNT // 2), _joined(pieces, FIRST + COUNT // 2, COUNT // 2))
-        whole = halves.permute((0, 2, 1)).reshape([pieces[0].shape[0], COUNT * WIDTH])
-        return gl.convert_layout(whole, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT * WIDTH, 16]), assert_trivial=True)
+        halves = gl.join(_join_columns(slices, FIRST, COUNT // 2), _join_columns(slices, FIRST + COUNT // 2, COUNT // 2))
+        whole = halves.permute((0, 2, 1)).reshape([slices[0].shape[0], COUNT * WIDTH])
+        return gl.convert_layout(whole, accumulator_layout(COUNT * WIDTH), assert_trivial=True)
 
 
 @gluon.jit
 def in_parts(o, FIRST: gl.constexpr):
-    """The first so many columns of O, a power of two, and the others, which are one too."""
+    """The first FIRST columns of O, a power of two, and the others, which are one too."""
     COUNT: gl.constexpr = FIRST // o[0].shape[1]
-    return _joined(o, 0, COUNT), _joined(o, COUNT, len(o) - COUNT)
+    return _join_columns(o, 0, COUNT), _join_columns(o, COUNT, len(o) - COUNT)
 
 
 @gluon.jit
 def no_wide_output(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr):
-    """O before the first product."""
-    WIDTH: gl.constexpr = piece_width(COLUMNS, KEYS)
-    piece = gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
-    o = (piece,)
+    """O before the first product, in slices [ROWS, WIDTH]."""
+    WIDTH: gl.constexpr = slice_width(COLUMNS, KEYS)
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH))
+    o = (zeros,)
     for n in gl.static_range(1, COLUMNS // WIDTH):
-        o = o + (piece,)  # type: ignore[assignment]
+        o = o + (zeros,)  # type: ignore[assignment]
     return o
 
 
 @gluon.jit
-def packed(p, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """P, fp32, as the product with so many columns of V takes it: pairs of 16-bit numbers, in pieces."""
+def to_wide_operand(p, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
+    """P, fp32 [ROWS, KEYS], as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in slices."""
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape([ROWS, KEYS // 2, 2]))
     pairs = gl.inline_asm_elementwise(_pack_asm(DTYPE), "=r,f,f", [even, odd], gl.int32, True, 1)
     pairs = pairs.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, KEYS // 2])
-    return _cut(pairs, piece_width(COLUMNS, KEYS))
+    return _split_columns(pairs, slice_width(COLUMNS, KEYS))
 
 
 @gluon.jit
 def start_wide_output(p, o, v_low, DTYPE: gl.constexpr):
-    """Start O += P V, with P as ``packed`` gave it and the low half of V's descriptor: accumulators in flight."""
+    """Start O += P V, with P of ``to_wide_operand`` and the low half of V's descriptor: accumulators in flight."""
     WIDTH: gl.constexpr = o[0].shape[1]
     COLUMNS: gl.constexpr = len(o) * WIDTH
     KEYS: gl.constexpr = len(p) * WIDTH * 2
@@ -189,9 +191,9 @@ def start_wide_output(p, o, v_low, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def moved_in_warp(factor, LAZY: gl.constexpr):
-    """1 in all rows of a warp one of whose factors is not 1, else 0. Asked for before the wait for P V, it costs no time. Where
-    not LAZY, 1."""
+def warp_moved(factor, LAZY: gl.constexpr):
+    """1 in all rows of a warp one of whose factors is not 1, else 0. Computed before the wait for P V, it costs no
+    time. Where not LAZY, 1."""
     if LAZY:
         return gl.inline_asm_elementwise(_VOTE, "=r,=r,f,f", [factor], gl.int32, False, 2)
     else:
@@ -199,17 +201,11 @@ def moved_in_warp(factor, LAZY: gl.constexpr):
 
 
 @gluon.jit
-def _for_piece(row, piece):
-    """A number of each row, for each number of a piece of O."""
-    return gl.broadcast(gl.expand_dims(gl.convert_layout(row, gl.SliceLayout(1, piece.type.layout)), 1), piece)[0]
-
-
-@gluon.jit
-def wide_rescaled(o, factor, moved):
+def rescale_wide(o, factor, moved):
     """O with its rows times ``factor``; a warp leaves it as it is where ``moved`` is 0."""
     WIDTH: gl.constexpr = o[0].shape[1]
     COLUMNS: gl.constexpr = len(o) * WIDTH
     asm: gl.constexpr = _rescale_asm(COLUMNS, WIDTH)
     operands: gl.constexpr = _rescale_operands(COLUMNS, WIDTH)
-    rows = (_for_piece(factor, o[0]), _for_piece(moved, o[0]))
+    rows = (gl.broadcast(as_column(factor, o[0]), o[0])[0], gl.broadcast(as_column(moved, o[0]), o[0])[0])
     return gl.inline_asm_elementwise(asm, operands, o + rows, _floats(len(o)), False, WIDTH // 2)

@@ -32,10 +32,23 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
+from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
+from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
-from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
+from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
+from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
+    CachePages,
+    CacheRows,
+    Descriptors,
+    KeyTiles,
+    Loads,
+    Output,
+    Rows,
+    Traits,
+)
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
     Variant,
@@ -53,9 +66,10 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
 from flashmoe_science.ops.attention.forward.chunked_sm90.consumer import consume
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
 from flashmoe_science.ops.attention.forward.chunked_sm90.producer import produce
-from flashmoe_science.ops.attention.forward.chunked_sm90.step import behind
+from flashmoe_science.ops.attention.forward.chunked_sm90.step import keys_back
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import Grid
+from flashmoe_science.ops.pipeline_gluon import make_barriers
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -63,50 +77,24 @@ SIZES = ("left", "right", *LAST_SIZES)
 
 
 @gluon.jit
-def _sequence(lengths, batch, seqlen_q, seqlen_k):
-    """Of a sequence: its first row of packed queries, its queries, its row of the cache, its first row of packed keys, its
-    keys."""
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
-    row_q = batch
-    row_k = batch
-    first_q = gl.to_tensor(0)
-    first_k = gl.to_tensor(0)
-    if cu_seqlens_q is not None:
-        row_q = gl.to_tensor(0)
-        first_q = gl.load(cu_seqlens_q + batch)
-        seqlen_q = gl.load(cu_seqlens_q + batch + 1) - first_q
-    if cu_seqlens_k is not None:
-        row_k = gl.to_tensor(0)
-        first_k = gl.load(cu_seqlens_k + batch)
-        packed = gl.load(cu_seqlens_k + batch + 1) - first_k
-        if cache_seqlens is None:
-            seqlen_k = packed
-        else:
-            seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), packed)
-    elif cache_seqlens is not None:
-        seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
-    if cache_batch_idx is not None:
-        row_k = gl.load(cache_batch_idx + batch)
-    return row_q, first_q, seqlen_q, row_k, first_k, seqlen_k
+def _lengths(sequences, batch, batches):
+    """Keys of sequences, which may be negative; past the sequences the least number, which comes last in LPT order."""
+    ok = batch < batches
+    if sequences.cache_seqlens is not None:
+        return gl.load(sequences.cache_seqlens + batch, mask=ok, other=-2147483648)
+    else:
+        end = gl.load(sequences.cu_seqlens_k + batch + 1, mask=ok, other=-2147483648)
+        return end - gl.load(sequences.cu_seqlens_k + batch, mask=ok, other=0)
 
 
 @gluon.jit
-def _longest(lengths, place, batches, BATCHES: gl.constexpr):
-    """``index_in_lpt_order`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative:
-    what is past the sequences comes after all."""
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+def _nth_longest(sequences, index, batches, BATCHES: gl.constexpr):
+    """The sequence at ``index`` in LPT order of ``batches`` sequences, BATCHES at the most."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
     column = gl.arange(0, BATCHES, gl.SliceLayout(0, layout))
-    if cache_seqlens is not None:
-        own = gl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
-        others = gl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
-    else:
-        end = gl.load(cu_seqlens_k + row + 1, mask=row < batches, other=-2147483648)
-        own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
-        end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
-        others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
-    return index_in_lpt_order(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
+    own, others = _lengths(sequences, row, batches), _lengths(sequences, column, batches)
+    return index_in_lpt_order(own[:, None], others[None, :], row[:, None], column[None, :], row, index)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -119,28 +107,23 @@ def flashmoe_chunk_gluon_sm90(
     CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
     BATCHES: gl.constexpr, EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    q_descs, k_descs, v_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest)
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
     QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
-    q_smem = memory_of(q_descs, CONSUMERS)
-    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
-    v_smem = memory_of_keys(v_descs, STAGES_V, BLOCK_N)
+    TRAITS: gl.constexpr = Traits(
+        CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE
+    )  # fmt: skip
+    descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest))
+    q_smem = allocate_tiles(descs.q, CONSUMERS)
+    k_smem = allocate_tiles(descs.k, STAGES_K, BLOCK_N)
+    v_smem = allocate_tiles(descs.v, STAGES_V, BLOCK_N)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(STAGES_K):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(STAGES_V):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    k_full, k_empty = make_barriers(STAGES_K, CONSUMERS)
+    v_full, v_empty = make_barriers(STAGES_V, CONSUMERS)
     fence_async_shared()
     if EARLY_START:
         if SPLIT:
@@ -157,14 +140,23 @@ def flashmoe_chunk_gluon_sm90(
     first_head, rest = rest % HEAD_TILES * BLOCK_G, rest // HEAD_TILES
     batch, head_kv = rest // heads_kv, rest % heads_kv
     split = gl.program_id(1)
-    lengths = (cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx)
+    before = seqlen_k if cache_seqlens is None else 0
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, None, page_table, stride_table, seqlen_q, seqlen_k,
+        before, 0,
+    )  # fmt: skip
     # Of sequences of many lengths the longest start first, and the short ones fill the end (Graham 1969).
     if BATCHES > 0:
-        batch = _longest(lengths, batch, batches, BATCHES)
+        batch = _nth_longest(sequences, batch, batches, BATCHES)
         rest = batch * heads_kv + head_kv
-    row_q, first_q, seqlen_q, row_k, first_k, seqlen_k = _sequence(lengths, batch, seqlen_q, seqlen_k)
+    batch_q = batch if cu_seqlens_q is None else 0
+    batch_k = batch if cu_seqlens_k is None else 0
+    first_q, seqlen_q = packed_rows(cu_seqlens_q, batch, seqlen_q)
+    first_k, seqlen_k, _ = keys_of(sequences, batch)
+    if cache_batch_idx is not None:
+        batch_k = gl.load(cache_batch_idx + batch)
 
-    # Which keys: the tiles [low, high), those of a piece where they are split; a tile that pads an unrolled few is hidden.
+    # Which keys: the tiles [low, high), those of a split where they are split; a tile that pads an unrolled few is hidden.
     first_row = tile_m * TILE
     diagonal = seqlen_k - seqlen_q
     if TOPLEFT:
@@ -177,11 +169,11 @@ def flashmoe_chunk_gluon_sm90(
     tiles = (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
     low = gl.to_tensor(0)
     if left is not None:
-        low = gl.maximum(first_row + diagonal - behind(left, right), 0) // BLOCK_N
+        low = gl.maximum(first_row + diagonal - keys_back(left, right), 0) // BLOCK_N
         tiles = gl.maximum(tiles - low, 0)
     high = low + tiles
     if SPLIT:
-        used = gl.maximum(gl.minimum(splits, (tiles + MIN_TILES - 1) // MIN_TILES), 1)
+        used = used_splits(tiles, splits, MIN_TILES)
         high = low + gl.where(split < used, tiles * (split + 1) // used, tiles * split // used)
         low += tiles * split // used
     count = gl.where((high > low) & (first_row < seqlen_q), gl.maximum(high - low, PEELED), 0)
@@ -196,32 +188,28 @@ def flashmoe_chunk_gluon_sm90(
     else:
         out_at = head64 * stride_oh + (first_q + first_row).to(gl.int64) * stride_om
         lse_at = head64 * stride_lse + first_q + first_row
-    keys = (row_k, first_k)
     if PAGE > 0:
-        keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
-    place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
-    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
+        keys = CachePages(page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
+    else:
+        keys = CacheRows(batch_k, first_k)  # type: ignore[assignment]
+    tiles_n = KeyTiles(low, high, count)
+    loads = Loads(batch_q, head_kv, first_head, first_q + first_row, keys, tiles_n)
+    rows = Rows(tiles_n, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
     if sinks is not None:
         sinks += head_kv * GROUP
-    output = (out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
-    descs = (q_descs, k_descs, v_descs)
-    memory = (q_smem, k_smem, v_smem)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty)
-    scale_log2 = softmax_scale * 1.4426950408889634
-    scales = (scale_log2, softcap)
-    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
-        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
+    output = Output(
+        out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits
+    )  # fmt: skip
+    buffers = Buffers(q_smem, k_smem, v_smem)
+    barriers = Barriers(q_full, None, k_full, k_empty, v_full, v_empty)
+    scales = Scales(softmax_scale * 1.4426950408889634, softcap)
+    if softcap is not None:
+        scales = capped_scales(softmax_scale, softcap)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+                (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
+                (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -229,21 +217,9 @@ def flashmoe_chunk_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+                (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
+                (consume, (buffers, barriers, rows, output, scales, 1, TRAITS)),
+                (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],

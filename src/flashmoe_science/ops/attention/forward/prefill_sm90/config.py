@@ -1,49 +1,38 @@
-"""What fwd_gluon_sm90.py decides on the host: what it serves, the shapes of its programs, and how tiles are dealt out."""
+"""What fwd_gluon_sm90 serves, and the shapes of its programs by problem and GPU, the best guess first."""
 
 from __future__ import annotations
 
-from math import ceil, gcd
-from typing import Any, NamedTuple
-
-from triton.experimental.gluon import language as gl
+from math import ceil
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.kernel import Sizes
 from flashmoe_science.ops.attention.device.bias import EXCHANGE_BYTES
-from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES, consumer_registers, producer_registers
-from flashmoe_science.ops.attention.device.tma import fills_tiles, rows_of_copy, why_not_capped, why_not_copied, why_not_paged
-from flashmoe_science.ops.attention.device.wide import CHUNK
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles, numbers
+from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES
+from flashmoe_science.ops.attention.device.tma import fills_tiles, why_not_capped, why_not_copied, why_not_paged
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
+    chunk_columns,
+    heads_of_tile,
+    is_packed,
+    out_fits_query,
+    tiles_of_head,
+)
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
-from flashmoe_science.ops.attention.problem.lengths import sequence_lengths
-from flashmoe_science.ops.descriptors import Tile
-from flashmoe_science.ops.launch import Grid, cdiv
+from flashmoe_science.ops.launch import cdiv
 
 SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed", "page")
 FULL_HEAD = 512  # queries
-MOST_HEADS = 8  # of packed sequences in a consumer's rows: the swizzle of shared memory repeats with eight rows
 # Keys, and tiles for each processor, from which on three consumers are the fastest for causal heads of up to 64 columns.
 MANY_KEYS, MANY_ROUNDS = 3072, 8
 # By how much a program of more consumers is faster a row than one of fewer, where both have work for the whole GPU: if the rows
 # of the busiest processor differ by more, they decide.
 TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
-# How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs. With fewer tiles they do so for three consumers, and where whole rounds would
-# waste much, but not where several programs share a processor, unless all tiles cost about the same.
-TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
-FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
-MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
+MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on more stages are worth their memory
 SOME_KEYS = 768  # in a window, up to which small tiles are faster
-FAR = 2**28  # keys: a window that hides nothing; two of them and a position still fit 32 bits
-# The kernel's last integers, which no build is specialised on: a new batch or length must not compile anew.
-SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
-EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
+    """None if the kernel can serve the problem there, else why not."""
     reason = why_not_copied(problem, device) or why_not_capped(problem) or why_not_paged(problem)
     reason = reason or unserved(problem.modes, SERVED)
     if reason is None and problem.modes.prefix and problem.modes.window:
@@ -198,6 +187,7 @@ def shape_of(
     occupancy: int = 1,
     own_out: int = 1,
 ) -> Shape:
+    """A Shape; V has as many stages as K unless it has ``stages_v``."""
     return {
         "consumers": consumers,
         "block_n": block_n,
@@ -212,30 +202,16 @@ def shape_of(
 def tile_bytes(problem: AttentionProblem, shape: Shape) -> int:
     """Bytes of shared memory of a program's tiles."""
     width, width_out = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
-    width_v = _chunks(problem) * chunk_columns(problem)
-    own_out = shape["own_out"] or not _out_fits_query(problem)
+    width_v = cdiv(problem.head_dim_v, chunk_columns(problem)) * chunk_columns(problem)
+    own_out = shape["own_out"] or not out_fits_query(problem)
     keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
     exchanged = shape["consumers"] * EXCHANGE_BYTES if problem.modes.bias == "additive" else 0
     return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out)) + exchanged
 
 
-def _is_wide(problem: AttentionProblem) -> bool:
-    """Whether V is not one tile, and the product the one of wide_gluon_sm90.py."""
-    return len(head_parts(problem.head_dim_v)) > 1
-
-
-def chunk_columns(problem: AttentionProblem) -> int:
-    """Columns of V that one copy brings."""
-    return CHUNK.value if _is_wide(problem) else padded_head_dim(problem.head_dim_v)
-
-
-def _chunks(problem: AttentionProblem) -> int:
-    return cdiv(problem.head_dim_v, chunk_columns(problem))
-
-
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program. Packed
-    sequences, and tiles of queries that a window makes about equal, are dealt out one by one."""
+    sequences, and tiles of queries that a window makes about equal, are scheduled one by one."""
     if is_packed(problem) or problem.modes.window:
         return Config(**shape, persistent=1, paired=0)
     config = Config(**shape, persistent=1, paired=int(problem.causal))
@@ -243,148 +219,3 @@ def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> Config:
     if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:
         return Config(**shape | {"stages_q": 1}, persistent=0, paired=0)
     return config
-
-
-class Variant(NamedTuple):
-    """What a build is specialised on beside its config and its dtypes, and a call decides."""
-
-    aligned: bool
-    even_k: bool
-    deal: int
-    bias_unit: int
-
-
-def variant_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias_unit: int) -> Variant:
-    even_k = problem.seqlen_k % config["block_n"] == 0
-    return Variant(_aligned(problem), even_k, deal_of(problem, config, gpu).value, bias_unit)
-
-
-# Whatever the lengths: what they decide, their program finds out.
-PACKED = Variant(aligned=False, even_k=False, deal=TILES.value, bias_unit=1)
-
-
-def is_packed(problem: AttentionProblem) -> bool:
-    return problem.modes.lengths == "packed"
-
-
-def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, write_lse: bool) -> dict[str, Any]:
-    producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
-    return {
-        "CONSUMERS": config["consumers"],
-        "BLOCK_N": config["block_n"],
-        "STAGES_Q": config["stages_q"],
-        "STAGES_K": config["stages_k"],
-        "STAGES_V": config["stages_v"],
-        "CAUSAL": problem.causal or problem.modes.window_right is not None,
-        "ALIGNED": variant.aligned,
-        "EVEN_K": variant.even_k,
-        "WRITE_LSE": write_lse,
-        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
-        "DEAL": variant.deal,
-        "UNIT": variant.bias_unit,
-        "PAGE": problem.modes.page,
-        "CONSUMER_REGS": consumer_registers(config, producer),
-        "PRODUCER_REGS": producer,
-    }
-
-
-def _out_fits_query(problem: AttentionProblem) -> bool:
-    """Whether the parts of a tile of O are the first of those of Q, so that they can take their place."""
-    of_out = head_parts(problem.head_dim_v)
-    return head_parts(problem.head_dim)[: len(of_out)] == of_out
-
-
-def _aligned(problem: AttentionProblem | Sizes) -> bool:
-    """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
-    return problem.causal and problem.causal_offset % ROWS == 0
-
-
-def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
-    return problem.causal and bool(config["paired"])
-
-
-def deal_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
-    if not _paired(problem, config):
-        return TILES
-    tiles_m = tiles_of_head(problem, config)
-    pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
-    # Of processors: programs that share one even out each other's share.
-    waste = 2 * cdiv(pairs, gpu.sm_count) * gpu.sm_count / (problem.batch * problem.heads * tiles_m) - 1.0
-    if waste > MOST_WASTE and pairs <= FEW_ROUNDS * gpu.sm_count:
-        return PAIRS_THEN_TILES
-    some = config["consumers"] == 3 or (waste > MUCH_WASTE and (config["occupancy"] == 1 or _even(problem)))
-    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRS
-
-
-def _even(problem: AttentionProblem | Sizes) -> bool:
-    """Whether so many keys are before the diagonal that all tiles of queries cost about the same."""
-    return problem.causal_offset >= EVEN * problem.seqlen_q
-
-
-def pair_rounds_of(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
-    """Whole rounds of pairs that go out to so many programs before single tiles do."""
-    pairs = problem.batch * problem.heads * cdiv(tiles_of_head(problem, config), 2)
-    return max(0, pairs // programs - LAST_ROUNDS)
-
-
-def tiles_of_head(problem: AttentionProblem | Sizes, config: Config) -> int:
-    return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
-
-
-def grid_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[int, int, int]:
-    tiles_m, heads = tiles_of_head(problem, config), problem.batch * problem.heads
-    pairs = cdiv(tiles_m, 2)
-    work = heads * (pairs if _paired(problem, config) else tiles_m)
-    programs = gpu.sm_count * config["occupancy"]
-    if not config["persistent"] or work <= programs:
-        return work, 1, 1
-    # Of an odd number of tiles the middle one stands alone. With one program fewer it goes round; else it might always come to
-    # the same programs, which would idle for half of their time.
-    if _paired(problem, config) and tiles_m % 2 and gcd(programs, pairs) > 1:
-        programs -= 1
-    return programs, 1, 1
-
-
-def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None, ...]:
-    """Copies of Q, K, V and O, then of their second parts: None for each that has none. Those of packed sequences end where
-    one does (``descriptors.ragged``)."""
-    parts, of_v, of_out = head_parts(problem.head_dim), (chunk_columns(problem),), head_parts(problem.head_dim_v)
-    of_q: Tile = (1, 1, ROWS)
-    of_k: Tile = (1, 1, rows_of_copy(problem, config))
-    if is_packed(problem):
-        heads = heads_of_tile(problem)
-        of_q, of_k = (1, 1, heads, ROWS // heads), (1, *of_k)
-    tensors = ((of_q, parts), (of_k, parts), (of_k, of_v), (of_q, of_out))
-    return tuple((*rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
-
-
-def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """The keys before a row's own that it sees, and those after it; None where no window limits them. A window's right end is
-    a diagonal, of a causal mask that lies so many keys later."""
-    modes = problem.modes
-    return tuple(None if one is None else min(one, FAR) for one in (modes.window_left, modes.window_right))  # type: ignore[return-value]
-
-
-def heads_of_tile(problem: AttentionProblem) -> int:
-    """Query heads of one key head in a consumer's rows: few queries fill more of them so. ALiBi has a slope for a tile."""
-    group = problem.heads // problem.heads_kv
-    return min(group & -group, MOST_HEADS) if is_packed(problem) and problem.modes.bias == "none" else 1
-
-
-def queries_of_tile(problem: AttentionProblem, config: Config) -> int:
-    return config["consumers"] * ROWS // heads_of_tile(problem)
-
-
-def packed_grid(tiles: int, config: Config, gpu: Gpu) -> Grid:
-    return min(tiles, gpu.sm_count * config["occupancy"]), 1, 1
-
-
-def most_listed(problem: AttentionProblem, config: Config) -> int:
-    """The most tiles of packed sequences that are listed, as the problem's text has them."""
-    lengths = sequence_lengths(problem.modes, problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return most_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
-
-
-def workspace(problem: AttentionProblem, config: Config) -> int:
-    """Bytes of the list of tiles of packed sequences."""
-    return 4 * numbers(most_listed(problem, config)) if is_packed(problem) else 0

@@ -29,43 +29,44 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
-from flashmoe_science.ops.attention.device.bias import AT_ONCE
+from flashmoe_science.ops.attention.device.bias import AT_ONCE, Bias
 from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
-from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
+from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
 from flashmoe_science.ops.attention.device.wide import descriptor_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
+from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Descriptors, Output, Pages, Sizes, Traits, Work
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
+from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
+from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
+from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     PACKED,
     SIZES,
-    configs,
     constexprs_of,
     grid_of,
     heads_of_tile,
     is_packed,
     most_listed,
     packed_grid,
-    suits,
-    supports,
     tile_shapes,
     variant_of,
     window_of,
     workspace,
 )
-from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
-from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
-from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import can_start_early
-from flashmoe_science.ops.pipeline_gluon import make_board
+from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
 NAME = "fwd_gluon_sm90"
 OF_PAGES = ("stride_table", "pitch_k", "pitch_v")
@@ -78,80 +79,54 @@ def flashmoe_fwd_gluon_sm90(
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr, UNIT: gl.constexpr, PAGE: gl.constexpr,
+    SCHEDULE: gl.constexpr, UNIT: gl.constexpr, PAGE: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    q_descs, k_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest)
-    o_descs = parts_of(o_desc, o_rest)
     CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
-    q_smem = memory_of(q_descs, STAGES_Q * CONSUMERS)
-    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
-    v_smem = memory_of_keys((v_desc,), STAGES_V * CHUNKS, BLOCK_N)
+    MIN_TILES: gl.constexpr = 2 if CAUSAL and not (ALIGNED or tiles is not None or left is not None) else 1
+    TRAITS: gl.constexpr = Traits(CONSUMERS, CAUSAL, ALIGNED, MIN_TILES, EVEN_K, WRITE_LSE, OWN_OUT, SCHEDULE, UNIT, PAGE)
+    descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), (v_desc,))
+    o_descs = parts_of(o_desc, o_rest)
+    q_smem = allocate_tiles(descs.q, STAGES_Q * CONSUMERS)
+    k_smem = allocate_tiles(descs.k, STAGES_K, BLOCK_N)
+    v_smem = allocate_tiles(descs.v, STAGES_V * CHUNKS, BLOCK_N)
     if OWN_OUT:
-        o_smem = memory_of(o_descs, CONSUMERS)
+        o_smem = allocate_tiles(o_descs, CONSUMERS)
     else:  # Q's tile is dead once the last scores are computed
         o_smem = q_smem
+    v_low = o_rest
     if o_rest is not None:
         v_low = descriptor_of(v_smem[0])
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES_Q * CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES_K):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(STAGES_V):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    q_full, q_empty = make_barriers(STAGES_Q * CONSUMERS, 1)
+    k_full, k_empty = make_barriers(STAGES_K, CONSUMERS)
+    v_full, v_empty = make_barriers(STAGES_V, CONSUMERS)
+    mailbox = tiles
     if tiles is not None:
-        board = make_board(6, CONSUMERS)
+        mailbox = make_mailbox(6, CONSUMERS)
     fence_async_shared()
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
-    scale_log2 = softmax_scale * 1.4426950408889634
-    scales = (scale_log2, softcap)
-    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
-        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
 
-    memory = (q_smem, k_smem, v_smem, o_smem)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    cache = (table, stride_table, pitch_k, pitch_v)
-    work = (sizes, tiles, v_rest, prefix, left, cache)  # without a list of tiles no board: None
-    if tiles is not None:
-        work = (sizes, tiles, board, prefix, left, cache)
-    of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
-    output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
-    if o_rest is not None:
-        output = (o_descs, lse_base, scales, v_low, sinks, of_bias)
+    scales = Scales(softmax_scale * 1.4426950408889634, softcap)
+    if softcap is not None:
+        scales = capped_scales(softmax_scale, softcap)
+    buffers = Buffers(q_smem, k_smem, v_smem, o_smem)
+    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = Sizes(heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
+    work = Work(sizes, tiles, mailbox, prefix, left, Pages(table, stride_table, pitch_k, pitch_v))
+    of_bias = Bias(bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
+    output = Output(o_descs, lse_base, scales, v_low, sinks, of_bias)
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [
-                (
-                    consume,
-                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
-            ],
+            [(consume, (output, buffers, barriers, work, 0, TRAITS)), (produce, (descs, buffers, barriers, work, TRAITS))],
             [1],
             [PRODUCER_REGS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (
-                    consume,
-                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
+                (consume, (output, buffers, barriers, work, 0, TRAITS)),
+                (consume, (output, buffers, barriers, work, 1, TRAITS)),
+                (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -159,19 +134,10 @@ def flashmoe_fwd_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (
-                    consume,
-                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (
-                    consume,
-                    (output, memory, barriers, work, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
-                ),
-                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
+                (consume, (output, buffers, barriers, work, 0, TRAITS)),
+                (consume, (output, buffers, barriers, work, 1, TRAITS)),
+                (consume, (output, buffers, barriers, work, 2, TRAITS)),
+                (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],

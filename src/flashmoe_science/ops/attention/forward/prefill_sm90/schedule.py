@@ -1,44 +1,46 @@
-"""Which tiles a program of fwd_gluon_sm90.py works on: of queries, dealt out to programs, and of keys, those that rows see."""
+"""The tile scheduler of fwd_gluon_sm90: the tiles of queries of a program, and the tiles of keys that rows see."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import PAIRS, PAIRS_THEN_TILES
+from flashmoe_science.ops.attention.forward.prefill_sm90.variant import PAIRED, PAIRED_TAIL
 
 
 @gluon.jit
-def steps_of_program(tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
-    """Steps that a program takes; in some of the last it may find no work."""
+def steps_of_program(sizes, SCHEDULE: gl.constexpr):
+    """The number of steps of a program; in some of the last it may find no work."""
+    tiles_m, heads_all, pair_rounds = sizes.tiles_m, sizes.heads_all, sizes.pair_rounds
     programs = gl.num_programs(0)
-    if DEAL == PAIRS_THEN_TILES:
+    if SCHEDULE == PAIRED_TAIL:
         pairs = (tiles_m + 1) // 2
-        dealt = pair_rounds * programs
-        left = heads_all * tiles_m - dealt // pairs * tiles_m - dealt % pairs * 2
+        scheduled = pair_rounds * programs
+        left = heads_all * tiles_m - scheduled // pairs * tiles_m - scheduled % pairs * 2
         return 2 * pair_rounds + (left + programs - 1) // programs
-    elif DEAL == PAIRS:
+    elif SCHEDULE == PAIRED:
         return 2 * ((heads_all * ((tiles_m + 1) // 2) + programs - 1) // programs)
     else:
         return (heads_all * tiles_m + programs - 1) // programs
 
 
 @gluon.jit
-def piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.constexpr):
-    """What to do in a step: (is there work, tile of queries, batch * heads + head).
+def tile_at(step, sizes, CAUSAL: gl.constexpr, SCHEDULE: gl.constexpr):
+    """The tile of a step: (is there one, tile of queries, batch * heads + head).
 
     Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
-    place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs dealt
-    out evenly load every program evenly, but for the last round. What ``pair_rounds`` rounds of them leave goes out tile by
-    tile then, as everything does where there are too few pairs: the heaviest first.
+    place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs load
+    every program evenly, but for the last round. What ``pair_rounds`` rounds of them leave is scheduled tile by tile, as all
+    tiles are where there are too few pairs: the heaviest first.
     """
-    if DEAL == PAIRS_THEN_TILES:
+    tiles_m, heads_all, pair_rounds = sizes.tiles_m, sizes.heads_all, sizes.pair_rounds
+    if SCHEDULE == PAIRED_TAIL:
         if step < 2 * pair_rounds:
             has_work, tile, head = _half_pair(step, tiles_m, heads_all)
         else:
-            has_work, tile, head = _left_over(step - 2 * pair_rounds, tiles_m, heads_all, pair_rounds)
+            has_work, tile, head = _tail(step - 2 * pair_rounds, tiles_m, heads_all, pair_rounds)
         return has_work, tile, head
-    elif DEAL == PAIRS:
+    elif SCHEDULE == PAIRED:
         return _half_pair(step, tiles_m, heads_all)
     else:
         index = step * gl.num_programs(0) + gl.program_id(0)
@@ -50,7 +52,7 @@ def piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.
 
 @gluon.jit
 def _half_pair(step, tiles_m, heads_all):
-    """What ``piece`` gives of pairs: in even steps the lower tile of one, in odd steps its other, if it is another."""
+    """``tile_at`` of pairs: in even steps the lower tile of one, in odd steps its other, if it is another."""
     pairs = (tiles_m + 1) // 2
     unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
     low = unit % pairs
@@ -60,9 +62,8 @@ def _half_pair(step, tiles_m, heads_all):
 
 
 @gluon.jit
-def _left_over(turn, tiles_m, heads_all, pair_rounds):
-    """What ``piece`` gives in a turn after the pairs. Dealt to and fro, so that who gets the heavier tile in one turn gets the
-    lighter one in the next.
+def _tail(step, tiles_m, heads_all, pair_rounds):
+    """``tile_at`` of the steps after the pairs. Snake order: balances causal work between consecutive waves.
 
     Left are the heads that no pair was taken of, and one whose first pairs are gone: its inner tiles. Tiles of one place in
     their heads stand together, so a place has as many of them as heads that have it left.
@@ -74,7 +75,7 @@ def _left_over(turn, tiles_m, heads_all, pair_rounds):
     heads = heads_all - begun - 1
     outer = heads * taken
     inner = (heads + 1) * (tiles_m - 2 * taken)
-    index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    index = step * programs + gl.where(step % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
     has_work = index < 2 * outer + inner
     place = tiles_m - 1
     head = begun + 1
@@ -91,21 +92,20 @@ def _left_over(turn, tiles_m, heads_all, pair_rounds):
 
 
 @gluon.jit
-def key_tiles(first_row, rows, span, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr):
-    """Tiles of keys that rows [first_row, first_row + rows) look at: (the first, the one after the last).
+def key_tiles(first_row, rows, bounds, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, MIN_TILES: gl.constexpr):
+    """Tiles of keys that rows [first_row, first_row + rows) see: (the first, the one after the last).
 
-    At least one, so that every row gets a result, and two where the diagonal may cross as many: the last may hold no key that
-    they see. ``span``: see ``mask_keys``.
+    At least one, so that every row gets a result, and MIN_TILES from the first key on: the last may hold no key that they see.
     """
-    seqlen_q, seqlen_k, to_last, prefix, left = span
-    end = seqlen_k
+    end = bounds.seqlen_k
     if CAUSAL:
-        own = first_row + rows + to_last
-        if prefix is not None:
-            own = gl.maximum(own, prefix)
+        own = first_row + rows + bounds.diagonal
+        if bounds.prefix is not None:
+            own = gl.maximum(own, bounds.prefix)
         end = gl.minimum(end, own)
-    tiles = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 2 if CAUSAL and not ALIGNED else 1)
-    if left is None:
+    tiles = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, MIN_TILES)
+    if bounds.left is None:
         return 0, tiles
     else:
-        return gl.minimum(gl.maximum(first_row + seqlen_k - seqlen_q - left, 0) // BLOCK_N, tiles - 1), tiles
+        begin = gl.maximum(first_row + bounds.seqlen_k - bounds.seqlen_q - bounds.left, 0)
+        return gl.minimum(begin // BLOCK_N, tiles - 1), tiles

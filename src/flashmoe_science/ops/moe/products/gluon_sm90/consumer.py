@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_store
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.pipeline_gluon import advance, first_stage, take
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
 
@@ -81,13 +81,14 @@ def _activate(acc, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
 
 @gluon.jit
 def _multiply(
-    acc, stage, phase, memory, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
+    acc, state, memory, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
 ):  # fmt: skip
     """The sums [ROWS, BLOCK_N] of ``STEPS`` stages; each stage is released when the product after it has begun."""
     STAGES: gl.constexpr = memory.w.shape[0]
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
     for step in range(STEPS):
-        mbarrier.wait(memory.full.index(stage), phase)
+        stage = state.stage
+        mbarrier.wait(memory.full.index(stage), state.phase)
         if GATHERED:
             fence_async_shared()  # cp.async writes as threads do, the matrix instruction reads as the copy engine does
         w = memory.w.index(stage).reshape([acc.shape[1], memory.a.shape[2]])  # [BLOCK_N, BLOCK_K]
@@ -97,10 +98,10 @@ def _multiply(
         acc = warpgroup_mma_wait(1, (acc,))
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(memory.empty.index(before), pred=step > 0)
-        stage, phase = advance(stage, phase, STAGES)
+        state = advance(state, STAGES)
     acc = warpgroup_mma_wait(0, (acc,))
-    mbarrier.arrive(memory.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-    return acc, stage, phase
+    mbarrier.arrive(memory.empty.index(gl.where(state.stage == 0, STAGES - 1, state.stage - 1)))
+    return acc, state
 
 
 @gluon.jit
@@ -116,16 +117,16 @@ def consume(
     STEPS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    stage, phase = first_stage()
+    state = first_stage()
     iteration = gl.to_tensor(0)
     buffers = (memory.out.index(2 * CONSUMER), memory.out.index(2 * CONSUMER + 1))
-    column, row, end = take(memory.mailbox, iteration, one)
+    column, row, end = receive(memory.mailbox, iteration, one)
     while column >= 0:
         iteration += 1
         first = row + CONSUMER * ROWS
         if first < end:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-            acc, stage, phase = _multiply(acc, stage, phase, memory, CONSUMER, STEPS, FUNCTION is not None)
+            acc, state = _multiply(acc, state, memory, CONSUMER, STEPS, FUNCTION is not None)
             if FUNCTION is not None:
                 active = _activate(acc, FUNCTION, ALPHA, LIMIT, out_desc.dtype)  # [ROWS, BLOCK_N / 2]
                 _store(active, out_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
@@ -133,8 +134,8 @@ def consume(
                 _store(acc, out_desc, first, end, column * BLOCK_N, buffers, 0)
         else:
             for step in range(STEPS):
-                mbarrier.wait(memory.full.index(stage), phase)
-                mbarrier.arrive(memory.empty.index(stage))
-                stage, phase = advance(stage, phase, STAGES)
-        column, row, end = take(memory.mailbox, iteration, one)
+                mbarrier.wait(memory.full.index(state.stage), state.phase)
+                mbarrier.arrive(memory.empty.index(state.stage))
+                state = advance(state, STAGES)
+        column, row, end = receive(memory.mailbox, iteration, one)
     tma.store_wait(0)

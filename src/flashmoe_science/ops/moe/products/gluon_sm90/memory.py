@@ -1,4 +1,4 @@
-"""Shared memory of the two kernels: a ring of stages, two store buffers a consumer, the barriers, and the tile mailbox."""
+"""Shared memory of the two kernels: a pipeline of stages, two store buffers a consumer, the barriers, and the tile mailbox."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashmoe_science.ops.pipeline_gluon import make_board
+from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
 
 class Memory(NamedTuple):
@@ -35,11 +35,7 @@ def make_memory(
     a = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], a_layout)
     w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     out = gl.allocate_shared_memory(dtype, [2 * CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    mailbox = make_board(3, CONSUMERS)
+    full, empty = make_barriers(STAGES, CONSUMERS, ARRIVALS)
+    mailbox = make_mailbox(3, CONSUMERS)
     fence_async_shared()
     return Memory(a, w, out, full, empty, mailbox)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load
 from flashmoe_science.ops.moe.rows import tables_of, tile_at
-from flashmoe_science.ops.pipeline_gluon import advance, first_stage, give
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 
 LATE = gl.constexpr(6)  # stages before a tile's end at which the next one is scheduled: as long as its look-up takes
 _tables_of = as_gluon(tables_of)
@@ -49,7 +49,7 @@ def _gather(base, tokens, rows, smem, stage, first, layout: gl.constexpr, DEPTH:
 
 @gluon.jit
 def _fill(
-    a, w_desc, memory, tokens, tile, stage, phase,
+    a, w_desc, memory, tokens, tile, state,
     START: gl.constexpr, STOP: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
     """Copy columns from ``START`` to ``STOP`` of a tile's rows and weights to stages of the ring: x's rows of ``tokens``, or
@@ -62,8 +62,9 @@ def _fill(
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     present = gl.minimum((tile.end - tile.row + ROWS - 1) // ROWS, CONSUMERS)  # consumers that have rows
     for k in range(START, STOP, BLOCK_K):
+        stage = state.stage
         bar = memory.full.index(stage)
-        mbarrier.wait(memory.empty.index(stage), phase ^ 1)
+        mbarrier.wait(memory.empty.index(stage), state.phase ^ 1)
         if tokens is None:
             for c in gl.static_range(CONSUMERS):
                 mbarrier.expect(bar, w_desc.block_type.nbytes + (c + 1) * a.block_type.nbytes, pred=present == c + 1)
@@ -75,8 +76,8 @@ def _fill(
             tma_load(w_desc, [tile.expert, tile.column * WEIGHTS, 0, 0, k], bar, memory.w.index(stage))
             _gather(a, tokens, tile.end - tile.row, memory.a, stage, k, layout, DEPTH, STRIDE)
             cp_async_arrive(bar, increment_count=False)
-        stage, phase = advance(stage, phase, STAGES)
-    return stage, phase
+        state = advance(state, STAGES)
+    return state
 
 
 @gluon.jit
@@ -96,16 +97,16 @@ def produce(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
     tile = _tile_at(gl.program_id(0), parts, tiles, COLUMNS, GROUP, ROWS)
-    stage, phase = first_stage()
+    state = first_stage()
     iteration = gl.to_tensor(0)
     while tile.column >= 0:
-        give(memory.mailbox, iteration, (tile.column, tile.row, tile.end), one)
+        publish(memory.mailbox, iteration, (tile.column, tile.row, tile.end), one)
         iteration += 1
         if tokens is not None:
             _keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
-        stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, 0, EARLY, DEPTH, STRIDE)
+        state = _fill(a, w_desc, memory, tokens, tile, state, 0, EARLY, DEPTH, STRIDE)
         index = gl.num_programs(0) + gl.atomic_add(parts.taken + PRODUCT, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
-        stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, EARLY, DEPTH, DEPTH, STRIDE)
+        state = _fill(a, w_desc, memory, tokens, tile, state, EARLY, DEPTH, DEPTH, STRIDE)
         tile = following
-    give(memory.mailbox, iteration, (-1, 0, 0), one)
+    publish(memory.mailbox, iteration, (-1, 0, 0), one)
