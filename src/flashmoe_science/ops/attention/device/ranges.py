@@ -71,7 +71,7 @@ def use_stream_k(tiles, even_slope, even_least):
 
 
 @triton.jit
-def sequences_of_range(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.constexpr):
+def sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.constexpr):
     """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
     last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
 

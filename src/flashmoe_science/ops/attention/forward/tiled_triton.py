@@ -10,6 +10,7 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -52,19 +53,8 @@ NAME = "fwd_triton"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 
-class _Traits(NamedTuple):
-    """What a tile of keys is specialised on: the entry's constexprs of these names."""
-
-    D: tl.constexpr
-    DV: tl.constexpr
-    BLOCK_D: tl.constexpr
-    BLOCK_DV: tl.constexpr
-    CAUSAL: tl.constexpr
-    ONE_TILE: tl.constexpr
-    SCALE_FIRST: tl.constexpr
-    PRECISION: tl.constexpr
-    COMPENSATED: tl.constexpr
-    INTERPRET: tl.constexpr
+# What a tile of keys is specialised on: constexprs of the kernel.
+_Traits = namedtuple("_Traits", "D DV BLOCK_D BLOCK_DV CAUSAL ONE_TILE SCALE_FIRST PRECISION COMPENSATED INTERPRET")
 
 
 @triton.jit

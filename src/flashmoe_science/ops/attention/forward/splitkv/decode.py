@@ -26,11 +26,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
-from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
     sequence_by_length,
-    sequences_of_range,
+    sequences_in,
     store_split_info,
     tiles_of,
     use_stream_k,
@@ -49,7 +48,7 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
 )
 from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_split
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
-from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Traits
+from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Strided, Traits
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import barrier
@@ -100,7 +99,7 @@ def flashmoe_decode_gluon(
     scores = Scores(softmax_scale, left, right, sinks)
     traits: gl.constexpr = Traits(
         GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, PAGE,
-        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, WARPS=WARPS,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, WARPS,
     )  # fmt: skip
     number, head_kv, split = gl.program_id(0) // heads_kv, gl.program_id(0) % heads_kv, gl.program_id(1)
     batch = number
@@ -125,9 +124,7 @@ def flashmoe_decode_gluon(
         results = Partials(partials, all_rows, gl.maximum(batches * splits, batches + ranges))
         first, past, begin, low, high, units = batch, gl.minimum(batch + 1, batches), 0, 0, 0, 1
         if stream_k:
-            first, past, begin, low, high, units = sequences_of_range(
-                tiles, total, number, ranges, batches, numbers, MIN_TILES
-            )  # fmt: skip
+            first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES)
         for sequence in range(first, past):
             tiles_in = tiles_of(sequences, sequence, batches, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES

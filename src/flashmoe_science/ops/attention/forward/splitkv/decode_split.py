@@ -14,13 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
 from flashmoe_science.ops.attention.device.ranges import tiles_between, tiles_in_range, used_splits
 from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
+from flashmoe_science.ops.attention.forward.splitkv.records import Strided
 from flashmoe_science.ops.gluon_bridge import cp_async
 
 
@@ -107,16 +107,14 @@ def attend_split(
     split, else partials. ``stream_k``: whether the split is the tiles of a range; None where it never is.
     """
     dtype: gl.constexpr = operands.q.base.dtype.element_ty
-    GROUP: gl.constexpr = traits.GROUP
     WARPS: gl.constexpr = traits.WARPS
     STAGES: gl.constexpr = traits.NUM_STAGES
     BLOCK_M: gl.constexpr = traits.BLOCK_M
     BLOCK_N: gl.constexpr = traits.BLOCK_N
     BLOCK_D: gl.constexpr = traits.BLOCK_D
     BLOCK_DV: gl.constexpr = traits.BLOCK_DV
-    BEGINS: gl.constexpr = traits.BEGINS
     OWN: gl.constexpr = BLOCK_N // WARPS
-    MASKED: gl.constexpr = traits.ENDS or BEGINS or traits.RIGHT
+    MASKED: gl.constexpr = traits.ENDS or traits.BEGINS or traits.RIGHT
     q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], swizzled(BLOCK_D, [1, 0]))
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPS, OWN, BLOCK_D], swizzled(BLOCK_D, [2, 1, 0]))
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPS, OWN, BLOCK_DV], swizzled(BLOCK_DV, [2, 1, 0]))
@@ -134,7 +132,7 @@ def attend_split(
     if traits.LEFT:
         start = gl.maximum(start, diagonal - scores.left)
     end = gl.maximum(end, start)
-    first_tile, tiles = tiles_between(start, end, BLOCK_N, BEGINS)
+    first_tile, tiles = tiles_between(start, end, BLOCK_N, traits.BEGINS)
     low, high = first_tile, first_tile + tiles
     if SPLIT:
         used = used_splits(tiles, split.splits, traits.MIN_TILES)
@@ -171,7 +169,8 @@ def attend_split(
     warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, of_row)), 1)  # [WARPS, 1]
     own_key = gl.expand_dims(gl.expand_dims(gl.arange(0, OWN, gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
     offset = gl.expand_dims(warp, 2) * OWN + own_key  # [WARPS, 1, OWN]
-    query = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_row)) // GROUP, 0), 2)  # [1, BLOCK_M, 1]
+    query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_row)) // traits.GROUP
+    query = gl.expand_dims(gl.expand_dims(query, 0), 2)  # [1, BLOCK_M, 1]
     pages_k = _pages(low * BLOCK_N, copied, BLOCK_D, traits)
     pages_v = _pages(low * BLOCK_N, copied, BLOCK_DV, traits)
     # The first iterations only start copies: the code of a second loop for them would be read from memory as they wait.
@@ -196,7 +195,7 @@ def attend_split(
                 seen = key < end
                 if traits.RIGHT:
                     seen = seen & (key <= query + diagonal + scores.right)
-                if BEGINS:
+                if traits.BEGINS:
                     seen = seen & (key >= start)
                 if traits.LEFT:
                     seen = seen & (key >= query + diagonal - scores.left)
@@ -215,16 +214,11 @@ def attend_split(
     async_copy.wait_group(0)
 
     row_max, row_sum, acc = sum_of_warps(acc, row_max, row_sum)  # [BLOCK_M], [BLOCK_M], [BLOCK_M, BLOCK_DV]
-    max_rows = seqlen_q * GROUP
-    if stream_k is not None:
-        if gl.where(stream_k, from_start & to_end, not SPLIT):
-            _store_output(row_max, row_sum, acc, batch64, head_kv, max_rows, operands, scores.sinks, GROUP, traits.DV)
-        else:
-            _store_partials(row_max, row_sum, acc, split, partials, max_rows, traits.DV)
-    elif SPLIT:
-        _store_partials(row_max, row_sum, acc, split, partials, max_rows, traits.DV)
+    max_rows = seqlen_q * traits.GROUP
+    if not SPLIT if stream_k is None else gl.where(stream_k, from_start & to_end, not SPLIT):  # it has no other split
+        _store_output(row_max, row_sum, acc, batch64, head_kv, max_rows, operands, scores.sinks, traits.GROUP, traits.DV)
     else:
-        _store_output(row_max, row_sum, acc, batch64, head_kv, max_rows, operands, scores.sinks, GROUP, traits.DV)
+        _store_partials(row_max, row_sum, acc, split, partials, max_rows, traits.DV)
 
 
 @gluon.jit

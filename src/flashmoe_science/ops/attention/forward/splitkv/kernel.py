@@ -27,11 +27,10 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
-from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
     sequence_by_length,
-    sequences_of_range,
+    sequences_in,
     store_split_info,
     tiles_of,
     use_stream_k,
@@ -53,7 +52,7 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     workspace,
 )
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
-from flashmoe_science.ops.attention.forward.splitkv.records import New, Operands, Scores, Split, Traits
+from flashmoe_science.ops.attention.forward.splitkv.records import New, Operands, Scores, Split, Strided, Traits
 from flashmoe_science.ops.attention.forward.splitkv.split import attend_split
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import stride_unit
@@ -133,7 +132,7 @@ def flashmoe_split_triton(
     )  # fmt: skip
     traits: tl.constexpr = Traits(
         GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, PAGE,
-        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, prefixes is not None, TOPLEFT, SOFTCAP, BIAS, ALWAYS, WIDE,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, None, prefixes is not None, TOPLEFT, SOFTCAP, BIAS, ALWAYS, WIDE,
         COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET, BLOCK_NEW, HALF, INTERLEAVED, MOVING,
     )  # fmt: skip
     stream_k, slots = False, splits
@@ -157,7 +156,7 @@ def flashmoe_split_triton(
         attend_split(batch, head_kv, tile_m, own, operands, sequences, scores, appended, results, SPLIT, traits)
         return
     if STREAM_K:
-        first, past, begin, low, high, units = sequences_of_range(
+        first, past, begin, low, high, units = sequences_in(
             tiles, total, number, ranges, batches, tl.arange(0, BATCHES), MIN_TILES
         )  # fmt: skip
         for sequence in range(first, past):

@@ -5,12 +5,23 @@ Fields in capitals are constants of a build. A tensor that is not given is None.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton.language as tl
 
-from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.rotary import RotaryTables
+
+
+class Strided(NamedTuple):
+    """A tensor [batch, heads, rows, width] or [batch, heads]: its address, or None, and its strides. Without ``stride_n`` the
+    last dimension is contiguous."""
+
+    base: tl.tensor
+    stride_b: tl.tensor
+    stride_h: tl.tensor
+    stride_m: tl.tensor | None = None
+    stride_n: tl.tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -70,47 +81,19 @@ class Split(NamedTuple):
     high_tile: tl.tensor | None = None
 
 
-class Traits(NamedTuple):
-    """What a build is specialised on.
-
-    GROUP: query heads that share a key head. D, DV: widths of heads, padded to BLOCK_D and BLOCK_DV. BLOCK_M: packed rows of a
-    program. BLOCK_N: keys of a tile. NUM_STAGES: tiles on their way. MIN_TILES: the least number of tiles in a split. PAGE:
-    rows of a page, 0 without pages.
-    LEFT, RIGHT: whether a window ends there. BEGINS: whether the first key that is seen may be past 0. ENDS: whether keys may
-    end within a tile. PREFIX: whether every row sees a prefix. TOPLEFT: where the diagonal begins. ALWAYS: scores are masked
-    without a branch. SCALE_FIRST: they are scaled before the softmax. COMPENSATED: see softmax_step. WIDE: a tile may span 2^31
-    elements.
-    BLOCK_NEW: the most rows that are appended. HALF, INTERLEAVED: see load_rotated; HALF is 0 without a rotary embedding.
-    MOVING: each query is rotated by its own position, else all by the first's. WARPS: among which decode_gluon.py parts a tile
-    of keys.
-    """
-
-    GROUP: tl.constexpr
-    D: tl.constexpr
-    DV: tl.constexpr
-    BLOCK_D: tl.constexpr
-    BLOCK_DV: tl.constexpr
-    BLOCK_M: tl.constexpr
-    BLOCK_N: tl.constexpr
-    NUM_STAGES: tl.constexpr
-    MIN_TILES: tl.constexpr
-    PAGE: tl.constexpr
-    LEFT: tl.constexpr
-    RIGHT: tl.constexpr
-    BEGINS: tl.constexpr
-    ENDS: tl.constexpr
-    PREFIX: tl.constexpr = False
-    TOPLEFT: tl.constexpr = False
-    SOFTCAP: tl.constexpr = False
-    BIAS: tl.constexpr = "none"
-    ALWAYS: tl.constexpr = False
-    WIDE: tl.constexpr = False
-    COMPENSATED: tl.constexpr = False
-    SCALE_FIRST: tl.constexpr = False
-    PRECISION: tl.constexpr = "tf32"
-    INTERPRET: tl.constexpr = False
-    BLOCK_NEW: tl.constexpr = 0
-    HALF: tl.constexpr = 0
-    INTERLEAVED: tl.constexpr = False
-    MOVING: tl.constexpr = False
-    WARPS: tl.constexpr = 0
+# What a build is specialised on.
+# GROUP: query heads that share a key head. D, DV: widths of heads, padded to BLOCK_D and BLOCK_DV. BLOCK_M: packed rows of a
+# program. BLOCK_N: keys of a tile. NUM_STAGES: tiles on their way. MIN_TILES: the least number of tiles in a split. PAGE: rows
+# of a page, 0 without pages. LEFT, RIGHT: whether a window ends there. BEGINS: whether the first key that is seen may be past
+# 0. ENDS: whether keys may end within a tile.
+# Of decode_gluon, WARPS: among which a tile of keys is parted.
+# Of split_triton, PREFIX: whether every row sees a prefix. TOPLEFT: where the diagonal begins. ALWAYS: scores are masked
+# without a branch. SCALE_FIRST: they are scaled before the softmax. COMPENSATED: see softmax_step. WIDE: a tile may span 2^31
+# elements. BLOCK_NEW: the most rows that are appended. HALF, INTERLEAVED: see load_rotated; HALF is 0 without a rotary
+# embedding. MOVING: each query is rotated by its own position, else all by the first's.
+Traits = namedtuple(
+    "Traits",
+    "GROUP D DV BLOCK_D BLOCK_DV BLOCK_M BLOCK_N NUM_STAGES MIN_TILES PAGE LEFT RIGHT BEGINS ENDS WARPS PREFIX TOPLEFT SOFTCAP "
+    "BIAS ALWAYS WIDE COMPENSATED SCALE_FIRST PRECISION INTERPRET BLOCK_NEW HALF INTERLEAVED MOVING",
+    defaults=(None, None, None, None, None, None, None, None, None, None, None, None, None, None),
+)

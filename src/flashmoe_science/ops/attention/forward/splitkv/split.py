@@ -6,12 +6,9 @@ the sequence has no other split, else partials for merge_triton.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.device.operands import Strided, tile_at
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
 from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
@@ -19,20 +16,8 @@ from flashmoe_science.ops.attention.device.ranges import tiles_between, tiles_in
 from flashmoe_science.ops.attention.device.rotary import first_position, in_tables, load_rotated
 from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding, packed_rows
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
-from flashmoe_science.ops.attention.forward.splitkv.tile import KeyHead, KeyRange, QueryRows, attend_tile
-
-
-class _Seen(NamedTuple):
-    """The keys that some row of a tile sees, [start, end), and those that all rows see, [all_start, all_end). A row sees keys
-    to before its own place plus ``right_end``, and those before ``prefix``; ``diagonal``: keys less queries."""
-
-    start: tl.tensor
-    end: tl.tensor
-    all_start: tl.tensor
-    all_end: tl.tensor
-    diagonal: tl.tensor
-    right_end: tl.tensor
-    prefix: tl.tensor
+from flashmoe_science.ops.attention.forward.splitkv.records import Strided
+from flashmoe_science.ops.attention.forward.splitkv.tile import QueryRows, Seen, attend_tile
 
 
 @triton.jit
@@ -55,7 +40,7 @@ def _seen_keys(batch, first_query, first_row, seqlen_q, seqlen_k, leftpads, scor
         if not traits.PREFIX:
             start = tl.maximum(start, first_query + diagonal - scores.left)
     end = tl.maximum(end, start)
-    return _Seen(start, end, all_start, all_end, diagonal, right_end, prefix)
+    return Seen(start, end, all_start, all_end, diagonal, right_end, prefix)
 
 
 @triton.jit
@@ -82,7 +67,7 @@ def _tiles_of_split(split, start, end, capacity, SPLIT: tl.constexpr, traits: tl
 
 
 @triton.jit
-def _append(keys, new, new_k, new_v, rows_of_new, begin, first_position, first, end, traits: tl.constexpr):
+def _append(k_head, v_head, table, new, new_k, new_v, rows_of_new, begin, first_position, first, end, traits: tl.constexpr):
     """Write those of the new rows of a sequence and key head that belong from ``first`` to before ``end`` of its cache, K
     rotated from its first position on. ``new_k`` and ``new_v``: the rows, of which there are ``rows_of_new``."""
     rows = tl.arange(0, traits.BLOCK_NEW)
@@ -90,13 +75,13 @@ def _append(keys, new, new_k, new_v, rows_of_new, begin, first_position, first, 
     place = begin + rows
     written = (rows < rows_of_new) & (place >= first) & (place < end)
     if traits.PAGE == 0:
-        k_lines, v_lines = place.to(tl.int64) * keys.k.stride_m, place.to(tl.int64) * keys.v.stride_m
+        k_lines, v_lines = place.to(tl.int64) * k_head.stride_m, place.to(tl.int64) * v_head.stride_m
     else:
-        page = page_of(keys.table, place, written, -1, traits.PAGE).to(tl.int64)
+        page = page_of(table, place, written, -1, traits.PAGE).to(tl.int64)
         written = written & (page >= 0) & (page < new.caches)
         line = (place % traits.PAGE).to(tl.int64)
-        k_lines = page * keys.k.stride_b + line * keys.k.stride_m
-        v_lines = page * keys.v.stride_b + line * keys.v.stride_m
+        k_lines = page * k_head.stride_b + line * k_head.stride_m
+        v_lines = page * v_head.stride_b + line * v_head.stride_m
     k_inside, v_inside = written[:, None] & (dims < traits.D)[None, :], written[:, None] & (dims_v < traits.DV)[None, :]
     k_rows, v_rows = rows.to(tl.int64) * new.k.stride_m, rows.to(tl.int64) * new.v.stride_m
     if traits.HALF > 0:
@@ -106,9 +91,8 @@ def _append(keys, new, new_k, new_v, rows_of_new, begin, first_position, first, 
     else:
         k = tl.load(new_k + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)  # [BLOCK_NEW, BLOCK_D]
     v = tl.load(new_v + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)  # [BLOCK_NEW, BLOCK_DV]
-    k_head, v_head = keys.k.base, keys.v.base
-    tl.store(k_head + k_lines[:, None] + dims[None, :], k.to(k_head.dtype.element_ty), mask=k_inside)
-    tl.store(v_head + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
+    tl.store(k_head.base + k_lines[:, None] + dims[None, :], k.to(k_head.base.dtype.element_ty), mask=k_inside)
+    tl.store(v_head.base + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
 
 
 @triton.jit
@@ -147,7 +131,6 @@ def attend_split(
     else:
         table = sequences.page_table + batch64 * sequences.stride_table
     k, v = Strided(k_head, k.stride_b, k.stride_h, k.stride_m), Strided(v_head, v.stride_b, v.stride_h, v.stride_m)
-    keys = KeyHead(k, v, table)
     position = first_position(new.rotary, batch, begin)
     if new.k.base is not None:
         if PAGE == 0:
@@ -155,7 +138,7 @@ def attend_split(
         new_k = new.k.base + batch64 * new.k.stride_b + head_kv64 * new.k.stride_h
         new_v = new.v.base + batch64 * new.v.stride_b + head_kv64 * new.v.stride_h
         # In no branch: with one, the loop below spills.
-        _append(keys, new, new_k, new_v, sequences.new, begin, position, own_low, own_high, traits)
+        _append(k, v, table, new, new_k, new_v, sequences.new, begin, position, own_low, own_high, traits)
         tl.debug_barrier()  # what some threads wrote, others of this program read below
 
     rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -177,8 +160,9 @@ def attend_split(
     local_query, local_head = query - first_query, rows % traits.GROUP
     if traits.WIDE:
         local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
-    q_tile = tile_at(operands.q, batch64, first_head64, first_query64)
-    q_rows = local_head * operands.q.stride_h + local_query * operands.q.stride_m
+    q_all = operands.q
+    q_tile = q_all.base + batch64 * q_all.stride_b + first_head64 * q_all.stride_h + first_query64 * q_all.stride_m
+    q_rows = local_head * q_all.stride_h + local_query * q_all.stride_m
     q_inside = row_ok[:, None] & (dims[None, :] < traits.D)
     if traits.HALF > 0:
         positions = in_tables(new.rotary, position + query if traits.MOVING else position + 0 * query)
@@ -207,11 +191,10 @@ def attend_split(
     acc = tl.zeros([BLOCK_M, traits.BLOCK_DV], tl.float32)
     # Tiles before ``whole`` and from ``beyond`` on have keys that some row does not see.
     whole, beyond = tl.cdiv(seen.all_start, traits.BLOCK_N), seen.all_end // traits.BLOCK_N
-    span = KeyRange(seen.start, seen.end, whole, beyond, seen.diagonal, seen.right_end, seen.prefix)
     query_rows = QueryRows(query, row_ok, bias_rows, slope, scale_log2, cap_log2, over_cap)
     for number in tl.range(low, high, num_stages=traits.NUM_STAGES):
         row_max, row_sum, lost, acc = attend_tile(
-            q, row_max, row_sum, lost, acc, number, keys, span, query_rows, scores, traits
+            q, row_max, row_sum, lost, acc, number, k, v, table, seen, whole, beyond, query_rows, scores, traits
         )  # fmt: skip
 
     if scores.v_scale.base is not None:
@@ -224,7 +207,7 @@ def attend_split(
             acc = acc * rescale[:, None]
         acc = normalized(acc, row_sum)
         out = operands.out
-        out_tile = tile_at(out, batch64, first_head64, first_query64)
+        out_tile = out.base + batch64 * out.stride_b + first_head64 * out.stride_h + first_query64 * out.stride_m
         out_rows = local_head * out.stride_h + local_query * out.stride_m
         tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_tile.dtype.element_ty), mask=stored)
         if operands.lse is not None:

@@ -7,28 +7,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.softmax_triton import softmax_step
 
 
-class KeyHead(NamedTuple):
-    """K and V of a key head: of one cache, ``base`` being its first row, or of all pages and the sequence's row of the page
-    table."""
-
-    k: Strided
-    v: Strided
-    table: tl.tensor
-
-
-class KeyRange(NamedTuple):
-    """The keys that are read, [start, end), of which those in tiles from ``whole`` to before ``beyond`` are seen by all rows. A
-    row sees keys to before its own place plus ``right_end``, and those before ``prefix``; ``diagonal``: keys less queries."""
+class Seen(NamedTuple):
+    """The keys that some row of a tile sees, [start, end), and those that all rows see, [all_start, all_end). A row sees keys
+    to before its own place plus ``right_end``, and those before ``prefix``; ``diagonal``: keys less queries."""
 
     start: tl.tensor
     end: tl.tensor
-    whole: tl.tensor
-    beyond: tl.tensor
+    all_start: tl.tensor
+    all_end: tl.tensor
     diagonal: tl.tensor
     right_end: tl.tensor
     prefix: tl.tensor
@@ -71,25 +61,27 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
-def _masked(s, key, inside, span, query, left, traits: tl.constexpr):
+def _masked(s, key, inside, seen, query, left, traits: tl.constexpr):
     """Scores, -inf where a row does not see a key."""
     visible = inside[None, :]
     if traits.LEFT or traits.RIGHT:
-        near = key[None, :] < span.end
+        near = key[None, :] < seen.end
         if traits.RIGHT:
-            near = near & (key[None, :] < query[:, None] + span.right_end)
+            near = near & (key[None, :] < query[:, None] + seen.right_end)
         if traits.LEFT:
-            near = near & (key[None, :] >= query[:, None] + span.diagonal - left)
+            near = near & (key[None, :] >= query[:, None] + seen.diagonal - left)
         if traits.PREFIX:
-            near = near | (key[None, :] < span.prefix)
+            near = near | (key[None, :] < seen.prefix)
         visible = visible & near
     return tl.where(visible, s, float("-inf"))
 
 
 @triton.jit
-def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores, traits: tl.constexpr):
-    """Attend ``q`` to the ``number``-th tile of keys. Scores are masked where some row does not see some key of the tile; in
-    all tiles where a branch costs more (ALWAYS)."""
+def attend_tile(
+    q, row_max, row_sum, lost, acc, number, k, v, table, seen, whole, beyond, rows, scores, traits: tl.constexpr
+):  # fmt: skip
+    """Attend ``q`` to the ``number``-th tile of keys, of a cache in which ``k`` and ``v`` begin, or of pages. Scores are masked
+    in tiles before ``whole`` and from ``beyond`` on; in all of them where a branch costs more (ALWAYS)."""
     MASKED: tl.constexpr = traits.ENDS or traits.LEFT or traits.RIGHT or traits.BEGINS
     BLOCK_N: tl.constexpr = traits.BLOCK_N
     BLOCK_D: tl.constexpr = traits.BLOCK_D
@@ -99,10 +91,10 @@ def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, traits.BLOCK_DV)
     first_key = number * BLOCK_N
     key = first_key + local  # [BLOCK_N]
-    inside = key < span.end
+    inside = key < seen.end
     if traits.BEGINS:
-        inside = inside & (key >= span.start)
-    k_head, v_head, stride_kn, stride_vn = keys.k.base, keys.v.base, keys.k.stride_m, keys.v.stride_m
+        inside = inside & (key >= seen.start)
+    k_head, v_head, stride_kn, stride_vn = k.base, v.base, k.stride_m, v.stride_m
     if PAGE == 0:
         if traits.WIDE:
             k_rows, v_rows = key.to(tl.int64) * stride_kn, key.to(tl.int64) * stride_vn
@@ -111,36 +103,36 @@ def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores
             k_head += tl.cast(first_key, tl.int64) * stride_kn
             v_head += tl.cast(first_key, tl.int64) * stride_vn
     elif PAGE % BLOCK_N == 0:
-        page, row = page_of(keys.table, first_key, None, None, PAGE).to(tl.int64), first_key % PAGE
-        k_head += page * keys.k.stride_b + tl.cast(row, tl.int64) * stride_kn
-        v_head += page * keys.v.stride_b + tl.cast(row, tl.int64) * stride_vn
+        page, row = page_of(table, first_key, None, None, PAGE).to(tl.int64), first_key % PAGE
+        k_head += page * k.stride_b + tl.cast(row, tl.int64) * stride_kn
+        v_head += page * v.stride_b + tl.cast(row, tl.int64) * stride_vn
         k_rows, v_rows = local * stride_kn, local * stride_vn
     else:
-        page, row = page_of(keys.table, key, inside, 0, PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
-        k_rows, v_rows = page * keys.k.stride_b + row * stride_kn, page * keys.v.stride_b + row * stride_vn
-    k = _load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
-    v = _load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
+        page, row = page_of(table, key, inside, 0, PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
+        k_rows, v_rows = page * k.stride_b + row * stride_kn, page * v.stride_b + row * stride_vn
+    k_tile = _load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+    v_tile = _load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
 
     if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q.to(tl.float32), tl.trans(k_tile).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     elif traits.ALWAYS and q.dtype == tl.float32:
         # By fused multiply-adds: tensor cores truncate, which a large score's exponential shows. Four sums of a quarter of the
         # dimensions each, parts of a product of three dimensions: a single chain of 256 errs up to three times as much.
         PARTS: tl.constexpr = min(4, BLOCK_D // 16)  # Triton's products are of 16 and more
         q_parts = tl.permute(tl.reshape(q, [q.shape[0], PARTS, BLOCK_D // PARTS]), [1, 0, 2])
-        k_parts = tl.permute(tl.reshape(k, [BLOCK_N, PARTS, BLOCK_D // PARTS]), [1, 2, 0])
+        k_parts = tl.permute(tl.reshape(k_tile, [BLOCK_N, PARTS, BLOCK_D // PARTS]), [1, 2, 0])
         s = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)  # [BLOCK_M, BLOCK_N]
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = tl.dot(q, tl.trans(k_tile), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
     if traits.SOFTCAP:
         s = _tanh(s * rows.over_cap) * rows.cap_log2
     elif traits.SCALE_FIRST:
         s = s * scale_log2
     if traits.BIAS == "alibi":
-        s -= rows.slope[:, None] * tl.abs(query[:, None] + span.diagonal - key[None, :]).to(tl.float32)
+        s -= rows.slope[:, None] * tl.abs(query[:, None] + seen.diagonal - key[None, :]).to(tl.float32)
     elif traits.BIAS != "none":
         given = rows.row_ok[:, None] & inside[None, :]
-        # Of 64 bits: a row of a bias, and a whole one, may span 2^31 elements.
+        # Of 64 bits: a row of a bias, and a whole one, may seen 2^31 elements.
         bias = tl.load(rows.bias[:, None] + key.to(tl.int64)[None, :] * scores.bias.stride_n, mask=given, other=0)
         if traits.BIAS == "boolean":
             s = tl.where(bias != 0, s, float("-inf"))
@@ -150,14 +142,14 @@ def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores
             s += tl.where(more == float("-inf"), more, tl.maximum(more, -2.3e38) * 1.4426950408889634)
     if MASKED:
         if traits.ALWAYS:  # noqa: SIM114 (a branch at compile time, the other is not)
-            s = _masked(s, key, inside, span, query, scores.left, traits)
-        elif (number < span.whole) | (number >= span.beyond):
-            s = _masked(s, key, inside, span, query, scores.left, traits)
+            s = _masked(s, key, inside, seen, query, scores.left, traits)
+        elif (number < whole) | (number >= beyond):
+            s = _masked(s, key, inside, seen, query, scores.left, traits)
     factor = 1.0 if traits.SCALE_FIRST else scale_log2
     p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, factor, traits.COMPENSATED)
     acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
     if traits.INTERPRET:
-        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+        acc += tl.dot(p.to(v_tile.dtype).to(tl.float32), v_tile.to(tl.float32), input_precision="ieee")
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=traits.PRECISION)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=traits.PRECISION)
     return row_max, row_sum, lost, acc
