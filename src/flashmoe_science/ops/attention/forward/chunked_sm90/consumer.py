@@ -14,7 +14,7 @@ from flashmoe_science.ops.attention.device.output import no_output, scale_rows, 
 from flashmoe_science.ops.attention.device.softcap import capped, uncapped_max
 from flashmoe_science.ops.attention.device.softmax import log_sum_exp, normalizer, own_sums, softmax_step
 from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, start_scores
-from flashmoe_science.ops.attention.forward.chunked_sm90.step import ROWS, mask, mask_window, tile_step, window_of
+from flashmoe_science.ops.attention.forward.chunked_sm90.step import ROWS, mask, mask_window, row_window, tile_step
 from flashmoe_science.ops.gluon_bridge import barrier
 
 
@@ -86,7 +86,7 @@ def consume(buffers, barriers, rows, output, scales, CONSUMER: gl.constexpr, TRA
             end = gl.minimum(query + rows.diagonal + 1, end)
         window = rows.left
         if rows.left is not None:
-            window = window_of(rows.first_row + CONSUMER * QUERIES, rows, end, QUERIES, BLOCK_N, TRAITS.CAUSAL)
+            window = row_window(rows.first_row + CONSUMER * QUERIES, rows, end, QUERIES, BLOCK_N, TRAITS.CAUSAL)
         first = first_kv_stage()
 
         # The first tile, alone.

@@ -1,24 +1,21 @@
-"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
+"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, split-KV, TMA and wgmma.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a cache of keys and values,
 contiguous or in pages, with its lengths on the device; or packed queries (problem/features.py); with a window, a soft cap
 and sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
 
-A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
-of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
-in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
-leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
-calls give equal bits.
+A consumer warpgroup (consumer.py, step.py) has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times
+64 / ``BLOCK_G`` queries, one TMA copy, which fills missing heads with zeros. A program is one or two consumers and a producer
+warp (producer.py), as in prefill_sm90, for one tile of queries and a contiguous split of the keys that the tile sees. Where
+there are several splits, it writes its running maximum, its sum and its unscaled output in fp32, which device/merge_gluon.py
+adds in the order of the splits: equal calls give equal bits.
 
 Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask. With
 a window on the left the first few are crossed too: the loop branches around a mask then.
 
 Of a paged cache a tile of keys is a part of a page, or several pages, each by a copy of its own; all complete one barrier.
 
-The producer is in chunk_producer_gluon_sm90.py, a consumer in chunk_consumer_gluon_sm90.py, and its step from tile to tile of
-keys in chunk_step_gluon_sm90.py.
-
-Splitting the keys: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
+Split-KV: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
 from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
-from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
@@ -59,7 +56,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     suits,
     supports,
     tile_shapes,
-    window_of,
     work_in,
     workspace,
 )

@@ -37,7 +37,7 @@ def keys_back(left, right):
 
 
 @gluon.jit
-def window_of(first_query, rows, end, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def row_window(first_query, rows, end, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """The Window of a consumer's rows, whose keys end before ``end``, [BLOCK_M]."""
     to_first = rows.diagonal - keys_back(rows.left, rows.right)
     first = first_query + gl.arange(0, ROWS, end.type.layout) % QUERIES + to_first

@@ -7,10 +7,10 @@ The tensor cores take no fp32, and their TF32 keeps 11 bits. Three numbers of bf
 rounded, and the rest. Of the nine products of two such sums the six largest are computed, the small ones first; what is left
 out is below 2^-26 (Henry, Tang & Heinecke 2019, section 3).
 
-A first kernel writes the three parts of Q, K and V, the planes, to device memory, so that the copy engine brings them as the
-products want them: taken apart where they are used, K and V would be so by every tile of queries. The second is a forward with
-one producer warp and two consumers of 64 rows, one where heads are widest: six products take so long that the softmax of one
-consumer hides behind those of the other, without a pipeline within either. Only P is taken apart in registers.
+A first kernel (planes.py) writes the three parts of Q, K and V, the planes, to device memory, so that TMA copies them as
+operands of the products: split where they are used, K and V would be split again by every tile of queries. The second is a
+forward with one producer warp and two consumers of 64 rows, one where heads are widest: six products take long enough that the
+softmax of one consumer hides behind those of the other, without a pipeline within either. Only P is split in registers.
 
 The tensor cores cut what they add to an accumulator off, toward zero: over thousands of products that is more than fp32 loses.
 Each tile's P V is therefore a sum of its own, added to O by the fp32 units.

@@ -11,7 +11,7 @@ class Traits(NamedTuple):
     CONSUMERS: Any
     CAUSAL: Any
     ALIGNED: Any  # the diagonal of a consumer's rows lies in one tile of keys
-    MIN_TILES: Any  # tiles of keys that every tile of queries takes: 2 where the diagonal may cross as many
+    MIN_TILES: Any  # tiles of keys that every tile of queries takes: 2 where the diagonal may cross two
     EVEN_K: Any  # tiles of keys divide the keys
     WRITE_LSE: Any
     OWN_OUT: Any  # O has shared memory of its own, and not Q's
@@ -51,7 +51,7 @@ class Pages(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What says which tiles a program works on."""
+    """What the tile scheduler and the loads depend on."""
 
     sizes: Any
     tiles: Any  # the list of tiles of packed sequences (packed_schedule.py), or None

@@ -47,8 +47,8 @@ def _store(o_descs, origin, row, o, o_smem, slot):
 
 @gluon.jit
 def _skip_query_tile(buffers, barriers, work, sequence, top_row, iteration, kv, CONSUMER: gl.constexpr, TRAITS: gl.constexpr):
-    """``_attend`` of a sequence's last tile of queries for a consumer whose rows would all be past the end: it takes Q, K and V
-    and gives them back unread. The tensor cores are the others' alone."""
+    """``_attend`` of a sequence's last tile of queries for a consumer whose rows would all be past the end: it consumes
+    and releases Q, K and V without computing. The tensor cores are the others' alone."""
     QUERIES: gl.constexpr = buffers.q[0].shape[-2]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[-2]
     STAGES_Q: gl.constexpr = barriers.q_full.shape[0] // TRAITS.CONSUMERS

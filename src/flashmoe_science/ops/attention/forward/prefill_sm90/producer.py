@@ -44,7 +44,7 @@ def _fill(
     if PAGE > 0:
         table = pages.table + batch.to(gl.int64) * pages.stride
         count = (bounds.seqlen_k + PAGE - 1) // PAGE
-    # In the order in which consumers ask: K of a tile before V of the tile before it.
+    # In the order in which consumers wait for them: K of a tile before V of the tile before it.
     for i in range(high - low + 1):
         if i < high - low:
             row = (high - 1 - i) * BLOCK_N
