@@ -17,6 +17,14 @@ from flashmoe_science.ops.attention.device.wide import start_wide_output
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 
+class Descriptors(NamedTuple):
+    """TMA descriptors of Q, K and V, of each a tuple of parts."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
 class Buffers(NamedTuple):
     """Tiles in shared memory, of each tensor a tuple of parts, [stages, ..., rows, width]."""
 
@@ -55,7 +63,7 @@ class RowState(NamedTuple):
 
 
 @gluon.jit
-def first_kv_stage():
+def first_kv():
     """The KVState at which a producer and its consumers begin."""
     return KVState(first_stage(), first_stage())
 

@@ -179,25 +179,14 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, e
     ends = problem.causal or right is not None
     producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
-        "GROUP": variant.group,
-        "DV": problem.head_dim_v,
-        "CONSUMERS": config["consumers"],
-        "BLOCK_N": config["block_n"],
-        "STAGES_K": config["stages_k"],
-        "STAGES_V": config["stages_v"],
-        "MIN_TILES": min_tiles(config),
+        "GROUP": variant.group, "DV": problem.head_dim_v, "CONSUMERS": config["consumers"], "BLOCK_N": config["block_n"],
+        "STAGES_K": config["stages_k"], "STAGES_V": config["stages_v"], "MIN_TILES": min_tiles(config),
         # The most tiles of keys that the diagonal of a program's queries crosses.
         "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if ends and left is None else 1,
-        "CAUSAL": ends,
-        "TOPLEFT": problem.mask == "causal-topleft",
-        "SPLIT": variant.split,
-        "COMPENSATED": variant.compensated,
-        "PAGE": problem.modes.page,
-        "BATCHES": variant.batches,
-        "EARLY_START": early,
-        "CONSUMER_REGS": consumer_registers(config, producer),
-        "PRODUCER_REGS": producer,
-    }
+        "CAUSAL": ends, "TOPLEFT": problem.mask == "causal-topleft", "SPLIT": variant.split,
+        "COMPENSATED": variant.compensated, "PAGE": problem.modes.page, "BATCHES": variant.batches, "EARLY_START": early,
+        "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
+    }  # fmt: skip
 
 
 def tile_shapes(problem: AttentionProblem, config: Config, group: int) -> tuple[Tile | None, ...]:

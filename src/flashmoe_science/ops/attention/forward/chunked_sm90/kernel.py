@@ -29,7 +29,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
 from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
 from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
@@ -39,7 +39,6 @@ from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
     CachePages,
     CacheRows,
-    Descriptors,
     KeyTiles,
     Loads,
     Output,
@@ -108,9 +107,7 @@ def flashmoe_chunk_gluon_sm90(
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
-    TRAITS: gl.constexpr = Traits(
-        CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE
-    )  # fmt: skip
+    TRAITS: gl.constexpr = Traits(CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE)
     descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest))
     q_smem = allocate_tiles(descs.q, CONSUMERS)
     k_smem = allocate_tiles(descs.k, STAGES_K, BLOCK_N)
@@ -207,8 +204,7 @@ def flashmoe_chunk_gluon_sm90(
                 (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
                 (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -217,8 +213,7 @@ def flashmoe_chunk_gluon_sm90(
                 (consume, (buffers, barriers, rows, output, scales, 1, TRAITS)),
                 (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

@@ -82,27 +82,20 @@ def plane_blocks(rows: int, keys: int) -> tuple[int, int, int]:
 
 
 def plane_constexprs(problem: AttentionProblem, early: bool) -> dict[str, Any]:
+    """The constants of the planes' build, in the order of the kernel's parameters."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
     return {
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "WIDTH": row_elements(problem.head_dim),
-        "WIDTH_V": row_elements(problem.head_dim_v),
-        "BLOCK_D": padded_head_dim(max(problem.head_dim, problem.head_dim_v)),
-        "BLOCK_R": SPLIT_ROWS,
-        "EARLY_START": early,
-    }
+        "D": dim, "DV": dim_v, "WIDTH": row_elements(dim), "WIDTH_V": row_elements(dim_v),
+        "BLOCK_D": padded_head_dim(max(dim, dim_v)), "BLOCK_R": SPLIT_ROWS, "EARLY_START": early,
+    }  # fmt: skip
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, early: bool) -> dict[str, Any]:
+    """The constants of the main build, in the order of the kernel's parameters."""
     return {
-        "DV": problem.head_dim_v,
-        "CONSUMERS": config["consumers"],
-        "STAGES": config["stages"],
-        "CAUSAL": problem.causal,
-        "EARLY_START": early,
-        "CONSUMER_REGS": consumer_registers(config),
-        "PRODUCER_REGS": PRODUCER_REGISTERS,
-    }
+        "DV": problem.head_dim_v, "CONSUMERS": config["consumers"], "STAGES": config["stages"], "CAUSAL": problem.causal,
+        "EARLY_START": early, "CONSUMER_REGS": consumer_registers(config), "PRODUCER_REGS": PRODUCER_REGISTERS,
+    }  # fmt: skip
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:

@@ -208,16 +208,16 @@ def _consume(output, buffers, barriers, place, bounds, CONSUMER: gl.constexpr, C
         for skipped in range(2 * begin):
             stages, state = _next_planes(barriers, state)
             _release(barriers, stages)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)  # [BLOCK_M]
     row_sum = own_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
     lost = gl.zeros_like(row_sum)
-    o = no_output(buffers.v, ROWS)
+    o = no_output(buffers.v, ROWS)  # [BLOCK_M, width]
     for plane in gl.static_range(PLANES):
         mbarrier.wait(barriers.q_full.index(FIRST + plane), 0)
     for i in range(begin, place.tiles_n):
         first_key = (place.tiles_n - 1 - i) * BLOCK_N
         stages, state = _next_planes(barriers, state)
-        s = _scores(buffers, FIRST, stages)
+        s = _scores(buffers, FIRST, stages)  # [BLOCK_M, BLOCK_N]
         _release(barriers, stages)
         if first_key + BLOCK_N > whole:
             s = mask_keys(s, first_key, first_row, bounds, s.shape[0], CAUSAL)
@@ -289,8 +289,7 @@ def flashmoe_fp32_gluon_sm90(
                 (_consume, (output, buffers, barriers, place, bounds, 0, CAUSAL, DV)),
                 (_produce, (q_descs, k_descs, v_descs, buffers, barriers, place, CONSUMERS)),
             ],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -299,8 +298,7 @@ def flashmoe_fp32_gluon_sm90(
                 (_consume, (output, buffers, barriers, place, bounds, 1, CAUSAL, DV)),
                 (_produce, (q_descs, k_descs, v_descs, buffers, barriers, place, CONSUMERS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

@@ -178,24 +178,13 @@ def _one_masked(problem: AttentionProblem) -> bool:
 
 
 def shape_of(
-    consumers: int,
-    block_n: int,
-    stages_q: int,
-    stages: int,
-    stages_v: int | None = None,
-    occupancy: int = 1,
-    own_out: int = 1,
-) -> Shape:
+    consumers: int, block_n: int, stages_q: int, stages: int, stages_v: int | None = None, occupancy: int = 1, own_out: int = 1
+) -> Shape:  # fmt: skip
     """A Shape; V has as many stages as K unless it has ``stages_v``."""
     return {
-        "consumers": consumers,
-        "block_n": block_n,
-        "stages_q": stages_q,
-        "stages_k": stages,
-        "stages_v": stages_v or stages,
-        "own_out": own_out,
-        "occupancy": occupancy,
-    }
+        "consumers": consumers, "block_n": block_n, "stages_q": stages_q, "stages_k": stages, "stages_v": stages_v or stages,
+        "own_out": own_out, "occupancy": occupancy,
+    }  # fmt: skip
 
 
 def tile_bytes(problem: AttentionProblem, shape: Shape) -> int:

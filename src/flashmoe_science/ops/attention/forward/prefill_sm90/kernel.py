@@ -35,13 +35,13 @@ from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.bias import AT_ONCE, Bias
 from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
-from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
 from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
 from flashmoe_science.ops.attention.device.wide import descriptor_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Descriptors, Output, Pages, Sizes, Traits, Work
+from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Output, Pages, Sizes, Traits, Work
 from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
 from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
 from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
@@ -114,8 +114,7 @@ def flashmoe_fwd_gluon_sm90(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [(consume, (output, buffers, barriers, work, 0, TRAITS)), (produce, (descs, buffers, barriers, work, TRAITS))],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
@@ -124,8 +123,7 @@ def flashmoe_fwd_gluon_sm90(
                 (consume, (output, buffers, barriers, work, 1, TRAITS)),
                 (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -135,8 +133,7 @@ def flashmoe_fwd_gluon_sm90(
                 (consume, (output, buffers, barriers, work, 2, TRAITS)),
                 (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

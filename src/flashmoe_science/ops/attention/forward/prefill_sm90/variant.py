@@ -59,22 +59,14 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
     """The constants of a build, in the order of the kernel's parameters."""
     producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
-        "CONSUMERS": config["consumers"],
-        "BLOCK_N": config["block_n"],
-        "STAGES_Q": config["stages_q"],
-        "STAGES_K": config["stages_k"],
-        "STAGES_V": config["stages_v"],
+        "CONSUMERS": config["consumers"], "BLOCK_N": config["block_n"],
+        "STAGES_Q": config["stages_q"], "STAGES_K": config["stages_k"], "STAGES_V": config["stages_v"],
         "CAUSAL": problem.causal or problem.modes.window_right is not None,
-        "ALIGNED": variant.aligned,
-        "EVEN_K": variant.even_k,
-        "WRITE_LSE": write_lse,
+        "ALIGNED": variant.aligned, "EVEN_K": variant.even_k, "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not out_fits_query(problem),
-        "SCHEDULE": variant.schedule,
-        "UNIT": variant.bias_unit,
-        "PAGE": problem.modes.page,
-        "CONSUMER_REGS": consumer_registers(config, producer),
-        "PRODUCER_REGS": producer,
-    }
+        "SCHEDULE": variant.schedule, "UNIT": variant.bias_unit, "PAGE": problem.modes.page,
+        "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
+    }  # fmt: skip
 
 
 def chunk_columns(problem: AttentionProblem) -> int:
