@@ -32,7 +32,9 @@ FOLDERS = ("src/flashmoe_science", "src/flashmoe_science/ops/attention", "src/fl
 # Rooms of an operation: each imports those of the lines after its own.
 ORDER = (
     {"front"},
-    {"forward", "backward", "products", "route", "peers", "proof"},
+    {"proof"},
+    {"forward", "backward", "products"},
+    {"peers", "route"},
     {"device", "rows", "combine", "activation"},
     {"call"},
     {"problem"},

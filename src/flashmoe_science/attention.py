@@ -11,9 +11,9 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
-from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.operator import Given, attend, decide
+from flashmoe_science.ops.attention.front.operator import attend, decide
 from flashmoe_science.ops.attention.front.sdpa import (
     TORCH_NAMES,
     autocast,

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 TRITON_MISSING = None if importlib.util.find_spec("triton") else "Triton is not installed (it exists for Linux)"
 
 
+def public(name: str) -> Any:
+    """The public function a user calls, named "module:function": only the proof times it, and no operation imports upwards."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name."""

@@ -15,6 +15,8 @@ from flashmoe_science.problem import Dtype
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 E4M3 = torch.float8_e4m3fn
+MaybeTensor = torch.Tensor | None
+Given = tuple[MaybeTensor, ...]  # in the order of Tensors, or the first three where the rest is None
 ALL_KEYS = 2**31 - 1  # the length where no sequence ends before the keys do
 
 

@@ -8,7 +8,7 @@ import torch
 
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
 from flashmoe_science.ops.launch import INTERPRETING, address, allocator
 
 
@@ -24,13 +24,7 @@ def launch_by_address(
     new, default_scale = allocator(tensors.q.is_cuda), tensors.q.shape[3] ** -0.5
     must_align = alignment_mask(tensors)
 
-    def launch(
-        tensors: tuple[torch.Tensor | None, ...],
-        scale: float | None,
-        length: int,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> Result | None:
+    def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
         q, k, v = address(tensors[0]), address(tensors[1]), address(tensors[2])
         if must_align and (q | k | v) & must_align:
             return None

@@ -22,7 +22,16 @@ from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.checks import check_call
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of, max_keys, problem_of, sequences
+from flashmoe_science.ops.attention.call.tensors import (
+    Given,
+    MaybeTensor,
+    Options,
+    Tensors,
+    features_of,
+    max_keys,
+    problem_of,
+    sequences,
+)
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
@@ -280,13 +289,7 @@ def key_lengths(tensors: Tensors, options: Options, launcher: Launcher) -> KeyLe
 
 def _pytorch_plan(decision: Decision, tensors: Tensors, options: Options) -> tuple[Plan, AttentionLaunch]:
     def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
-        def launch(
-            tensors: tuple[torch.Tensor | None, ...],
-            scale: float | None,
-            length: int,
-            out: torch.Tensor | None,
-            lse: torch.Tensor | None,
-        ) -> Result:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
             given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
             return _finished(pytorch_attention(given, options, scale), given, options, lse)
 
@@ -301,13 +304,7 @@ def _bind_peer(kernel: AnyKernel, config: Config, tensors: Tensors, options: Opt
     if reason is not None:
         raise CannotServe(reason)
 
-    def launch(
-        tensors: tuple[torch.Tensor | None, ...],
-        scale: float | None,
-        length: int,
-        out: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> Result:
+    def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
         given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
         inputs = AttentionInputs(problem, given, options, problem.softmax_scale if scale is None else scale)
         result = kernel.run(inputs, config)

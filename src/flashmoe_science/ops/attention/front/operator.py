@@ -16,7 +16,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
@@ -24,10 +24,6 @@ from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
 from flashmoe_science.ops.operator import register
-
-# Tensors as the public functions have them: in the order of Tensors, or the first three where the rest is None.
-Given = tuple[torch.Tensor | None, ...]
-
 
 SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import PLAIN
@@ -34,8 +35,7 @@ def public_call(problem: AttentionProblem, kernel: str) -> UserCall | None:
 
 
 def _by_sdpa(problem: AttentionProblem, kernel: str) -> UserCall:
-    from flashmoe_science.attention import scaled_dot_product_attention
-
+    scaled_dot_product_attention = public("flashmoe_science.attention:scaled_dot_product_attention")
     causal, grouped = problem.causal, problem.heads != problem.heads_kv
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
@@ -72,7 +72,7 @@ def _options(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, An
 
 
 def _by_flash(problem: AttentionProblem, kernel: str) -> UserCall:
-    from flashmoe_science.attention import flash_attn_func
+    flash_attn_func = public("flashmoe_science.attention:flash_attn_func")
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
         q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
@@ -83,8 +83,7 @@ def _by_flash(problem: AttentionProblem, kernel: str) -> UserCall:
 
 
 def _by_cache(problem: AttentionProblem, kernel: str) -> UserCall:
-    from flashmoe_science.serving import flash_attn_with_kvcache
-
+    flash_attn_with_kvcache = public("flashmoe_science.serving:flash_attn_with_kvcache")
     packed = problem.modes.lengths == "packed"
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
@@ -112,7 +111,7 @@ def _by_cache(problem: AttentionProblem, kernel: str) -> UserCall:
 
 
 def _by_varlen(problem: AttentionProblem, kernel: str) -> UserCall:
-    from flashmoe_science.serving import flash_attn_varlen_func
+    flash_attn_varlen_func = public("flashmoe_science.serving:flash_attn_varlen_func")
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.tensors

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from random import Random
 from typing import Any, ClassVar
 
@@ -19,6 +18,7 @@ import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Mistake
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.operations import public
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.peers.routers import Router, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -28,7 +28,6 @@ from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
-PUBLIC = "flashmoe_science.moe"  # whose functions a user calls; imported when they are timed
 _BIASES = ("gate_up_bias", "down_bias")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
 _SIZES = (
@@ -204,8 +203,8 @@ class MoEContract(Contract):
             return None
         if select(problem.from_ids(), device, committed_table(), [kernel], None, requested=kernel).config != config:
             return None
-        public, top_k = import_module(PUBLIC), problem.top_k
-        route, experts = public.route, partial(public.fused_moe, kernel=kernel.name, **_options(problem))
+        top_k, route = problem.top_k, public("flashmoe_science.moe:route")
+        experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
             routing = one.topk_weights, one.topk_ids

@@ -13,7 +13,7 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import registers, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
@@ -68,13 +68,7 @@ class ChunkLauncher(Launcher):
         default_scale, of_partials = tensors.q.shape[3] ** -0.5, ((floats,), (1,), torch.float32)
         nothing = (None,) * len(self._tensors)
 
-        def launch(
-            tensors: tuple[torch.Tensor | None, ...],
-            scale: float | None,
-            length: int,
-            out: torch.Tensor | None,
-            lse: torch.Tensor | None,
-        ) -> Result | None:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v = tensors[0], tensors[1], tensors[2]
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # type: ignore[union-attr]  # never None
                 return None

@@ -11,7 +11,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, Sizes, sizes_of
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
 from flashmoe_science.ops.attention.device.bias_args import bias_of, stand_ins
 from flashmoe_science.ops.attention.device.sm90 import ROWS, registers, window_of
 from flashmoe_science.ops.attention.device.tma import Parts, copied_strides, describer, encoders_of
@@ -90,13 +90,7 @@ class FwdLauncher(Launcher):
         softcap, bias_at = options.softcap if self._capped else None, None if bias_ is None else bias_.data_ptr() & 15
         featured = any(one is not None for one in tensors[9:13])
 
-        def launch(
-            tensors: tuple[torch.Tensor | None, ...],
-            scale: float | None,
-            length: int,
-            out: torch.Tensor | None,
-            lse: torch.Tensor | None,
-        ) -> Result | None:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v = tensors[0], tensors[1], tensors[2]
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # type: ignore[union-attr]  # never None
                 return None
@@ -169,13 +163,7 @@ class PackedLauncher(FwdLauncher):
         (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(q.is_cuda), q.shape[3] ** -0.5
         of_tiles, softcap = ((numbers(listed),), (1,), torch.float32), options.softcap if self._capped else None
 
-        def launch(
-            tensors: tuple[torch.Tensor | None, ...],
-            scale: float | None,
-            length: int,
-            out: torch.Tensor | None,
-            lse: torch.Tensor | None,
-        ) -> Result | None:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v, cu_q, cu_k, used, table, _, _, sinks, slopes, _, prefix, *_ = tensors
             if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # type: ignore[union-attr]  # never None
                 return None

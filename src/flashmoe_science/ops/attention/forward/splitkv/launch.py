@@ -12,7 +12,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
 from flashmoe_science.ops.attention.device.launch import alignment_mask
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
@@ -122,13 +122,7 @@ class SplitLauncher(Launcher):
         starts: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MAX_CALLS)
         starts[-(-capacity // KEY_CLASS), capacity % self._block_n == 0] = begin, floats
 
-        def launch(
-            tensors: tuple[torch.Tensor | None, ...],
-            scale: float | None,
-            length: int,
-            out: torch.Tensor | None,
-            lse: torch.Tensor | None,
-        ) -> Result | None:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v, *rest = [None if one is None else address(one) for one in tensors]
             others = tuple(rest) if rest else _ABSENT
             if must_align and ((q | k | v | (others[12] or 0) | (others[13] or 0)) & 15 or (others[8] or 0) & 15 != bias_at):
