@@ -21,7 +21,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.sm90 import ROWS
+from flashmoe_science.ops.attention.device.sm90 import ROWS, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
 from flashmoe_science.ops.attention.device.tma import rows_of_copy
 from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_configs
@@ -158,11 +158,11 @@ def test_a_window_limits_the_keys_of_a_program(text: str, keys: int | None) -> N
 
 
 def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
-    left, right = chunk_configs.window_of(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
+    left, right = window_of(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
     assert left is not None
     assert right is not None
     assert left + right + 2**30 < 2**31
-    assert chunk_configs.window_of(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
+    assert window_of(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
 
 
 @pytest.mark.parametrize(

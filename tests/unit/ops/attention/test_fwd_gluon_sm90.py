@@ -298,7 +298,7 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
     error = 2 * (found - (y / 2).tanh() / 2).abs()
     assert error[y.abs() < reach].max() < 2**-21
     below = y < -reach
-    for cap in (softcap.LEAST_CAP.value, 50.0, 1000.0):
+    for cap in (softcap.MIN_CAP.value, 50.0, 1000.0):
         largest = math.tanh(-reach / 4)
         made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
         assert (made - right).abs().max() < 2**-20

@@ -1,7 +1,7 @@
-"""ALiBi, boolean masks and additive biases on scores [BLOCK_M, BLOCK_N] in registers; masks and biases are read beside Q K^T.
+"""ALiBi, boolean masks and additive biases on scores [BLOCK_M, BLOCK_N] in registers; masks and biases are read during Q K^T.
 
-Strides of batches, heads and queries may be any, 0 among them. A thread's scores stand in pairs, eight rows of a warp beside
-each other: a read of pairs costs eight look-ups in the cache. Where rows begin at 16 bytes an additive bias is read eight
+Strides of batches, heads and queries may be any, 0 among them. A thread's scores are pairs, of eight rows of a warp: a
+read of pairs costs eight look-ups in the cache. Where rows begin at 16 bytes an additive bias is read eight
 elements at a time, a quarter as often, and brought to the layout of scores through 4 KiB of shared memory: of D 64 a call takes
 13% less. Of masks, whose elements are half as wide, it would take up to 7% more (docs/notes/serving-on-an-h200.md).
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-AT_ONCE = gl.constexpr(8)  # elements of an additive bias in one read, where all rows begin at a multiple of as many
+AT_ONCE = gl.constexpr(8)  # elements of an additive bias in one read, where all rows begin at a multiple of 8
 EXCHANGE_BYTES = 4096  # of a consumer, to bring them to the layout of scores
 
 

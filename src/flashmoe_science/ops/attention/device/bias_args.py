@@ -43,7 +43,7 @@ def bias_of(tensors: Tensors) -> BiasOf:
 
 
 def stand_ins(dtypes: Sequence[torch.dtype | None], unit: int) -> tuple[Any, ...]:
-    """What stands for sinks, slopes, a bias and STRIDES in a build that reads so many elements of the bias at once."""
+    """Placeholder arguments for compilation: sinks, slopes, a bias of which ``unit`` elements are read at once, and STRIDES."""
     sinks, slopes, bias = (None if dtype is None else Pointer(dtype, 4) for dtype in dtypes)
     if bias is not None:  # said to begin at 16 bytes where it need only begin at a pair: of a pair no compiler makes more
         bias = Pointer(torch.uint8 if bias.dtype == torch.bool else bias.dtype, 0 if unit > 1 else 1)

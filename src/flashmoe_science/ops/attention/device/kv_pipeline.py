@@ -17,6 +17,14 @@ from flashmoe_science.ops.attention.device.wide import start_wide_output
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 
+class Descriptors(NamedTuple):
+    """TMA descriptors of Q, K and V, of each a tuple of parts."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
 class Buffers(NamedTuple):
     """Tiles in shared memory, of each tensor a tuple of parts, [stages, ..., rows, width]."""
 
@@ -55,28 +63,28 @@ class RowState(NamedTuple):
 
 
 @gluon.jit
-def first_kv_stage():
+def first_kv():
     """The KVState at which a producer and its consumers begin."""
     return KVState(first_stage(), first_stage())
 
 
 @gluon.jit
 def release_k(barriers, kv):
-    """Give K's stage back to the producer. Returns the KVState after it."""
+    """Release K's stage to the producer. Returns the KVState after it."""
     mbarrier.arrive(barriers.k_empty.index(kv.k.stage))
     return KVState(advance(kv.k, barriers.k_full.shape[0]), kv.v)
 
 
 @gluon.jit
 def release_v(barriers, kv):
-    """Give V's stage back to the producer. Returns the KVState after it."""
+    """Release V's stage to the producer. Returns the KVState after it."""
     mbarrier.arrive(barriers.v_empty.index(kv.v.stage))
     return KVState(kv.k, advance(kv.v, barriers.v_full.shape[0]))
 
 
 @gluon.jit
 def skip_tiles(tiles, barriers, kv):
-    """Take ``tiles`` tiles of keys and give them back unread. Returns the KVState after them."""
+    """Consume and release ``tiles`` stages of K and of V without computing. Returns the KVState after them."""
     for _ in range(tiles):
         mbarrier.wait(barriers.k_full.index(kv.k.stage), kv.k.phase)
         kv = release_k(barriers, kv)
@@ -99,7 +107,7 @@ def start_values(p, o, buffers, barriers, kv, v_low):
 @gluon.jit
 def start_products(q_stage, buffers, barriers, p, o, kv, v_low):
     """Start S = Q K^T of a tile of keys and O += P V of the tile before it, and wait for S alone. Returns S [BLOCK_M, BLOCK_N],
-    O in flight, and the KVState after K's stage, which is given back."""
+    O in flight, and the KVState after K's stage, which is released."""
     mbarrier.wait(barriers.k_full.index(kv.k.stage), kv.k.phase)
     s_token = start_scores(buffers.q, q_stage, buffers.k, kv.k.stage)
     mbarrier.wait(barriers.v_full.index(kv.v.stage), kv.v.phase)

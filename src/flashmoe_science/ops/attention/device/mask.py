@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 
 class MaskBounds(NamedTuple):
-    """What says which keys of a sequence its rows see."""
+    """Which keys of a sequence its rows see."""
 
     seqlen_q: Any
     seqlen_k: Any

@@ -26,7 +26,7 @@ from flashmoe_science.ops.launch import Build, Pointer, cdiv
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
 WARPS = 4
-MOST_AT_ONCE = 16  # splits whose values a thread has in flight, in as many times four registers
+MAX_AT_ONCE = 16  # splits whose values a thread has in flight, four registers each
 _VECTOR = gl.constexpr(4)  # numbers of a load of 16 bytes
 
 
@@ -118,7 +118,7 @@ def programs(rows: int, width_v: int) -> int:
 
 def constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
     block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
-    at_once = min(all_splits, max(1, MOST_AT_ONCE * 128 // max(128, block_dv)))
+    at_once = min(all_splits, max(1, MAX_AT_ONCE * 128 // max(128, block_dv)))
     return {
         "GROUP": group, "DV": width_v, "BLOCK_DV": block_dv, "BLOCK_S": at_once, "ALL_SPLITS": all_splits,
         "EARLY_START": early, "NUM_WARPS": WARPS,

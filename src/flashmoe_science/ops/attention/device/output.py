@@ -51,7 +51,7 @@ def start_output(p, o, v_smem, stage):
 def wait_for_output(tokens):
     """O once every product has completed."""
     o = warpgroup_mma_wait(0, tokens)
-    if len(tokens) == 1:  # it stands alone then
+    if len(tokens) == 1:  # no tuple then
         return (o,)
     else:
         return o
@@ -69,8 +69,8 @@ def scale_rows(o, factor):
 def _rescale_asm(count: int) -> str:
     """PTX for a thread's ``count`` products of O and factors, which a warp skips where all of its factors are 1.
 
-    A thread holds two rows, in turn two numbers of each. The operands are the products, which stand where O stood, then O,
-    then the factors. A factor of NaN is not 1 (``neu``).
+    A thread holds two rows, alternating two numbers of each. The operands are the products, in O's registers, then O, then
+    the factors. A factor of NaN is not 1 (``neu``).
     """
     first, second = 2 * count, 2 * count + 2
     return "\n".join(

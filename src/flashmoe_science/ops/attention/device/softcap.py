@@ -50,7 +50,7 @@ _HALF_TANH = (
     (0.69, (0.24999774992465973, -0.020794933661818504, 0.0019182744435966015)),
     (1.6, (0.2499987781047821, -0.020823391154408455, 0.002060346771031618, -1.8852073117159307e-04, 1.1195946171937976e-05)),
 )
-LEAST_CAP = gl.constexpr(30.0)  # from which on scores far below a row's maximum count for nothing, whatever P makes of them
+MIN_CAP = gl.constexpr(30.0)  # from which on scores far below a row's maximum count for nothing, whatever P makes of them
 
 
 def _bits(number: float) -> str:
@@ -60,7 +60,7 @@ def _bits(number: float) -> str:
 def _capped_asm(count: int) -> str:
     """PTX for what ``capped`` gives of a thread's ``count`` scores, in place.
 
-    A thread holds two rows, in turn two scores of each. The operands are the scores, then the rows' largest ones (operand
+    A thread holds two rows, alternating two scores of each. The operands are the scores, then the rows' largest ones (operand
     2 * count of the one row and two later of the other), then ``capped``'s scale. A polynomial for |y| < Y serves a warp whose
     rows all have theirs in (-Y / 2, Y); NaN is not.
     """
@@ -95,15 +95,15 @@ _CAPPED_OPERANDS = gl.constexpr(",".join(["=&f"] * 64 + [str(i) for i in range(6
 def capped_softmax_step(s, row_max, scales, LAZY: gl.constexpr):
     """What ``softmax_step`` makes of ``capped`` scores, of which none is masked and each thread holds 64.
 
-    A cap lets the largest score of a row stay the largest. Where those of a warp are small beside the cap, the rest are not far
-    above, and a polynomial caps them: four or six multiply-adds a score, where ``capped`` takes two instructions of the
+    The largest score of a row stays the largest under a cap. Where those of a warp are small against the cap, no score is far
+    above them, and a polynomial caps them: four or six multiply-adds a score, where ``capped`` takes two instructions of the
     special-function unit, which has eight cycles for each. Of scores far below, the polynomial makes too little, but less the
-    lower they are: from LEAST_CAP on what that changes a probability by is under 2^-20 of the largest.
+    lower they are: from MIN_CAP on what that changes a probability by is under 2^-20 of the largest.
     """
     tile_max = row_maxima(s, row_max, False)
     top = capped(tile_max, scales.cap) * scales.log2
     new_max = gl.where(top - row_max > GROWTH, top, row_max) if LAZY else gl.maximum(row_max, top)
-    judged = gl.where(scales.log2 < 2.0 * LEAST_CAP * 1.4426950408889634, float("inf"), tile_max)
+    judged = gl.where(scales.log2 < 2.0 * MIN_CAP * 1.4426950408889634, float("inf"), tile_max)
     tops, same = gl.broadcast(as_column(judged, s), s)
     over, same = gl.broadcast(gl.full([1, 1], scales.cap, gl.float32, s.type.layout), s)
     s = gl.inline_asm_elementwise(_CAPPED, _CAPPED_OPERANDS, [s, tops, over], gl.float32, False, 64)

@@ -19,14 +19,14 @@ with_sink = as_gluon(softmax_triton.with_sink)
 
 @gluon.jit
 def as_column(rows, matrix):
-    """A number for each row as a column beside a matrix, [rows, 1]."""
+    """A number for each row as a column for a matrix, [rows, 1]."""
     return gl.expand_dims(gl.convert_layout(rows, gl.SliceLayout(1, matrix.type.layout)), 1)
 
 
 @gluon.jit
 def row_maxima(s, row_max, PAIRS_LAST: gl.constexpr):
     """The largest score of each row, laid out as ``row_max``."""
-    # A thread's pairs and columns in turn, then the four threads of a row: a third of the dependent steps of a plain reduction.
+    # A thread's pairs, then its columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
     scores = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])  # [BLOCK_M, BLOCK_N / 8, threads of a row, 2]
     if PAIRS_LAST:
         own = gl.max(gl.max(scores, 1), 2)

@@ -147,7 +147,7 @@ def load_pages(
 
 @gluon.jit
 def add_scores(s, q_smem, q_stage, k_smem, k_stage, START: gl.constexpr):
-    """Start S += Q K^T, or where START S = Q K^T, of as many products as a head has parts: an accumulator in flight."""
+    """Start S += Q K^T, or where START S = Q K^T, a product for each part of a head: an accumulator in flight."""
     q, k = as_matrix(q_smem[0], q_stage), as_matrix(k_smem[0], k_stage)  # [BLOCK_M, width], [BLOCK_N, width]
     s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=not START, is_async=True)
     if len(k_smem) == 2:

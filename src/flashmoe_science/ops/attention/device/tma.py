@@ -1,4 +1,4 @@
-"""What kernels that copy rows 16 bytes at a time ask of a problem and its tensors, and descriptors for Hopper's copy engine."""
+"""TMA descriptors, and the alignment that kernels which copy rows 16 bytes at a time require of a problem and its tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import DIRECT, Build, Encoder
 
-FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
-MOST_KEYS = 128  # of a tile
-MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
+MIN_COPY_ROWS = 8  # the swizzle of shared memory repeats with them
+MAX_BLOCK_N = 128
+MAX_CAP = 1000  # capped scores are right to 2^-21 of the cap
 Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
 _DESCRIBED: Cache[tuple[int, ...], tuple[Any, ...]] = Cache(2048)  # by encoders and addresses; maps of some 700 bytes each
 _SERIALS, _address = count(), torch.Tensor.data_ptr
 Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
-
-
-def why_not_copied(problem: AttentionProblem, device: Device) -> str | None:
-    """Why no Hopper kernel can serve a problem, whatever its modes; None if one may."""
-    return why_no_hopper(device) or why_not_in_copies(problem)
 
 
 def why_not_in_copies(problem: AttentionProblem) -> str | None:
@@ -41,24 +36,21 @@ def why_not_in_copies(problem: AttentionProblem) -> str | None:
     return None
 
 
-def why_not_capped(problem: AttentionProblem) -> str | None:
-    """Why the Hopper kernels cannot serve a problem's soft cap; None if they may."""
-    if problem.modes.softcap > MOST_CAP:
-        return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
+def why_not_on_sm90(problem: AttentionProblem, device: Device) -> str | None:
+    """Why the 16-bit Hopper kernels cannot serve a problem's device, dtype, widths, soft cap or pages; None if they may."""
+    page, cap = problem.modes.page, problem.modes.softcap
+    if reason := why_no_hopper(device) or why_not_in_copies(problem):
+        return reason
+    if cap > MAX_CAP:
+        return f"the soft cap is {cap}; capped scores are right to 2^-21 of it, so it may be {MAX_CAP}"
+    if page and (page % MIN_COPY_ROWS or max(page, MAX_BLOCK_N) % min(page, MAX_BLOCK_N)):
+        return f"pages of {page} rows; it serves powers of two from {MIN_COPY_ROWS} on and multiples of {MAX_BLOCK_N}"
     return None
 
 
 def fills_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Whether tiles of 64 queries of one head, each of them full, are as many as the GPU's processors."""
+    """Whether full tiles of 64 queries of one head are no fewer than the GPU's processors."""
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
-
-
-def why_not_paged(problem: AttentionProblem) -> str | None:
-    """Why tiles of keys cannot be made of a problem's pages, or pages of tiles."""
-    page = problem.modes.page
-    if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
-        return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
-    return None
 
 
 def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
@@ -88,7 +80,7 @@ def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def value_parts(head_dim_v: int) -> tuple[int, ...]:
-    """Widths of the tiles that hold a head of V and of the output in chunk_gluon_sm90.py: one up to 128, as two products P V of
+    """Widths of the tiles that hold a head of V and of O in chunk_gluon_sm90: one up to 128, as two products P V of
     64 columns or fewer take longer than one of 128."""
     return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
 

@@ -1,8 +1,9 @@
-"""O += P V for Hopper where V is not a power of two wide: one wgmma of as many columns as a head has.
+"""O += P V for Hopper where V is not a power of two wide: one wgmma of all columns of a head.
 
-Gluon cannot say it: its tensors, and the accumulators of ``warpgroup_mma`` with them, are powers of two in each dimension, and
-two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md). Nor does it give an address in shared memory.
-So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
+Gluon has no such product: its tensors, and with them the accumulators of ``warpgroup_mma``, are powers of two in each
+dimension, and two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md). Nor does it give an address
+in shared memory. So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
+Instructions":
 
 - "Register Fragments for wgmma.mma_async.m64nNk16": of each 8 columns of O a thread holds two of row r and two of row r + 8, as
   in Gluon's NVMMADistributedLayout. O is a tuple of slices of ``slice_width`` columns, a power of two, side by side. Of each 16
@@ -10,7 +11,7 @@ So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level
   ``to_wide_operand`` gives them as 32-bit numbers in O's layout, in the order r, r, r + 8, r + 8.
 - "Matrix Descriptor Format" of V: address / 16 in bits 0 to 13; the leading dimension's offset / 16 in bits 16 to 29; the
   stride's in bits 32 to 45; 1 for the 128-byte swizzle in bits 62 and 63. V has keys as rows: it is "MN-major" (``imm-trans-b``
-  of 1) and lies in chunks of 64 columns, 128 bytes a row. The leading dimension's offset leads to the next chunk, the stride's
+  of 1), in chunks of 64 columns, 128 bytes a row. The leading dimension's offset leads to the next chunk, the stride's
   to the next 8 keys. 16 keys are 2048 bytes on.
 - "wgmma.fence" before the first product, "wgmma.commit_group" after the last: all are one group, for ``warpgroup_mma_wait``.
 """
@@ -47,7 +48,7 @@ def _pack_asm(dtype: Any) -> str:
 
 @gluon.constexpr_function
 def _product_asm(columns: int, keys: int, dtype: Any) -> str:
-    """PTX of O += P V. Operands: O, O, P, then the low half of V's descriptor as often as a slice of O has numbers."""
+    """PTX of O += P V. Operands: O, O, P, then the low half of V's descriptor, once for each number of a slice of O."""
     kind = "bf16" if dtype == gl.bfloat16 else "f16"
     low = columns + keys // 4
     out = ", ".join(f"${n}" for n in range(columns // 2))

@@ -20,14 +20,6 @@ class Traits(NamedTuple):
     PAGE: Any  # rows of a page; 0 without pages
 
 
-class Descriptors(NamedTuple):
-    """TMA descriptors of Q, K and V, of each a tuple of parts."""
-
-    q: Any
-    k: Any
-    v: Any
-
-
 class KeyTiles(NamedTuple):
     """The tiles of keys of a program, [low, high), and how many steps it takes: more than tiles where an unrolled few are
     padded."""

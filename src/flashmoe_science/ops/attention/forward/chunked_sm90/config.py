@@ -1,4 +1,4 @@
-"""What chunk_gluon_sm90.py decides on the host: what it serves, its tiles, into how many pieces keys are split, its builds."""
+"""What chunk_gluon_sm90 serves, the shapes of its programs, the number of splits of keys, and what its builds depend on."""
 
 from __future__ import annotations
 
@@ -7,48 +7,44 @@ from typing import Any, NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers
+from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers, window_of
 from flashmoe_science.ops.attention.device.splits import MAX_ORDERED, Work, num_splits, partial_bytes
 from flashmoe_science.ops.attention.device.tma import (
     fills_tiles,
     rows_of_copy,
     value_parts,
-    why_not_capped,
-    why_not_copied,
-    why_not_paged,
+    why_not_on_sm90,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import PLAIN, Modes, unserved
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
-FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
+MIN_SPLIT_KEYS = 512  # to write and merge a partial costs about as much as to attend to these
 FULL_TILES = 256  # queries of a head
 SPLIT_KEYS = 1280  # from which on splits pay where queries are few
 SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
 LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
 HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
-_FAR = 2**28  # a window that hides nothing; two of them and a position still fit 32 bits
 # The kernel's last integers, which no build is specialised on.
 LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table", "batches")
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
-_FWD_TOO = {"packed", "page", "window", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
+_FWD_TOO = {"packed", "page", "window", "softcap", "sinks"}  # what prefill_sm90 serves of what this kernel does
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    reason = why_not_copied(problem, device) or why_not_capped(problem) or why_not_paged(problem)
-    return reason or unserved(problem.modes, _SERVED)
+    return why_not_on_sm90(problem, device) or unserved(problem.modes, _SERVED)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
-    are, and keys are split, neither short nor so many in all that the memory's speed decides.
+    are, and keys are split, neither short nor more in all than the memory's speed allows.
 
-    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too, and
+    Where keys are not split and a head's queries fill the tiles of prefill_sm90, that is faster, with caps and sinks too, and
     of packed sequences and in windows. Where all queries fill fewer tiles than there are processors, or twice as many under a
     causal mask, whose longest tile would last longest, keys are split to use all.
     """
@@ -120,7 +116,7 @@ def span_of(problem: AttentionProblem, group: int, queries: int, config: Config)
 
 
 def _window_keys(problem: AttentionProblem) -> int | None:
-    """Keys that a query sees beside its own place; None where no window limits them on both sides."""
+    """Keys that a query sees but the one at its own place; None where no window limits them on both sides."""
     left, right = problem.modes.window_left, 0 if problem.causal else problem.modes.window_right
     return None if left is None or right is None else left + right
 
@@ -136,7 +132,7 @@ def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config, 
 
 
 def work_in(problem: AttentionProblem, config: Config) -> Work:
-    """The Work of a problem as its text says it."""
+    """The Work of a problem by its text."""
     group = problem.heads // problem.heads_kv
     span = span_of(problem, group, problem.seqlen_q, config)
     return work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
@@ -144,11 +140,11 @@ def work_in(problem: AttentionProblem, config: Config) -> Work:
 
 def min_tiles(config: Config) -> int:
     """The fewest tiles of keys of a split."""
-    return max(1, FEWEST_KEYS // config["block_n"])
+    return max(1, MIN_SPLIT_KEYS // config["block_n"])
 
 
 def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
-    """Into how many pieces keys are split: ``asked`` or the config's if not 0, else what the work and the GPU suggest."""
+    """The number of splits of the keys: ``asked`` or the config's if not 0, else what the work and the GPU suggest."""
     return num_splits(work, min_tiles(config), asked or config["num_splits"], gpu.sm_count, config["occupancy"])
 
 
@@ -161,26 +157,20 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
 
 
 class Variant(NamedTuple):
-    """What a build is specialised on beside its plan, and sizes decide."""
+    """What a call's sizes decide of a build; the rest follows from its plan."""
 
     group: int
     split: bool
     compensated: bool
-    batches: int = 0  # a power of two of at least as many sequences, where the longest start first
+    batches: int = 0  # a power of two no less than the sequences, where they start in LPT order; else 0
     strides: Hashable = None
 
 
 def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:
-    """``Variant.batches`` of so many sequences and programs: 0 where all programs run at once, or lengths are too many."""
+    """``Variant.batches`` of a launch: 0 where all programs run at once, or lengths are too many."""
     if problem.modes.lengths == "equal" or not 1 < batch <= MAX_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
         return 0
     return next_power_of_2(batch)
-
-
-def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """How many keys before its diagonal a query sees, and how many after it where the mask is not causal: None for no limit."""
-    left, right = problem.modes.window_left, None if problem.causal else problem.modes.window_right
-    return (None if left is None else min(left, _FAR)), (None if right is None else min(right, _FAR))
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, early: bool) -> dict[str, Any]:
@@ -189,25 +179,14 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, e
     ends = problem.causal or right is not None
     producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
-        "GROUP": variant.group,
-        "DV": problem.head_dim_v,
-        "CONSUMERS": config["consumers"],
-        "BLOCK_N": config["block_n"],
-        "STAGES_K": config["stages_k"],
-        "STAGES_V": config["stages_v"],
-        "MIN_TILES": min_tiles(config),
-        # The diagonal of a program's queries passes so many tiles of keys at the most.
+        "GROUP": variant.group, "DV": problem.head_dim_v, "CONSUMERS": config["consumers"], "BLOCK_N": config["block_n"],
+        "STAGES_K": config["stages_k"], "STAGES_V": config["stages_v"], "MIN_TILES": min_tiles(config),
+        # The most tiles of keys that the diagonal of a program's queries crosses.
         "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if ends and left is None else 1,
-        "CAUSAL": ends,
-        "TOPLEFT": problem.mask == "causal-topleft",
-        "SPLIT": variant.split,
-        "COMPENSATED": variant.compensated,
-        "PAGE": problem.modes.page,
-        "BATCHES": variant.batches,
-        "EARLY_START": early,
-        "CONSUMER_REGS": consumer_registers(config, producer),
-        "PRODUCER_REGS": producer,
-    }
+        "CAUSAL": ends, "TOPLEFT": problem.mask == "causal-topleft", "SPLIT": variant.split,
+        "COMPENSATED": variant.compensated, "PAGE": problem.modes.page, "BATCHES": variant.batches, "EARLY_START": early,
+        "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
+    }  # fmt: skip
 
 
 def tile_shapes(problem: AttentionProblem, config: Config, group: int) -> tuple[Tile | None, ...]:

@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention.device.kv_pipeline import RowState, first_kv_stage, release_k, start_values
+from flashmoe_science.ops.attention.device.kv_pipeline import RowState, first_kv, release_k, start_values
 from flashmoe_science.ops.attention.device.output import no_output, scale_rows, store_rows, to_operand, wait_for_output
 from flashmoe_science.ops.attention.device.softcap import capped, uncapped_max
 from flashmoe_science.ops.attention.device.softmax import log_sum_exp, normalizer, own_sums, softmax_step
 from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, start_scores
-from flashmoe_science.ops.attention.forward.chunked_sm90.step import ROWS, mask, mask_window, tile_step, window_of
+from flashmoe_science.ops.attention.forward.chunked_sm90.step import ROWS, mask, mask_window, row_window, tile_step
 from flashmoe_science.ops.gluon_bridge import barrier
 
 
@@ -86,13 +86,13 @@ def consume(buffers, barriers, rows, output, scales, CONSUMER: gl.constexpr, TRA
             end = gl.minimum(query + rows.diagonal + 1, end)
         window = rows.left
         if rows.left is not None:
-            window = window_of(rows.first_row + CONSUMER * QUERIES, rows, end, QUERIES, BLOCK_N, TRAITS.CAUSAL)
-        first = first_kv_stage()
+            window = row_window(rows.first_row + CONSUMER * QUERIES, rows, end, QUERIES, BLOCK_N, TRAITS.CAUSAL)
+        first = first_kv()
 
         # The first tile, alone.
         mbarrier.wait(barriers.q_full.index(CONSUMER), 0)
         mbarrier.wait(barriers.k_full.index(first.k.stage), first.k.phase)
-        s = warpgroup_mma_wait(0, [start_scores(buffers.q, CONSUMER, buffers.k, first.k.stage)])
+        s = warpgroup_mma_wait(0, [start_scores(buffers.q, CONSUMER, buffers.k, first.k.stage)])  # [BLOCK_M, BLOCK_N]
         first = release_k(barriers, first)
         if scales.cap is not None:
             s = capped(s, scales.cap)
@@ -100,10 +100,11 @@ def consume(buffers, barriers, rows, output, scales, CONSUMER: gl.constexpr, TRA
             s = mask(s, high - 1, low, end)
         else:
             s = mask_window(s, high - 1, window.first, end)
-        row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)  # [BLOCK_M]
         p32, row_max, unused = softmax_step(s, row_max, scales.log2, True, False)
-        row_sum = own_sums(p32)
-        o = no_output(buffers.v, ROWS)
+        row_sum = own_sums(p32)  # [BLOCK_M, 4]
+        o = no_output(buffers.v, ROWS)  # [BLOCK_M, width]
+        # First named here, and in this order: loops carry values in the order of their names.
         state, kv = RowState(to_operand(p32, o, buffers.v[0].dtype), o, row_max, row_sum, gl.zeros_like(row_sum)), first
         if TRAITS.ZEROED:
             mbarrier.wait(barriers.v_full.index(first.v.stage), first.v.phase)
@@ -124,7 +125,7 @@ def consume(buffers, barriers, rows, output, scales, CONSUMER: gl.constexpr, TRA
         mbarrier.wait(barriers.v_full.index(kv.v.stage), kv.v.phase)
         o = wait_for_output(start_values(state.p, state.o, buffers, barriers, kv, None))
         row_max = uncapped_max(state.max, scales)
-        total = gl.convert_layout(gl.sum(state.sum, 1), row_layout)
+        total = gl.convert_layout(gl.sum(state.sum, 1), row_layout)  # [BLOCK_M]
         _write(output, rows, o, row_max, total, CONSUMER, True, TRAITS)
     else:
         none = gl.zeros([ROWS], gl.float32, row_layout)

@@ -1,24 +1,21 @@
-"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
+"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, split-KV, TMA and wgmma.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a cache of keys and values,
 contiguous or in pages, with its lengths on the device; or packed queries (problem/features.py); with a window, a soft cap
 and sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
 
-A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
-of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
-in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
-leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
-calls give equal bits.
+A consumer warpgroup (consumer.py, step.py) has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times
+64 / ``BLOCK_G`` queries, one TMA copy, which fills missing heads with zeros. A program is one or two consumers and a producer
+warp (producer.py), as in prefill_sm90, for one tile of queries and a contiguous split of the keys that the tile sees. Where
+there are several splits, it writes its running maximum, its sum and its unscaled output in fp32, which device/merge_gluon.py
+adds in the order of the splits: equal calls give equal bits.
 
 Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask. With
 a window on the left the first few are crossed too: the loop branches around a mask then.
 
 Of a paged cache a tile of keys is a part of a page, or several pages, each by a copy of its own; all complete one barrier.
 
-The producer is in chunk_producer_gluon_sm90.py, a consumer in chunk_consumer_gluon_sm90.py, and its step from tile to tile of
-keys in chunk_step_gluon_sm90.py.
-
-Splitting the keys: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
+Split-KV: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
 """
 
 from __future__ import annotations
@@ -32,17 +29,16 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
 from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
-from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
     CachePages,
     CacheRows,
-    Descriptors,
     KeyTiles,
     Loads,
     Output,
@@ -59,7 +55,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     suits,
     supports,
     tile_shapes,
-    window_of,
     work_in,
     workspace,
 )
@@ -112,9 +107,7 @@ def flashmoe_chunk_gluon_sm90(
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
-    TRAITS: gl.constexpr = Traits(
-        CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE
-    )  # fmt: skip
+    TRAITS: gl.constexpr = Traits(CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE)
     descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest))
     q_smem = allocate_tiles(descs.q, CONSUMERS)
     k_smem = allocate_tiles(descs.k, STAGES_K, BLOCK_N)
@@ -211,8 +204,7 @@ def flashmoe_chunk_gluon_sm90(
                 (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
                 (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -221,8 +213,7 @@ def flashmoe_chunk_gluon_sm90(
                 (consume, (buffers, barriers, rows, output, scales, 1, TRAITS)),
                 (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

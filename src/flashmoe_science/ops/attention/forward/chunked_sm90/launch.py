@@ -15,7 +15,7 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Attentio
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.sm90 import registers
+from flashmoe_science.ops.attention.device.sm90 import registers, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
 from flashmoe_science.ops.attention.device.tma import Parts, check_copied, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
@@ -26,7 +26,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     span_of,
     splits_for,
     tile_shapes,
-    window_of,
     work_of,
 )
 from flashmoe_science.ops.descriptors import template

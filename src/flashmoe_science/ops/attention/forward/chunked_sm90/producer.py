@@ -43,7 +43,7 @@ def produce(descs, buffers, barriers, loads, TRAITS: gl.constexpr):
             row = loads.first_row + consumer * TRAITS.QUERIES
             origin = Origin((loads.batch_q, loads.head_kv, loads.first_head))
             load_tile(descs.q, origin, row, barriers.q_full.index(consumer), buffers.q, consumer)
-        # In the order in which consumers ask: K of a tile before V of the tile before it.
+        # In the order in which consumers wait for them: K of a tile before V of the tile before it.
         for i in range(count + 1):
             if i < count:
                 k_state = _load_keys(

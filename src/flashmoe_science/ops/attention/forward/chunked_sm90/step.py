@@ -37,10 +37,10 @@ def keys_back(left, right):
 
 
 @gluon.jit
-def window_of(first_query, rows, end, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+def row_window(first_query, rows, end, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """The Window of a consumer's rows, whose keys end before ``end``, [BLOCK_M]."""
     to_first = rows.diagonal - keys_back(rows.left, rows.right)
-    first = first_query + gl.arange(0, ROWS, end.type.layout) % QUERIES + to_first
+    first = first_query + gl.arange(0, ROWS, end.type.layout) % QUERIES + to_first  # [BLOCK_M]
     last_query = gl.minimum(first_query + QUERIES, rows.seqlen_q) - 1
     low = (gl.maximum(last_query + to_first, 0) + BLOCK_N - 1) // BLOCK_N
     whole = rows.seqlen_k
@@ -73,7 +73,7 @@ def tile_step(
     o = state.o
     # As measured: 11 to 15% slower without splits.
     LAZY: gl.constexpr = TRAITS.SPLIT and (len(o) == 2 or o[0].shape[1] > LAZY_ABOVE)
-    s, o_tokens, kv = start_products(CONSUMER, buffers, barriers, state.p, o, kv, None)
+    s, o_tokens, kv = start_products(CONSUMER, buffers, barriers, state.p, o, kv, None)  # s: [BLOCK_M, BLOCK_N]
     if scales.cap is not None:
         s = capped(s, scales.cap)
     if window is not None:
@@ -84,7 +84,7 @@ def tile_step(
     p32, row_max, rescale = softmax_step(s, state.max, scales.log2, MASKED, LAZY)
     row_sum, lost = add_to_sums(state.sum, state.lost, p32, rescale, TRAITS.COMPENSATED)
     mbarrier.wait(barriers.v_full.index(kv.v.stage), kv.v.phase)
-    o = wait_for_output(o_tokens)
+    o = wait_for_output(o_tokens)  # [BLOCK_M, width]
     kv = release_v(barriers, kv)
     o = rescale_rows(o, rescale, LAZY)
     return RowState(to_operand(p32, o, buffers.v[0].dtype), o, row_max, row_sum, lost), kv

@@ -1,4 +1,4 @@
-"""What fp32_gluon_sm90 decides on the host: what it serves, the shape of its programs, the sizes of planes, grids."""
+"""What fp32_gluon_sm90 serves, the shape of its programs, its grids, its constants and the sizes of its planes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flashmoe_science.ops.launch import Grid, bytes_between, cdiv
 
 Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V
 PLANES = gl.constexpr(3)
-# From so many queries of a head on, more where heads are narrow, and rows in all, it is the fastest (docs/notes/fp32.md).
-LEAST_QUERIES, LEAST_NARROW, LEAST_ROWS = 64, 192, 512
+# Queries of a head, more where heads are narrow, and rows in all, from which on it is the fastest (docs/notes/fp32.md).
+MIN_QUERIES, MIN_QUERIES_NARROW, MIN_ROWS = 64, 192, 512
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m")
 
@@ -31,9 +31,9 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Enough rows that the planes are worth their writing, and a program its tile."""
-    least = LEAST_QUERIES if tile_widths(problem)[0] > 64 else LEAST_NARROW
-    return problem.seqlen_q >= least and problem.batch * problem.heads * problem.seqlen_q >= LEAST_ROWS
+    """Whether rows are enough to be worth the writing of planes, and to fill a program's tile."""
+    least = MIN_QUERIES if tile_widths(problem)[0] > 64 else MIN_QUERIES_NARROW
+    return problem.seqlen_q >= least and problem.batch * problem.heads * problem.seqlen_q >= MIN_ROWS
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
@@ -77,32 +77,25 @@ def grid_of(heads_all: int, rows: int, config: Config) -> Grid:
 
 
 def plane_blocks(rows: int, keys: int) -> tuple[int, int, int]:
-    """Programs that write the planes of Q, K and V, of so many rows in all."""
+    """Programs that write the planes of Q, of K and of V, of ``rows`` queries and ``keys`` keys in all."""
     return cdiv(rows, SPLIT_ROWS), cdiv(keys, SPLIT_ROWS), cdiv(keys, SPLIT_ROWS)
 
 
 def plane_constexprs(problem: AttentionProblem, early: bool) -> dict[str, Any]:
+    """The constants of the planes' build, in the order of the kernel's parameters."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
     return {
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "WIDTH": row_elements(problem.head_dim),
-        "WIDTH_V": row_elements(problem.head_dim_v),
-        "BLOCK_D": padded_head_dim(max(problem.head_dim, problem.head_dim_v)),
-        "BLOCK_R": SPLIT_ROWS,
-        "EARLY_START": early,
-    }
+        "D": dim, "DV": dim_v, "WIDTH": row_elements(dim), "WIDTH_V": row_elements(dim_v),
+        "BLOCK_D": padded_head_dim(max(dim, dim_v)), "BLOCK_R": SPLIT_ROWS, "EARLY_START": early,
+    }  # fmt: skip
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, early: bool) -> dict[str, Any]:
+    """The constants of the main build, in the order of the kernel's parameters."""
     return {
-        "DV": problem.head_dim_v,
-        "CONSUMERS": config["consumers"],
-        "STAGES": config["stages"],
-        "CAUSAL": problem.causal,
-        "EARLY_START": early,
-        "CONSUMER_REGS": consumer_registers(config),
-        "PRODUCER_REGS": PRODUCER_REGISTERS,
-    }
+        "DV": problem.head_dim_v, "CONSUMERS": config["consumers"], "STAGES": config["stages"], "CAUSAL": problem.causal,
+        "EARLY_START": early, "CONSUMER_REGS": consumer_registers(config), "PRODUCER_REGS": PRODUCER_REGISTERS,
+    }  # fmt: skip
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:

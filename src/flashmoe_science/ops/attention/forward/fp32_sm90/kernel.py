@@ -7,10 +7,10 @@ The tensor cores take no fp32, and their TF32 keeps 11 bits. Three numbers of bf
 rounded, and the rest. Of the nine products of two such sums the six largest are computed, the small ones first; what is left
 out is below 2^-26 (Henry, Tang & Heinecke 2019, section 3).
 
-A first kernel writes the three parts of Q, K and V, the planes, to device memory, so that the copy engine brings them as the
-products want them: taken apart where they are used, K and V would be so by every tile of queries. The second is a forward with
-one producer warp and two consumers of 64 rows, one where heads are widest: six products take so long that the softmax of one
-consumer hides behind those of the other, without a pipeline within either. Only P is taken apart in registers.
+A first kernel (planes.py) writes the three parts of Q, K and V, the planes, to device memory, so that TMA copies them as
+operands of the products: split where they are used, K and V would be split again by every tile of queries. The second is a
+forward with one producer warp and two consumers of 64 rows, one where heads are widest: six products take long enough that the
+softmax of one consumer hides behind those of the other, without a pipeline within either. Only P is split in registers.
 
 The tensor cores cut what they add to an accumulator off, toward zero: over thousands of products that is more than fp32 loses.
 Each tile's P V is therefore a sum of its own, added to O by the fp32 units.
@@ -208,16 +208,16 @@ def _consume(output, buffers, barriers, place, bounds, CONSUMER: gl.constexpr, C
         for skipped in range(2 * begin):
             stages, state = _next_planes(barriers, state)
             _release(barriers, stages)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)  # [BLOCK_M]
     row_sum = own_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
     lost = gl.zeros_like(row_sum)
-    o = no_output(buffers.v, ROWS)
+    o = no_output(buffers.v, ROWS)  # [BLOCK_M, width]
     for plane in gl.static_range(PLANES):
         mbarrier.wait(barriers.q_full.index(FIRST + plane), 0)
     for i in range(begin, place.tiles_n):
         first_key = (place.tiles_n - 1 - i) * BLOCK_N
         stages, state = _next_planes(barriers, state)
-        s = _scores(buffers, FIRST, stages)
+        s = _scores(buffers, FIRST, stages)  # [BLOCK_M, BLOCK_N]
         _release(barriers, stages)
         if first_key + BLOCK_N > whole:
             s = mask_keys(s, first_key, first_row, bounds, s.shape[0], CAUSAL)
@@ -289,8 +289,7 @@ def flashmoe_fp32_gluon_sm90(
                 (_consume, (output, buffers, barriers, place, bounds, 0, CAUSAL, DV)),
                 (_produce, (q_descs, k_descs, v_descs, buffers, barriers, place, CONSUMERS)),
             ],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -299,8 +298,7 @@ def flashmoe_fp32_gluon_sm90(
                 (_consume, (output, buffers, barriers, place, bounds, 1, CAUSAL, DV)),
                 (_produce, (q_descs, k_descs, v_descs, buffers, barriers, place, CONSUMERS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

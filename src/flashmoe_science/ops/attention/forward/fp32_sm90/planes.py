@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-SPLIT_ROWS = 16  # of a program that takes numbers apart
+SPLIT_ROWS = 16  # of a program that splits numbers
 # Not specialised on: a new batch or length must not compile anew.
 PLANE_SIZES = ("heads", "heads_kv", "heads_all", "heads_kv_all", "seqlen_q", "seqlen_k", "blocks_q", "blocks_k")
 
@@ -23,7 +23,7 @@ def _rounded(x):
 
 
 @triton.jit
-def _take_apart(
+def _split_rows(
     x_base, planes, block, heads, seqlen, heads_all, stride_b, stride_h, stride_m,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -56,18 +56,18 @@ def flashmoe_fp32_planes(
     if EARLY_START:
         gdc_wait()
     if block < blocks_q:
-        _take_apart(
+        _split_rows(
             q_base, q_planes, block, heads, seqlen_q, heads_all, stride_qb, stride_qh, stride_qm, D, WIDTH, BLOCK_D, BLOCK_R
         )
     elif block < blocks_q + blocks_k:
         block -= blocks_q
-        _take_apart(
+        _split_rows(
             k_base, k_planes, block, heads_kv, seqlen_k, heads_kv_all, stride_kb, stride_kh, stride_kn,
             D, WIDTH, BLOCK_D, BLOCK_R,
         )  # fmt: skip
     else:
         block -= blocks_q + blocks_k
-        _take_apart(
+        _split_rows(
             v_base, v_planes, block, heads_kv, seqlen_k, heads_kv_all, stride_vb, stride_vh, stride_vn,
             DV, WIDTH_V, BLOCK_D, BLOCK_R,
         )  # fmt: skip

@@ -11,21 +11,13 @@ class Traits(NamedTuple):
     CONSUMERS: Any
     CAUSAL: Any
     ALIGNED: Any  # the diagonal of a consumer's rows lies in one tile of keys
-    MIN_TILES: Any  # tiles of keys that every tile of queries takes: 2 where the diagonal may cross as many
+    MIN_TILES: Any  # tiles of keys that every tile of queries takes: 2 where the diagonal may cross two
     EVEN_K: Any  # tiles of keys divide the keys
     WRITE_LSE: Any
     OWN_OUT: Any  # O has shared memory of its own, and not Q's
     SCHEDULE: Any
     UNIT: Any  # elements of a bias that are read at once
     PAGE: Any  # rows of a page; 0 without pages
-
-
-class Descriptors(NamedTuple):
-    """TMA descriptors of Q, K and V, of each a tuple of parts."""
-
-    q: Any
-    k: Any
-    v: Any
 
 
 class Sizes(NamedTuple):
@@ -51,7 +43,7 @@ class Pages(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What says which tiles a program works on."""
+    """What the tile scheduler and the loads depend on."""
 
     sizes: Any
     tiles: Any  # the list of tiles of packed sequences (packed_schedule.py), or None

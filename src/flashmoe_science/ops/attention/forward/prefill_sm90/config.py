@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.device.bias import EXCHANGE_BYTES
 from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES
-from flashmoe_science.ops.attention.device.tma import fills_tiles, why_not_capped, why_not_copied, why_not_paged
+from flashmoe_science.ops.attention.device.tma import fills_tiles, why_not_on_sm90
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     chunk_columns,
     heads_of_tile,
@@ -33,8 +33,7 @@ SOME_KEYS = 768  # in a window, up to which small tiles are faster
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    reason = why_not_copied(problem, device) or why_not_capped(problem) or why_not_paged(problem)
-    reason = reason or unserved(problem.modes, SERVED)
+    reason = why_not_on_sm90(problem, device) or unserved(problem.modes, SERVED)
     if reason is None and problem.modes.prefix and problem.modes.window:
         return "it does not serve a prefix and a window"
     return reason
@@ -139,7 +138,7 @@ def _keys_in_window(problem: AttentionProblem) -> int:
 
 
 def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
-    """By the longest sequence, as the others are not known: the shorter, the fewer rows and keys a tile should have."""
+    """By the longest sequence, the only length that the host has: the shorter, the fewer rows and keys a tile should have."""
     if width <= 64:
         return shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
     if width > 128:
@@ -157,8 +156,8 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
 
 
 def _biased_shapes(problem: AttentionProblem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
-    """Of the shapes those of at most two consumers, as three have no registers for a bias; O in Q's place where both do not fit
-    beside what an additive one takes."""
+    """The shapes of at most two consumers, as three have no registers for a bias; O in Q's memory where both do not fit next to
+    what an additive bias takes."""
     # A processor has 228 KB, of which a block takes up to 2 for its barriers and for itself.
     fit = [shape["occupancy"] * (tile_bytes(problem, shape) + 2048) <= 228 << 10 for shape in shapes]
     shapes = tuple(shape if good else shape | {"own_out": 0} for shape, good in zip(shapes, fit, strict=True))
@@ -179,24 +178,13 @@ def _one_masked(problem: AttentionProblem) -> bool:
 
 
 def shape_of(
-    consumers: int,
-    block_n: int,
-    stages_q: int,
-    stages: int,
-    stages_v: int | None = None,
-    occupancy: int = 1,
-    own_out: int = 1,
-) -> Shape:
+    consumers: int, block_n: int, stages_q: int, stages: int, stages_v: int | None = None, occupancy: int = 1, own_out: int = 1
+) -> Shape:  # fmt: skip
     """A Shape; V has as many stages as K unless it has ``stages_v``."""
     return {
-        "consumers": consumers,
-        "block_n": block_n,
-        "stages_q": stages_q,
-        "stages_k": stages,
-        "stages_v": stages_v or stages,
-        "own_out": own_out,
-        "occupancy": occupancy,
-    }
+        "consumers": consumers, "block_n": block_n, "stages_q": stages_q, "stages_k": stages, "stages_v": stages_v or stages,
+        "own_out": own_out, "occupancy": occupancy,
+    }  # fmt: skip
 
 
 def tile_bytes(problem: AttentionProblem, shape: Shape) -> int:

@@ -10,14 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from flashmoe_science.ops.attention.device.bias import alibi_rows, bias_rows, load_bias
-from flashmoe_science.ops.attention.device.kv_pipeline import (
-    RowState,
-    first_kv_stage,
-    release_k,
-    release_v,
-    skip_tiles,
-    start_values,
-)
+from flashmoe_science.ops.attention.device.kv_pipeline import RowState, first_kv, release_k, release_v, skip_tiles, start_values
 from flashmoe_science.ops.attention.device.mask import MaskBounds, mask_keys
 from flashmoe_science.ops.attention.device.output import LAZY_ABOVE, no_output, scale_rows, wait_for_output
 from flashmoe_science.ops.attention.device.softcap import uncapped_max
@@ -32,12 +25,12 @@ from flashmoe_science.ops.pipeline_gluon import receive
 
 
 @gluon.jit
-def _store(o_descs, origin, row, o, o_smem, slot):
+def _store(o_descs, origin, row, o, o_smem, stage):
     """Start the copies of all parts of O to device memory, by way of shared memory that holds nothing else."""
-    out = o_smem[0].index(slot)
+    out = o_smem[0].index(stage)  # [..., rows, width]
     out.reshape(o[0].shape).store(o[0].to(o_smem[0].dtype))
     if len(o) == 2:
-        rest = o_smem[1].index(slot)
+        rest = o_smem[1].index(stage)
         rest.reshape(o[1].shape).store(o[1].to(o_smem[1].dtype))
     fence_async_shared()
     tma_store(o_descs[0], coordinates(origin, row, 0), out)
@@ -47,8 +40,8 @@ def _store(o_descs, origin, row, o, o_smem, slot):
 
 @gluon.jit
 def _skip_query_tile(buffers, barriers, work, sequence, top_row, iteration, kv, CONSUMER: gl.constexpr, TRAITS: gl.constexpr):
-    """``_attend`` of a sequence's last tile of queries for a consumer whose rows would all be past the end: it takes Q, K and V
-    and gives them back unread. The tensor cores are the others' alone."""
+    """``_attend`` of a sequence's last tile of queries for a consumer whose rows would all be past the end: it consumes
+    and releases Q, K and V without computing. The tensor cores are the others' alone."""
     QUERIES: gl.constexpr = buffers.q[0].shape[-2]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[-2]
     STAGES_Q: gl.constexpr = barriers.q_full.shape[0] // TRAITS.CONSUMERS
@@ -74,7 +67,7 @@ def _write(
     QUERIES: gl.constexpr = buffers.q[0].shape[-2]
     ROWS: gl.constexpr = HEADS * QUERIES
     row_layout: gl.constexpr = row_max.type.layout
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)  # [BLOCK_M]
     if TRAITS.WRITE_LSE or output.sinks is not None:
         row_max = uncapped_max(row_max, output.scales)
     sink = output.sinks
@@ -100,7 +93,7 @@ def _write(
         tma.store_wait(0)
         mbarrier.arrive(barriers.q_empty.index(q_stage))
     if TRAITS.WRITE_LSE:
-        row = gl.arange(0, ROWS, row_layout)
+        row = gl.arange(0, ROWS, row_layout)  # [BLOCK_M]
         lse = log_sum_exp(row_max, row_sum)
         lse_at = output.lse + head_all.to(gl.int64) * lse_rows
         if sequence is not None:
@@ -162,18 +155,18 @@ def _attend(
     q_stage = iteration % STAGES_Q * CONSUMERS + CONSUMER
     mbarrier.wait(barriers.q_full.index(q_stage), iteration // STAGES_Q & 1)
     mbarrier.wait(barriers.k_full.index(kv.k.stage), kv.k.phase)
-    s = warpgroup_mma_wait(0, [start_scores(buffers.q, q_stage, buffers.k, kv.k.stage)])
+    s = warpgroup_mma_wait(0, [start_scores(buffers.q, q_stage, buffers.k, kv.k.stage)])  # [BLOCK_M, BLOCK_N]
     kv = release_k(barriers, kv)
     s, scale_log2 = apply_score_mods(s, mods, loaded, (high - 1) * BLOCK_N)
     if ENDS:
         s = mask_keys(s, (high - 1) * BLOCK_N, first_row, bounds, QUERIES, CAUSAL)
-    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)  # [BLOCK_M]
     p32, row_max, unused = softmax_step(s, row_max, scale_log2, HIDES, False, COLUMNS == 64 and not WIDE)
-    row_sum = own_sums(p32)
+    row_sum = own_sums(p32)  # [BLOCK_M, 4]
     if WIDE:
         o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
     else:
-        o = no_output(buffers.v, ROWS)
+        o = no_output(buffers.v, ROWS)  # [BLOCK_M, width]
     state = RowState(probabilities(p32, o, buffers.v, v_low), o, row_max, row_sum, gl.zeros_like(row_sum))
 
     # The others: one more with a mask where the diagonal may cross two tiles, then without, then those that a window begins in.
@@ -214,7 +207,7 @@ def _attend(
 def consume(output, buffers, barriers, work, CONSUMER: gl.constexpr, TRAITS: gl.constexpr):
     """A consumer: 64 rows of every tile of queries that this program works on."""
     QUERIES: gl.constexpr = buffers.q[0].shape[-2]
-    kv = first_kv_stage()
+    kv = first_kv()
     iteration = gl.to_tensor(0)  # tiles of queries done so far
     if work.tiles is None:
         for step in range(steps_of_program(work.sizes, TRAITS.SCHEDULE)):

@@ -3,24 +3,21 @@
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq], or packed sequences
 (problem/features.py); fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
 
-Tiles are powers of two wide, so a head of Q, K or O is held in one or two parts (192 is 128 + 64), padded by the copy
-engine's zero fill; the scores are summed over the parts. ``memory`` and the descriptors have a tuple of parts for each. V is
-one tile where one part would do. Else it is chunks of 64 columns, O is a tuple of pieces, and O += P V is the one product of
-wide_gluon_sm90.py (the wide form, where ``v_low`` is not None).
+Tiles are powers of two wide, so a head of Q, K or O is held in one or two parts (192 is 128 + 64), padded by TMA's zero fill;
+the scores are summed over the parts. V is one tile where one part would do. Else it is chunks of 64 columns, O is a tuple of
+slices, and O += P V is the one product of device/wide.py (the wide form, where ``v_low`` is not None).
 
-The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
-O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
-takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
+The producer (producer.py) streams K and V tiles through pipelines of shared-memory stages. A consumer (consumer.py, step.py)
+issues S = Q K^T of the next tile before O += P V of this one, so that its softmax runs while the tensor cores work; P stays in
+registers. Programs are persistent: each takes several tiles of queries (schedule.py). With two buffers for Q the producer runs
+on into the next tile while this one is computed.
 
-Keys go from the last tile to the first. A mask is put on those alone that the diagonal or a window's ends cross; a window's
-right end is a diagonal that lies so many keys later.
+Keys go from the last tile to the first. Only K tiles that intersect the diagonal or a window edge are masked; a window's right
+edge is a diagonal further right.
 
-Of packed sequences a kernel before this one lists the tiles (packed_tiles_triton.py). The producer takes one after another from
-a counter and tells the consumers (ops/pipeline_gluon.py); query heads that share a key head share a tile, and the copy engine's
-maps end where a sequence does (``descriptors.ragged``).
-
-What programs work on is in fwd_tiles_gluon_sm90.py, the producer in fwd_producer_gluon_sm90.py, a consumer in
-fwd_consumer_gluon_sm90.py, and its step from tile to tile of keys in fwd_step_gluon_sm90.py.
+Of packed sequences a kernel before this one lists the tiles (packed_schedule.py). The producer takes one after another by a
+counter and publishes it to the consumers (ops/pipeline_gluon.py); query heads that share a key head share a tile, and TMA's
+descriptors end where a sequence does (``descriptors.ragged``).
 
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
 """
@@ -38,13 +35,13 @@ from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.bias import AT_ONCE, Bias
 from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
-from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
-from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
+from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
 from flashmoe_science.ops.attention.device.wide import descriptor_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Descriptors, Output, Pages, Sizes, Traits, Work
+from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Output, Pages, Sizes, Traits, Work
 from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
 from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
 from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
@@ -61,7 +58,6 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     packed_grid,
     tile_shapes,
     variant_of,
-    window_of,
     workspace,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -118,8 +114,7 @@ def flashmoe_fwd_gluon_sm90(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [(consume, (output, buffers, barriers, work, 0, TRAITS)), (produce, (descs, buffers, barriers, work, TRAITS))],
-            [1],
-            [PRODUCER_REGS],
+            [1], [PRODUCER_REGS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
@@ -128,8 +123,7 @@ def flashmoe_fwd_gluon_sm90(
                 (consume, (output, buffers, barriers, work, 1, TRAITS)),
                 (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
@@ -139,8 +133,7 @@ def flashmoe_fwd_gluon_sm90(
                 (consume, (output, buffers, barriers, work, 2, TRAITS)),
                 (produce, (descs, buffers, barriers, work, TRAITS)),
             ],
-            [4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+            [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
 
 

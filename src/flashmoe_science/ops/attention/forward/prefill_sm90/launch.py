@@ -13,7 +13,7 @@ from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
 from flashmoe_science.ops.attention.device.bias_args import bias_of, stand_ins
-from flashmoe_science.ops.attention.device.sm90 import ROWS, registers
+from flashmoe_science.ops.attention.device.sm90 import ROWS, registers, window_of
 from flashmoe_science.ops.attention.device.tma import Parts, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, most_tiles, numbers
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
@@ -31,7 +31,6 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     tile_shapes,
     tiles_of_head,
     variant_of,
-    window_of,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.cache import Cache

@@ -1,9 +1,9 @@
-"""Tiles of queries of packed sequences, listed on the device that holds their lengths, for a kernel that deals them out.
+"""The list of tiles of queries of packed sequences, made on the device that holds their lengths, for the tile scheduler.
 
-The list is int32 rows of eight: first how many tiles were dealt out so far (0) and how many there are, then of each tile its
+The list is int32 rows of eight: first how many tiles were scheduled so far (0) and how many there are, then of each tile its
 sequence, the first of the sequence's tiles and how many it has, where its queries end among the packed ones and how many they
-are, and the same two of its keys. Sequences of the most keys come first, so that, dealt out one by one, tiles end at about the
-same time (Graham 1969).
+are, and the same two of its keys. It is in LPT order: sequences of the most keys come first, so that tiles, scheduled one by
+one, end at about the same time (Graham 1969).
 
 A program lists one sequence's tiles. Where they begin it counts for itself, so that no program waits for another.
 """
@@ -32,7 +32,7 @@ def _lengths(cu_seqlens, batch, ok):
 
 @triton.jit
 def _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, ok):
-    """Where keys of sequences begin, and how many there are: in a cache as many as ``seqused_k`` says."""
+    """Where keys of sequences begin, and how many there are: in a cache ``seqused_k``."""
     first = 0
     keys = most_keys
     if cu_seqlens_k is not None:
@@ -48,7 +48,7 @@ def flashmoe_packed_tiles_triton(
     tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, most_keys, capacity,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """List the tiles of ``ROWS`` queries, at the most ``capacity`` of them whatever the lengths say."""
+    """List the tiles of ``ROWS`` queries, at the most ``capacity`` of them whatever the lengths."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
@@ -85,17 +85,17 @@ def flashmoe_packed_tiles_triton(
 
 
 def most_tiles(total: int, batches: int, rows: int) -> int:
-    """The most tiles of so many rows that ``total`` queries of ``batches`` sequences fill."""
+    """The most tiles of ``rows`` rows that ``total`` queries of ``batches`` sequences fill."""
     return total // rows + batches
 
 
 def numbers(tiles: int) -> int:
-    """int32 numbers of a list of so many tiles."""
+    """int32 numbers of a list of ``tiles`` tiles."""
     return NUMBERS_OF_TILE * (1 + tiles)
 
 
 def list_of_tiles(rows: int, packed_keys: bool, seqused: bool, early: bool) -> Callable[..., None]:
-    """The launch that lists tiles of so many rows: (grid, the list, cu_seqlens_q, cu_seqlens_k or None, seqused_k or None,
+    """The launch that lists tiles of ``rows`` rows: (grid, the list, cu_seqlens_q, cu_seqlens_k or None, seqused_k or None,
     sequences, the most keys of one in a cache, the most tiles). The grid is a program for each sequence."""
     lengths, constexprs = Pointer(torch.int32, 4), (rows, _BLOCK, NUMBERS_OF_TILE, early)
     of_keys = (lengths if packed_keys else None, lengths if seqused else None)

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashmoe_science.ops.attention.device.kv_pipeline import KVState, first_kv_stage
+from flashmoe_science.ops.attention.device.kv_pipeline import KVState, first_kv
 from flashmoe_science.ops.attention.device.mask import MaskBounds
 from flashmoe_science.ops.attention.device.tiles import Origin, RaggedOrigin, load_pages, load_tile, pages_of_tile
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import NUMBERS_OF_TILE
@@ -44,7 +44,7 @@ def _fill(
     if PAGE > 0:
         table = pages.table + batch.to(gl.int64) * pages.stride
         count = (bounds.seqlen_k + PAGE - 1) // PAGE
-    # In the order in which consumers ask: K of a tile before V of the tile before it.
+    # In the order in which consumers wait for them: K of a tile before V of the tile before it.
     for i in range(high - low + 1):
         if i < high - low:
             row = (high - 1 - i) * BLOCK_N
@@ -81,7 +81,7 @@ def produce(descs, buffers, barriers, work, TRAITS: gl.constexpr):
     sizes = work.sizes
     HEADS: gl.constexpr = buffers.q[0].shape[-3]  # in a tile of queries
     ROWS: gl.constexpr = TRAITS.CONSUMERS * buffers.q[0].shape[-2]
-    kv = first_kv_stage()
+    kv = first_kv()
     iteration = gl.to_tensor(0)  # tiles of queries done so far
     if work.tiles is None:
         for step in range(steps_of_program(sizes, TRAITS.SCHEDULE)):

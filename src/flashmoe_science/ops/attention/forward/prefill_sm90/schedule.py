@@ -65,8 +65,8 @@ def _half_pair(step, tiles_m, heads_all):
 def _tail(step, tiles_m, heads_all, pair_rounds):
     """``tile_at`` of the steps after the pairs. Snake order: balances causal work between consecutive waves.
 
-    Left are the heads that no pair was taken of, and one whose first pairs are gone: its inner tiles. Tiles of one place in
-    their heads stand together, so a place has as many of them as heads that have it left.
+    Left are the heads without a scheduled pair, and the inner tiles of one whose first pairs are scheduled. They are ordered by
+    place, the tile's number in its head: each place has one tile of every head that has it left.
     """
     programs = gl.num_programs(0)
     pairs = (tiles_m + 1) // 2

@@ -63,7 +63,7 @@ def tile_step(
     loaded = bias.base
     if bias.base is not None:
         loaded = load_bias(mods.rows, tile * BLOCK_N, mods.bounds.seqlen_k, BLOCK_N, MASKED)
-    s, o_tokens, kv = start_products(q_stage, buffers, barriers, state.p, state.o, kv, v_low)
+    s, o_tokens, kv = start_products(q_stage, buffers, barriers, state.p, state.o, kv, v_low)  # s: [BLOCK_M, BLOCK_N]
     HIDES: gl.constexpr = MASKED or bias.base is not None
     PAIRS_LAST: gl.constexpr = v_low is None and state.o[0].shape[1] == 64
     if scales.cap is not None and bias.slopes is None and not HIDES and BLOCK_N == 128:
@@ -77,7 +77,7 @@ def tile_step(
     if v_low is not None:
         moved = warp_moved(rescale, LAZY)
     mbarrier.wait(barriers.v_full.index(kv.v.stage), kv.v.phase)
-    o = wait_for_output(o_tokens)
+    o = wait_for_output(o_tokens)  # [BLOCK_M, width]
     if v_low is not None:
         o = rescale_wide(o, rescale, moved)
     else:

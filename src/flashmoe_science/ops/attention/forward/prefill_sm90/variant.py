@@ -26,14 +26,13 @@ MAX_HEADS = 8  # of packed sequences in a consumer's rows: the swizzle of shared
 LINEAR, PAIRED, PAIRED_TAIL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 FEW_ROUNDS, MAX_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
-FAR = 2**28  # keys: a window that hides nothing; two of them and a position still fit 32 bits
 # The kernel's last integers, which no build is specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
 class Variant(NamedTuple):
-    """What a call decides of a build, beside its config and its dtypes."""
+    """What a call's sizes and its bias decide of a build; the rest follows from its plan."""
 
     aligned: bool
     even_k: bool
@@ -47,7 +46,7 @@ def variant_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias
     return Variant(_aligned(problem), even_k, schedule_of(problem, config, gpu).value, bias_unit)
 
 
-# Whatever the lengths: what they decide, their program finds out.
+# Of packed sequences: lengths, which only the device has, decide nothing of a build.
 PACKED = Variant(aligned=False, even_k=False, schedule=LINEAR.value, bias_unit=1)
 
 
@@ -60,22 +59,14 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
     """The constants of a build, in the order of the kernel's parameters."""
     producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
-        "CONSUMERS": config["consumers"],
-        "BLOCK_N": config["block_n"],
-        "STAGES_Q": config["stages_q"],
-        "STAGES_K": config["stages_k"],
-        "STAGES_V": config["stages_v"],
+        "CONSUMERS": config["consumers"], "BLOCK_N": config["block_n"],
+        "STAGES_Q": config["stages_q"], "STAGES_K": config["stages_k"], "STAGES_V": config["stages_v"],
         "CAUSAL": problem.causal or problem.modes.window_right is not None,
-        "ALIGNED": variant.aligned,
-        "EVEN_K": variant.even_k,
-        "WRITE_LSE": write_lse,
+        "ALIGNED": variant.aligned, "EVEN_K": variant.even_k, "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not out_fits_query(problem),
-        "SCHEDULE": variant.schedule,
-        "UNIT": variant.bias_unit,
-        "PAGE": problem.modes.page,
-        "CONSUMER_REGS": consumer_registers(config, producer),
-        "PRODUCER_REGS": producer,
-    }
+        "SCHEDULE": variant.schedule, "UNIT": variant.bias_unit, "PAGE": problem.modes.page,
+        "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
+    }  # fmt: skip
 
 
 def chunk_columns(problem: AttentionProblem) -> int:
@@ -136,8 +127,8 @@ def grid_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> Grid
     programs = gpu.sm_count * config["occupancy"]
     if not config["persistent"] or work <= programs:
         return work, 1, 1
-    # Of an odd number of tiles the middle one stands alone. With one program fewer it goes round; else it might always come to
-    # the same programs, which would idle for half of their time.
+    # Of an odd number of tiles the middle one has no partner. With one program fewer each program gets one at times; else they
+    # might always go to the same programs, which would idle for half of their time.
     if _paired(problem, config) and tiles_m % 2 and gcd(programs, pairs) > 1:
         programs -= 1
     return programs, 1, 1
@@ -154,13 +145,6 @@ def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None,
         of_q, of_k = (1, 1, heads, ROWS // heads), (1, *of_k)
     tensors = ((of_q, parts), (of_k, parts), (of_k, of_v), (of_q, of_out))
     return tuple((*rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
-
-
-def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
-    """The keys before a row's own that it sees, and those after it; None where no window limits them. A window's right end is
-    a diagonal, of a causal mask that lies so many keys later."""
-    modes = problem.modes
-    return tuple(None if one is None else min(one, FAR) for one in (modes.window_left, modes.window_right))  # type: ignore[return-value]
 
 
 def heads_of_tile(problem: AttentionProblem) -> int:
