@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self, get_args
 
-from flashmoe_science.problem import ProblemError, check_extent, check_word
+from flashmoe_science.problem import Dtype, ProblemError, check_extent, check_word
 
 Lengths = Literal["equal", "ragged", "packed"]
 Bias = Literal["none", "alibi", "boolean", "additive"]
@@ -103,6 +103,17 @@ class Modes:
         ):  # fmt: skip
             if wrong:
                 raise ProblemError(words)
+
+    def check_problem(self, mask: str, square: bool, dtype: Dtype) -> None:
+        """Raise ProblemError unless a problem of that mask, of as many keys as queries where ``square``, can have them."""
+        aligned = self.window or self.bias == "alibi" or self.lengths != "equal"
+        if mask == "causal-topleft" and aligned and (self.lengths == "ragged" or not square):
+            words = "windows, ALiBi, ragged and packed sequences are aligned bottom-right"
+            raise ProblemError(f"mask is 'causal-topleft' with {' '.join(self.words())}; {words}")
+        if self.prefix and mask == "full":
+            raise ProblemError(f"prefix is {self.prefix} and mask is 'full', which hides nothing; it needs a causal mask")
+        if self.fp8_cache and dtype == "fp32":
+            raise ProblemError("fp8_cache is True and dtype is 'fp32'; beside e4m3 keys and values it must be fp16 or bf16")
 
     @property
     def window(self) -> bool:

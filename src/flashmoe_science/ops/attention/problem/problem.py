@@ -97,21 +97,9 @@ class AttentionProblem(Problem):
             object.__setattr__(self, "mask", "causal")
         if self.modes.window_right is not None and self.causal:
             object.__setattr__(self, "modes", replace(self.modes, window_right=None))
-        self._check_modes()
+        self.modes.check_problem(self.mask, self.seqlen_q == self.seqlen_k, self.dtype)
         if self.mask == "causal-topleft" and self.seqlen_q == self.seqlen_k:
             object.__setattr__(self, "mask", "causal")
-
-    def _check_modes(self) -> None:
-        modes = self.modes
-        aligned = modes.window or modes.bias == "alibi" or modes.lengths != "equal"
-        unequal = self.seqlen_q != self.seqlen_k or modes.lengths == "ragged"
-        if self.mask == "causal-topleft" and aligned and unequal:
-            words = "windows, ALiBi, ragged and packed sequences are aligned bottom-right"
-            raise ProblemError(f"mask is 'causal-topleft' with {' '.join(modes.words())}; {words}")
-        if modes.prefix and not self.causal:
-            raise ProblemError(f"prefix is {modes.prefix} and mask is 'full', which hides nothing; it needs a causal mask")
-        if modes.fp8_cache and self.dtype == "fp32":
-            raise ProblemError("fp8_cache is True and dtype is 'fp32'; beside e4m3 keys and values it must be fp16 or bf16")
 
     @property
     def causal(self) -> bool:
