@@ -174,3 +174,10 @@ def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
         sequences(tensors), q.shape[1], k.shape[1], rows, max_keys(tensors, options), q.shape[3], v.shape[3], DTYPES[q.dtype],
         options.mask, layout, features_of(tensors, options),
     )  # fmt: skip
+
+
+def options_of(problem: AttentionProblem) -> Options:
+    """The options of a problem's call, every output asked for: what ``features_of`` reads back, and the longest lengths."""
+    modes = problem.modes
+    longest = (0, 0) if modes.lengths == "equal" else (problem.seqlen_q, problem.seqlen_k)
+    return Options(problem.mask, True, None, modes.window_left, modes.window_right, float(modes.softcap), 0, *longest)

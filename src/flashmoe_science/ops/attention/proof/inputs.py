@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, options_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.lengths import SequenceLengths
 
@@ -159,15 +159,13 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
 
 def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tuple[Tensors, Options]:
     """Those tensors as a call has them, and its options, every output asked for."""
-    modes, shape = problem.modes, (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     given = dict(made)
     if "alibi_slopes" in made:
         given["alibi_slopes"] = made["alibi_slopes"].expand(shape[:2])
     if "bias" in made:
         given["bias"] = made["bias"].expand(shape)
-    most = (0, 0) if modes.lengths == "equal" else shape[2:]
-    window = (modes.window_left, modes.window_right)
-    return Tensors(**given), Options(problem.mask, True, None, *window, float(modes.softcap), 0, *most)
+    return Tensors(**given), options_of(problem)
 
 
 def fill_unused(tensors: Made, value: float, leftpad: bool = False) -> None:
