@@ -158,7 +158,7 @@ def _bind(a: Append) -> Callable[[Append], torch.Tensor | None]:
         of_q, of_rotated = _row_strides(q.stride(), a.cu_seqlens_q), _row_strides(out_strides, a.cu_seqlens_q)
     of_k, of_v = _row_strides(k.stride(), a.cu_seqlens_k_new), _row_strides(v.stride(), a.cu_seqlens_k_new)
     strides = (*of_q, *of_k, *of_v, *of_rotated, *a.k_cache.stride()[:3], *a.v_cache.stride()[:3])
-    most = max(rows, query_rows)
+    most = max(rows, query_rows, 1)  # a packed batch may bring no new key: one masked tile then
     block_r = min(max(1, _TILE // max(block_d, block_dv)), next_power_of_2(most))
     table, page, (positions, half, stride_cos) = a.page_table, a.page, (0, 0, 0)
     if a.rotary_cos is not None:
