@@ -181,18 +181,18 @@ def test_nothing_waits_for_the_gpu(case: str, place: str, kernel: str | None) ->
         fm.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=9, kernel=kernel, **options)
 
 
-def test_a_cache_that_grows_makes_no_new_plan() -> None:
+def test_a_cache_that_grows_makes_no_new_launcher() -> None:
     q, capacity = randn(1, 1, 8, 64), 512
     k_cache, v_cache = randn(1, capacity, 2, 64), randn(1, capacity, 2, 64)
     for length in (1, 40):
         fm.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)
-    plans, stored = len(choose.PLANS), len(calls.LAUNCHES)
+    launchers, stored = len(choose.LAUNCHERS), len(calls.LAUNCHES)
     for length in range(41, 300):
         fm.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length, causal=True)
-    assert (len(choose.PLANS), len(calls.LAUNCHES)) == (plans, stored)
+    assert (len(choose.LAUNCHERS), len(calls.LAUNCHES)) == (launchers, stored)
     for length in range(64, 300):  # tensors that grow: with a window no other kernel serves them
         fm.flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], window_size=(50, 0))
-    assert len(choose.PLANS) <= plans + 4
+    assert len(choose.LAUNCHERS) <= launchers + 4
 
 
 @pytest.mark.parametrize("kind", ["boolean", "additive"])

@@ -310,7 +310,7 @@ class TiledLauncher(Launcher):
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
         of_out = strides_like(q.shape, q.stride(), width_v) if out is None else out.stride()
-        strides = tuple(step for one in (q.stride(), k.stride(), v.stride(), of_out) for step in one[:3])
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_out[:3])
         wide = max(strides[2::3]) * max(block_m, block_n) >= 2**31
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
         numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if self._problem.mask == "causal" else 0)

@@ -91,10 +91,13 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
 
 
+_NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
+
+
 def _fits(tensors: Tensors, options: Options) -> bool:
     """Whether a call without features is right in all that its class's key does not hold, and may be a kernel's."""
-    q, k, v, *rest = tensors
-    if any(one is not None for one in rest) or options.kernel == PYTORCH:
+    q, k, v = tensors[:3]
+    if tensors[3:] != _NO_FEATURES or options.kernel == PYTORCH:
         return False
     try:
         batch, heads, queries, width = q.shape
