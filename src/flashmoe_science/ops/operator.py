@@ -36,14 +36,14 @@ def register(
         _LIBRARY.impl(name, forward, key)
     torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.flashmoe, name).default
+    if differentiable is None:
+        return operator
 
     def with_autograd(*args: Any) -> Any:
         if not needs_grad(*(one for one in args if isinstance(one, torch.Tensor))) and forward_ad._current_level < 0:
             with torch._C._AutoDispatchBelowAutograd():
                 return operator(*args)
-        assert differentiable is not None
         return differentiable(*args)
 
-    if differentiable is not None:
-        _LIBRARY.impl(name, with_autograd, "Autograd")
+    _LIBRARY.impl(name, with_autograd, "Autograd")
     return operator

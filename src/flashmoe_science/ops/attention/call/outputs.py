@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,19 +63,3 @@ def in_order_of(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out`` in the memory order of ``q``: itself, or copied where a peer or PyTorch chose another order."""
     strides = strides_like(q.shape, q.stride(), out.shape[3])
     return out if out.stride() == strides else out.new_empty_strided(out.shape, strides).copy_(out)
-
-
-def allocator_of(outputs: Outputs, on_gpu: bool) -> Callable[[torch.Tensor | None, torch.Tensor | None], Result]:
-    """allocate(out, lse): the outputs, each a new tensor where it is None; no log-sum-exp where none is asked for."""
-    from flashmoe_science.ops.launch import allocator  # it brings Triton
-
-    new, (of_out, of_lse) = allocator(on_gpu), outputs
-
-    def allocate(out: torch.Tensor | None, lse: torch.Tensor | None) -> Result:
-        if out is None:
-            out = new(*of_out)
-        if lse is None and of_lse is not None:
-            lse = new(*of_lse)
-        return out, lse
-
-    return allocate

@@ -148,9 +148,8 @@ def _serve(
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
     plan, launch = plan_call(tensors, options, softmax_scale)
-    aligned = (
-        not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
-    )  # which launches expect by themselves
+    # Launches of aligned tensors refuse others by themselves.
+    aligned = not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
     if store is not None and plan.launcher is not None:
         direct = plan.launcher.takes_length or not options.one_length
         store_launch(store.key, guards_of(store.given(), aligned=not aligned), launch if direct else slow_path)
