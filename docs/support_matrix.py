@@ -39,7 +39,7 @@ that cannot serve is an error, and the reasons below are what it says.
 """
 
 
-MODES_INTRODUCTION = """## Modes
+MODES_INTRODUCTION = """## Features
 
 Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64 and one of the lengths above. A
 mode is asked for by words in a problem's text; `flashmoe explain` says for any problem which kernel takes it, and why the

@@ -1,8 +1,8 @@
-"""Random problems of all modes of attention and their combinations on this GPU, each held as the exam holds it.
+"""Random problems of all features of attention and their combinations on this GPU, each held as the exam holds it.
 
     python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER] [--kernel NAME ...]
 
-A case is drawn from its number alone (tests/unit/ops/attention/random_modes.py), so that FILE says all that was run: the
+A case is drawn from its number alone (tests/unit/ops/attention/random_features.py), so that FILE says all that was run: the
 first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
 """
 
@@ -29,7 +29,7 @@ def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[
     """Cases from ``first`` on, of one build in ``jobs``, by each of the kernels that serves them, until the time is over."""
     sys.path.insert(0, str(_CASES))
     import torch
-    from random_modes import OF_A_BUILD, tried  # type: ignore[import-not-found]  # which tests/ holds
+    from random_features import OF_A_BUILD, tried  # type: ignore[import-not-found]  # which tests/ holds
 
     from flashmoe_science.hardware.probe import current_gpu
     from flashmoe_science.operations import kernel_named
@@ -47,14 +47,14 @@ def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The sums of what the processes found."""
     right: Counter[str] = Counter()
-    modes: Counter[str] = Counter()
+    features: Counter[str] = Counter()
     for part in parts:
         right.update(part["right"])
-        modes.update(part["modes"])
+        features.update(part["features"])
     return {
         "cases": sum(part["cases"] for part in parts),
         "right": dict(sorted(right.items())),
-        "right_by_mode": dict(sorted(modes.items())),
+        "right_by_feature": dict(sorted(features.items())),
         "wrong": [text for part in parts for text in part["wrong"]],
         "processes_that_failed": [part["failed"] for part in parts if "failed" in part],
     }
@@ -80,7 +80,7 @@ def measure(first: int, jobs: int, seconds: float, kernels: Sequence[str]) -> di
     parts = []
     for one in started:
         out, error = one.communicate()
-        failed = {"cases": 0, "right": {}, "modes": {}, "wrong": [], "failed": error[-400:]}
+        failed = {"cases": 0, "right": {}, "features": {}, "wrong": [], "failed": error[-400:]}
         parts.append(json.loads(out.splitlines()[-1]) if one.returncode == 0 else failed)
     return {"first": first} | together(parts)
 
@@ -103,7 +103,7 @@ def main() -> int:
         from record import write_record
 
         write_record(arguments.out, found)
-    print(f"first {found['first']}, {found['cases']} cases, right: {found['right']}, by mode: {found['right_by_mode']}")
+    print(f"first {found['first']}, {found['cases']} cases, right: {found['right']}, by feature: {found['right_by_feature']}")
     bad = (*found["wrong"], *found["processes_that_failed"])
     print("\n".join(text[:300] for text in bad) or "none was wrong")
     return 1 if bad else 0

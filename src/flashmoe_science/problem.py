@@ -132,7 +132,7 @@ class Problem:
         call (lengths, batches) are rounded up in it, so that no new choice is made for each."""
         return self
 
-    def features(self) -> Mapping[str, str]:
+    def traits(self) -> Mapping[str, str]:
         """What a reader tells problems apart by, each with its value in words: by default every field."""
         return {one.name: str(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]  # a dataclass
 
@@ -188,7 +188,7 @@ class CustomProblem(Problem):
         """The narrowest there is: how much may be rounded is for the contract to say, whatever the dtype of its results."""
         return "4-bit"
 
-    def features(self) -> Mapping[str, str]:
+    def traits(self) -> Mapping[str, str]:
         return {"dtype": self.dtype} | {name: str(value) for name, value in self.sizes}
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0, marks=AGAIN),
     ],
 )
-def test_modes_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
+def test_features_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(text), gpu_named("h200")
     assert isinstance(problem, AttentionProblem)
     assert KERNEL.compile_job is not None

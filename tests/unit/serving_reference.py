@@ -1,4 +1,4 @@
-"""Attention with modes in fp64, a sequence, a head and a row at a time: what the functions for serving are held to."""
+"""Attention with features in fp64, a sequence, a head and a row at a time: what the functions for serving are held to."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_a_call_is_bound_once_and_sees_what_changes() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modes, transforms, traces, derivatives, subclasses and other memory take the slow path, and are right there."""
+    """Features, transforms, traces, derivatives, subclasses and other memory take the slow path, and are right there."""
 
     def fail(*tensors: Any) -> torch.Tensor:
         raise AssertionError("the cached launch was taken")

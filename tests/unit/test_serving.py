@@ -282,7 +282,7 @@ def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter(interprete
         assert found["difference"] < (1e-2 if case == "bf16" else 2e-6), case
 
 
-# Other functions with modes --------------------------------------------------------------------------------------------------
+# Other functions with features -----------------------------------------------------------------------------------------------
 
 
 def test_flash_attn_func_takes_windows_caps_and_slopes() -> None:

@@ -94,8 +94,8 @@ class CheckResult:
         """How often each value of each feature came with each answer, on ordinary inputs; then the other kinds of inputs."""
         found: dict[str, dict[str, dict[Answer, int]]] = {}
         for one in self.checked:
-            features: Mapping[str, str] = {"inputs": one.inputs} if one.inputs else one.problem.features()
-            for name, value in features.items():
+            traits: Mapping[str, str] = {"inputs": one.inputs} if one.inputs else one.problem.traits()
+            for name, value in traits.items():
                 counts = found.setdefault(name, {}).setdefault(value, dict.fromkeys(ANSWERS, 0))
                 counts[one.answer] += 1
         return found

@@ -15,13 +15,13 @@ def tool(tool_named: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_what_processes_found_is_summed(tool: ModuleType) -> None:
-    one = {"cases": 2, "right": {"split_triton": 2}, "modes": {"window": 1, "plain": 1}, "wrong": []}
-    other = {"cases": 1, "right": {}, "modes": {}, "wrong": ["7: NaN"]}
-    failed = {"cases": 0, "right": {}, "modes": {}, "wrong": [], "failed": "out of memory"}
+    one = {"cases": 2, "right": {"split_triton": 2}, "features": {"window": 1, "plain": 1}, "wrong": []}
+    other = {"cases": 1, "right": {}, "features": {}, "wrong": ["7: NaN"]}
+    failed = {"cases": 0, "right": {}, "features": {}, "wrong": [], "failed": "out of memory"}
     assert tool.together([one, other, failed]) == {
         "cases": 3,
         "right": {"split_triton": 2},
-        "right_by_mode": {"plain": 1, "window": 1},
+        "right_by_feature": {"plain": 1, "window": 1},
         "wrong": ["7: NaN"],
         "processes_that_failed": ["out of memory"],
     }

@@ -25,6 +25,6 @@ def call_of(
     **tensors: torch.Tensor | None,
 ) -> AttentionInputs:
     """``tensors`` by their names in Tensors; the window is the problem's."""
-    window = problem.modes.window_left, problem.modes.window_right
+    window = problem.features.window_left, problem.features.window_right
     options = Options(problem.mask, return_lse, None, *window, softcap, num_splits, max_seqlen_q, max_seqlen_k)
     return AttentionInputs(problem, Tensors(q, k, v, **tensors), options, scale, out)  # type: ignore[arg-type]

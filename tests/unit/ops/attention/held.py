@@ -23,7 +23,7 @@ def inputs_of(text: str, seed: int = 1) -> AttentionInputs:
 
 
 def expected_of(inputs: AttentionInputs, given: dict[str, torch.Tensor] | None = None) -> tuple[Expected, ...]:
-    """What the output and the log-sum-exp are held against. ``given`` are the contract's inputs where there are modes."""
+    """What the output and the log-sum-exp are held against. ``given`` are the contract's inputs where there are features."""
     problem, tensors = inputs.problem, given or {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     references = CONTRACT.reference(problem, wide)

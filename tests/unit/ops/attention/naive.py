@@ -1,4 +1,4 @@
-"""Attention with modes as its definition says it, one query and one key at a time, in Python's own floats."""
+"""Attention with features as its definition says it, one query and one key at a time, in Python's own floats."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def naive(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _row(inputs: AttentionInputs, b: int, head: int, i: int, queries: int, q: torch.Tensor) -> tuple[torch.Tensor, float]:
-    problem, given, modes = inputs.problem, inputs.tensors, inputs.problem.modes
+    problem, given, features = inputs.problem, inputs.tensors, inputs.problem.features
     kv = head * problem.heads_kv // problem.heads
     keys = _length(inputs, b)
     scores, values = [], []
     for j in range(keys):
         if not _sees(inputs, b, i, j, queries, keys):
             continue
-        if modes.bias == "boolean" and not bool(given.bias[b, head, i, j]):
+        if features.bias == "boolean" and not bool(given.bias[b, head, i, j]):
             continue
         k, v = (_at(inputs, tensor, b, kv, j).double() for tensor in (inputs.k, inputs.v))
-        if modes.fp8_cache:
+        if features.fp8_cache:
             k, v = k * given.k_scale[b, kv].double(), v * given.v_scale[b, kv].double()
         score = float(q @ k) * inputs.softmax_scale
-        if modes.softcap:
+        if features.softcap:
             score = inputs.options.softcap * math.tanh(score / inputs.options.softcap)
-        if modes.bias == "alibi":
+        if features.bias == "alibi":
             score -= float(given.alibi_slopes[b, head]) * abs(i + keys - queries - j)
-        if modes.bias == "additive":
+        if features.bias == "additive":
             score += float(given.bias[b, head, i, j])
         scores.append(score)
         values.append(v)
-    every = [*scores, float(given.sinks[head])] if modes.sinks else scores
+    every = [*scores, float(given.sinks[head])] if features.sinks else scores
     if not every:
         return torch.zeros(problem.head_dim_v, dtype=torch.float64), -math.inf
     total = max(every) + math.log(sum(math.exp(one - max(every)) for one in every))
@@ -69,7 +69,7 @@ def _length(inputs: AttentionInputs, b: int) -> int:
 
 
 def _at(inputs: AttentionInputs, tensor: torch.Tensor, b: int, kv: int, j: int) -> torch.Tensor:
-    given, page = inputs.tensors, inputs.problem.modes.page
+    given, page = inputs.tensors, inputs.problem.features.page
     if page:
         return tensor[int(given.page_table[b, j // page]), kv, j % page]
     if given.cu_seqlens_k is not None:
@@ -79,14 +79,14 @@ def _at(inputs: AttentionInputs, tensor: torch.Tensor, b: int, kv: int, j: int) 
 
 
 def _sees(inputs: AttentionInputs, b: int, i: int, j: int, queries: int, keys: int) -> bool:
-    problem, given, modes = inputs.problem, inputs.tensors, inputs.problem.modes
+    problem, given, features = inputs.problem, inputs.tensors, inputs.problem.features
     here = i if problem.mask == "causal-topleft" else i + keys - queries
-    if modes.leftpad and j < int(given.leftpad[b]):
+    if features.leftpad and j < int(given.leftpad[b]):
         return False
-    if modes.prefix and j < int(given.prefix[b]):
+    if features.prefix and j < int(given.prefix[b]):
         return True
-    if modes.window_left is not None and j < here - modes.window_left:
+    if features.window_left is not None and j < here - features.window_left:
         return False
-    if modes.window_right is not None and j > here + modes.window_right:
+    if features.window_right is not None and j > here + features.window_right:
         return False
     return not problem.causal or j <= here

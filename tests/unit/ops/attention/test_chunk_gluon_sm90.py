@@ -11,8 +11,8 @@ from calls import call_of
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from attention_cases import Case, examine, problem_of
-from modes_cases import Changed
-from modes_cases import examine as examine_modes
+from features_cases import Changed
+from features_cases import examine as examine_modes
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
@@ -325,7 +325,7 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
     cache = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device="cuda"), "max_seqlen_k": capacity}
     inputs = call_of(paged, q, k, v, 0.1, True, page_table=table, **cache)
     dense = [one[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for one in (k, v)]
-    contiguous = call_of(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, **cache)
+    contiguous = call_of(replace(paged, features=replace(paged.features, page=0)), q, *dense, 0.1, True, **cache)
     for place, splits in ((0, 0), (0, 3), (1, 1)):
         config = asked(paged, place, splits)
         mine, right = KERNEL.run(inputs, config), KERNEL.run(contiguous, config)

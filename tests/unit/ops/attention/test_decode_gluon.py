@@ -9,8 +9,8 @@ from random import Random
 import pytest
 import torch
 from calls import call_of
-from modes_cases import SLICED, Changed
-from random_modes import RandomCase, judged
+from features_cases import SLICED, Changed
+from random_features import RandomCase, judged
 
 import flashmoe_science as fms
 from flashmoe_science.hardware.gpus import gpu_named
@@ -68,11 +68,11 @@ def decoding(number: int) -> RandomCase:
 
 def test_random_problems_meet_what_it_serves() -> None:
     problems = [decoding(number).problem for number in range(400)]
-    served = [problem.modes for problem in problems if KERNEL.cannot(problem, H200) is None]
+    served = [problem.features for problem in problems if KERNEL.cannot(problem, H200) is None]
     assert len(served) > 390
     for mode in ("page", "leftpad", "sinks", "window"):
-        assert {bool(getattr(modes, mode)) for modes in served} == {True, False}, mode
-    assert {modes.lengths for modes in served} == {"equal", "ragged"}
+        assert {bool(getattr(features, mode)) for features in served} == {True, False}, mode
+    assert {features.lengths for features in served} == {"equal", "ragged"}
 
 
 @pytest.mark.gpu

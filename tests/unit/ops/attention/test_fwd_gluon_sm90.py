@@ -14,9 +14,9 @@ from calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+from features_cases import Changed
+from features_cases import examine as examine_modes
 from lowest_bias import PROBLEM, error
-from modes_cases import Changed
-from modes_cases import examine as examine_modes
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import Table, committed_table
@@ -285,7 +285,7 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
     assert isinstance(one, AttentionProblem)
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
-    changed = Changed(distribution=distribution, other_lengths=one.modes.lengths == "packed" and distribution == "opposed")
+    changed = Changed(distribution=distribution, other_lengths=one.features.lengths == "packed" and distribution == "opposed")
     for config in host.configs(one, gpu):
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
@@ -331,7 +331,7 @@ def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None
     for words in ("causal", "left50 right20"):
         paged = parse_problem(f"attn b5 h8 hk2 q300 k{most} d128 bf16 {words} packed page{page}")
         assert isinstance(paged, AttentionProblem)
-        packed = replace(paged, modes=replace(paged.modes, page=0))
+        packed = replace(paged, features=replace(paged.features, page=0))
         config = host.configs(packed, gpu)[0]
         both = {"cu_seqlens_q": cu_q, "max_seqlen_q": 300, "max_seqlen_k": most}
         of_keys, of_pages = both | {"cu_seqlens_k": cu_k}, both | {"cache_seqlens": used, "page_table": table}

@@ -1,4 +1,4 @@
-"""The oracle of problems with modes against the definition, one query and one key at a time; and its plain version."""
+"""The oracle of problems with features against the definition, one query and one key at a time; and its plain version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The serving kernel in Triton's interpreter: modes drawn at random against plain fp64, and what its host part decides."""
+"""The serving kernel in Triton's interpreter: features drawn at random against plain fp64, and what its host part decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from modes_reference import TINY, Draw
+from features_reference import TINY, Draw
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.hardware.gpus import gpu_named
@@ -15,9 +15,9 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_triton, splits
 from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Modes
+from flashmoe_science.ops.attention.problem.features import Features
 
-SCRIPT = "ops/attention/modes_reference.py"
+SCRIPT = "ops/attention/features_reference.py"
 H200 = gpu_named("h200")
 
 
@@ -71,8 +71,8 @@ def test_all_modes_are_drawn() -> None:
     import torch
 
     drawn = [Draw(seed, torch.device("cpu"), TINY).call().inputs for seed in range(300)]
-    for name in Modes.__slots__:
-        assert len({getattr(one.problem.modes, name) for one in drawn}) > 1, name
+    for name in Features.__slots__:
+        assert len({getattr(one.problem.features, name) for one in drawn}) > 1, name
     assert {one.problem.dtype for one in drawn} == {"fp16", "bf16", "fp32"}
     assert {one.problem.mask for one in drawn} == {"full", "causal", "causal-topleft"}
 
@@ -83,10 +83,10 @@ def test_more_calls_are_right(first: str, count: str, interpreted: Interpreter) 
     assert wrong(interpreted(SCRIPT, first, count)) == {}
 
 
-def problem(text: str, **modes: object) -> AttentionProblem:
+def problem(text: str, **features: object) -> AttentionProblem:
     parsed = parse_problem(text)
     assert isinstance(parsed, AttentionProblem)
-    return replace(parsed, modes=Modes(**modes))  # type: ignore[arg-type]
+    return replace(parsed, features=Features(**features))  # type: ignore[arg-type]
 
 
 def test_an_fp8_cache_is_refused_where_the_gpu_cannot_convert_it() -> None:
@@ -116,8 +116,8 @@ def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -
     assert splits.num_splits(split_configs.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
 
 
-def splits_in(text: str, **modes: object) -> split_configs.Splits:
-    one = problem(text, lengths="ragged", **modes)
+def splits_in(text: str, **features: object) -> split_configs.Splits:
+    one = problem(text, lengths="ragged", **features)
     return split_configs.splits_in(one, split_configs.configs(one, H200)[0], 132)[1]
 
 

@@ -73,7 +73,7 @@ def test_decode_is_what_the_issue_asks_for() -> None:
     assert {problem.batch for problem in problems} >= {1, 128}
     assert {problem.heads // problem.heads_kv for problem in problems} >= {1, 4, 8, 16}
     assert all(1 <= problem.seqlen_q <= 8 and 1024 <= problem.seqlen_k <= 131072 for problem in problems)
-    assert {problem.modes.page for problem in problems} == {0, 16, 64}
+    assert {problem.features.page for problem in problems} == {0, 16, 64}
     assert {problem.head_dim for problem in problems} == {64, 128}
     assert {problem.dtype for name in SERVING for problem in suite(name)} == {"bf16"}
 
@@ -87,7 +87,7 @@ def test_chunked_has_16_to_512_queries_against_8k_to_128k_keys() -> None:
 def test_serving_and_small_leave_out_no_mode() -> None:
     small = [parse_problem(text) for text in operation("attention").contract().small_problems()]
     for problems in (suite("serving"), small):
-        assert {kind for problem in problems for kind in problem.modes.kinds()} == set(KINDS)
+        assert {kind for problem in problems for kind in problem.features.kinds()} == set(KINDS)
 
 
 @pytest.mark.parametrize("name", SERVING)
@@ -103,7 +103,7 @@ def test_problems_drawn_around_serving_keep_their_modes(name: str) -> None:
     for near in suite(name):
         for _ in range(4):
             drawn = contract.draw(near, chance)
-            assert drawn.modes.kinds() == near.modes.kinds()
+            assert drawn.features.kinds() == near.features.kinds()
             assert drawn.mask == near.mask
             assert drawn.seqlen_q <= drawn.seqlen_k
             assert drawn.seqlen_q == 1 or near.seqlen_q > 1

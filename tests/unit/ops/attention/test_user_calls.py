@@ -1,4 +1,4 @@
-"""The public function of a problem with modes gives, on the CPU by PyTorch's operators, what the oracle says."""
+"""The public function of a problem with features gives, on the CPU by PyTorch's operators, what the oracle says."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_only_what_no_public_function_has_arguments_for_has_none() -> None:
         for text in SUITES[name]:
             problem = parse_problem(text)
             assert isinstance(problem, AttentionProblem)
-            bottom_right = problem.causal and problem.modes.lengths == "equal" and problem.seqlen_q != problem.seqlen_k
-            without = {"prefix"} | ({"sinks"} if problem.modes.lengths == "equal" else set())
-            expected = not (without & set(problem.modes.kinds())) and not bottom_right
+            bottom_right = problem.causal and problem.features.lengths == "equal" and problem.seqlen_q != problem.seqlen_k
+            without = {"prefix"} | ({"sinks"} if problem.features.lengths == "equal" else set())
+            expected = not (without & set(problem.features.kinds())) and not bottom_right
             assert (public_call(problem, "split_triton") is not None) == expected, text

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flashmoe_science.ops.attention.problem import AttentionProblem, Layout, Mask
-from flashmoe_science.ops.attention.problem.features import Bias, Lengths, Modes
+from flashmoe_science.ops.attention.problem.features import Bias, Features, Lengths
 from flashmoe_science.ops.calls import needs_grad
 from flashmoe_science.problem import Dtype
 
@@ -94,7 +94,7 @@ class Options(NamedTuple):
     mask: of AttentionProblem; the causal ones are aligned in each sequence by itself.
     return_lse: also return the log-sum-exp (sinks included), fp32, natural logarithm.
     kernel: serve by this kernel or raise; None for the automatic choice.
-    window_left, window_right: of Modes.
+    window_left, window_right: of Features.
     softcap: the cap itself; 0.0 for none.
     num_splits: into how many parts the keys of a sequence are split; 0 for the kernel's choice, 1 for a result that does not
         depend on the batch.
@@ -138,7 +138,7 @@ def max_keys(tensors: Tensors, options: Options) -> int:
     return min(most, options.max_seqlen_k) if options.max_seqlen_k else most
 
 
-def features_of(tensors: Tensors, options: Options) -> Modes:
+def features_of(tensors: Tensors, options: Options) -> Features:
     """The features that a call asks for: what is given is asked for."""
     bias: Bias = "none"
     if tensors.alibi_slopes is not None:
@@ -151,14 +151,14 @@ def features_of(tensors: Tensors, options: Options) -> Modes:
     elif tensors.cache_seqlens is not None:
         lengths = "ragged"
     page = 0 if tensors.page_table is None else tensors.k.shape[2]
-    make = _modes if type(page) is int and not torch.compiler.is_compiling() else Modes  # a symbolic size has no hash
+    make = _modes if type(page) is int and not torch.compiler.is_compiling() else Features  # a symbolic size has no hash
     return make(
         options.window_left, options.window_right, math.ceil(options.softcap), tensors.sinks is not None, bias,
         int(tensors.prefix is not None), lengths, page, tensors.leftpad is not None, tensors.k.dtype == E4M3,
     )  # fmt: skip
 
 
-_modes = lru_cache(maxsize=512)(Modes)
+_modes = lru_cache(maxsize=512)(Features)
 
 
 def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
@@ -178,6 +178,6 @@ def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
 
 def options_of(problem: AttentionProblem) -> Options:
     """The options of a problem's call, every output asked for: what ``features_of`` reads back, and the longest lengths."""
-    modes = problem.modes
-    longest = (0, 0) if modes.lengths == "equal" else (problem.seqlen_q, problem.seqlen_k)
-    return Options(problem.mask, True, None, modes.window_left, modes.window_right, float(modes.softcap), 0, *longest)
+    features = problem.features
+    longest = (0, 0) if features.lengths == "equal" else (problem.seqlen_q, problem.seqlen_k)
+    return Options(problem.mask, True, None, features.window_left, features.window_right, float(features.softcap), 0, *longest)

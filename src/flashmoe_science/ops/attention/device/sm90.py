@@ -36,5 +36,5 @@ def consumer_registers(config: Config, producer: int = PRODUCER_REGISTERS) -> in
 def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
     """The keys before a row's own that it sees, and those after it; None where no window limits them. A window's right edge is
     the diagonal of a causal mask, further right."""
-    left, right = problem.modes.window_left, problem.modes.window_right
+    left, right = problem.features.window_left, problem.features.window_right
     return None if left is None else min(left, FAR), None if right is None else min(right, FAR)

@@ -38,7 +38,7 @@ def why_not_in_copies(problem: AttentionProblem) -> str | None:
 
 def why_not_on_sm90(problem: AttentionProblem, device: Device) -> str | None:
     """Why the 16-bit Hopper kernels cannot serve a problem's device, dtype, widths, soft cap or pages; None if they may."""
-    page, cap = problem.modes.page, problem.modes.softcap
+    page, cap = problem.features.page, problem.features.softcap
     if reason := why_no_hopper(device) or why_not_in_copies(problem):
         return reason
     if cap > MAX_CAP:
@@ -55,7 +55,7 @@ def fills_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
     """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
-    return min(problem.modes.page or config["block_n"], config["block_n"])
+    return min(problem.features.page or config["block_n"], config["block_n"])
 
 
 def check_copied(inputs: AttentionInputs) -> None:

@@ -157,7 +157,7 @@ def flashmoe_short_gluon(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.modes) or why_no_triton(device) or why_not_in_copies(problem):
+    if reason := unserved(problem.features) or why_no_triton(device) or why_not_in_copies(problem):
         return reason
     width = max(problem.head_dim, problem.head_dim_v)
     if width > MAX_WIDTH:

@@ -195,7 +195,7 @@ def flashmoe_fwd_triton(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return unserved(problem.modes) or why_no_triton(device)
+    return unserved(problem.features) or why_no_triton(device)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:

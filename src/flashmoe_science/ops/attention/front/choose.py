@@ -35,7 +35,7 @@ from flashmoe_science.ops.attention.call.tensors import (
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
-from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
@@ -127,7 +127,7 @@ def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
     return None
 
 
-def _class_of(tensors: Tensors, options: Options, features: Modes) -> tuple[Hashable, ...]:
+def _class_of(tensors: Tensors, options: Options, features: Features) -> tuple[Hashable, ...]:
     """Equal for calls that share a choice: sizes of a class are rounded, but those that were measured, for which their own
     record decides. With features only keys of another number than the queries share one: they may grow by a token a call."""
     (batch, heads, queries, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
@@ -156,7 +156,7 @@ def _measured_sizes() -> frozenset[tuple[int, ...]]:
 
 def _representative(problem: AttentionProblem) -> AttentionProblem:
     """The problem that a choice is made for: with features, where keys may grow, the class's own."""
-    grows = problem.modes != PLAIN and problem.modes.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
+    grows = problem.features != PLAIN and problem.features.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
     return problem.rounded() if grows else problem
 
 
@@ -187,7 +187,7 @@ def _new_plan(
         made.append(_plan(kernel, config, tensors, options, problem, scale))
         return made[-1].bind(tensors, options)
 
-    peers = _unable_peers(tensors, options, scale) if problem.modes == PLAIN else None
+    peers = _unable_peers(tensors, options, scale) if problem.features == PLAIN else None
     decision, launch = choose(_representative(problem), gpu, options.kernel, guard(bind), unable=unable, unable_peers=peers)
     if launch is None:
         return _pytorch_plan(decision, tensors, options)
@@ -235,9 +235,9 @@ def _launcher_for(
 ) -> Launcher:
     """The kernel's launcher for calls of this kind, stored with what it builds. Raises CannotServe."""
     # A launcher for features depends on no size; one without may be specialised on its class.
-    like: Hashable = _class_of(tensors, options, problem.modes)
-    if problem.modes != PLAIN:
-        like = (problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, problem.heads // problem.heads_kv)
+    like: Hashable = _class_of(tensors, options, problem.features)
+    if problem.features != PLAIN:
+        like = (problem.mask, problem.features, problem.head_dim, problem.head_dim_v, problem.heads // problem.heads_kv)
     key = (kernel.name, config, like, *_kind(tensors, options, scale is None or scale > 0.0))
     launcher = LAUNCHERS.get(key)
     if launcher is None:

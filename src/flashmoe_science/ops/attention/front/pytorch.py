@@ -19,7 +19,7 @@ from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of
 from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 _WEIGHTS_AT_ONCE = 2**26  # 256 MiB of fp32 scores, the most that are held at a time where no gradient keeps them
@@ -120,7 +120,7 @@ class Dense(NamedTuple):
     lengths: torch.Tensor | None
 
 
-def _with_features(tensors: Tensors, options: Options, features: Modes, softmax_scale: float | None) -> Result:
+def _with_features(tensors: Tensors, options: Options, features: Features, softmax_scale: float | None) -> Result:
     q = tensors.q
     queries = _queries(tensors, options)
     keys, values = _cached(tensors, options, features)
@@ -151,7 +151,7 @@ def _unpacked(packed: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor 
     return Dense(torch.where(used[:, None, :, None], rows, rows.new_zeros(())), lengths[:, None, None])
 
 
-def _cached(tensors: Tensors, options: Options, features: Modes) -> tuple[Dense, torch.Tensor]:
+def _cached(tensors: Tensors, options: Options, features: Features) -> tuple[Dense, torch.Tensor]:
     """Keys and values, dequantised, as (Dense keys, rows of values)."""
     k, v, k_scale, v_scale = tensors.k, tensors.v, tensors.k_scale, tensors.v_scale
     if features.lengths == "equal":

@@ -50,11 +50,11 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlashAttention-3 needs a head_dim that is a multiple of 8"
     if problem.mask == "causal-topleft":
         return "FlashAttention-3 aligns its causal mask bottom-right"
-    if problem.modes.page and _built_without("PAGEDKV"):
+    if problem.features.page and _built_without("PAGEDKV"):
         return "the fa3-fwd wheel is built without a paged cache"
-    if problem.modes.window and _built_without("LOCAL"):
+    if problem.features.window and _built_without("LOCAL"):
         return "the fa3-fwd wheel is built without windows"
-    return unserved(problem.modes, (*_SERVED, "page", "window"), "FlashAttention-3")
+    return unserved(problem.features, (*_SERVED, "page", "window"), "FlashAttention-3")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
@@ -62,11 +62,11 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     its fastest path is what is compared. Lengths on the device it may split whatever the longest are."""
     tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_q * problem.heads // problem.heads_kv // 128)
     idle = device is not None and tiles < device.sm_count
-    return (_WHOLE, _HEURISTIC) if idle or problem.modes.lengths == "ragged" else (_WHOLE,)
+    return (_WHOLE, _HEURISTIC) if idle or problem.features.lengths == "ragged" else (_WHOLE,)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    if inputs.problem.modes.lengths != "equal":
+    if inputs.problem.features.lengths != "equal":
         return _run_ragged(inputs, config)
     from fa3_fwd_interface import flash_attn_func
 
@@ -85,12 +85,12 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    """Modes that are not defaults: plain calls are made as ever."""
-    modes = inputs.problem.modes
-    options: dict[str, Any] = {"softcap": inputs.options.softcap} if modes.softcap else {}
-    if modes.window:
-        right = 0 if inputs.problem.causal else modes.window_right
-        options["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
+    """Features that are not defaults: plain calls are made as ever."""
+    features = inputs.problem.features
+    options: dict[str, Any] = {"softcap": inputs.options.softcap} if features.softcap else {}
+    if features.window:
+        right = 0 if inputs.problem.causal else features.window_right
+        options["window_size"] = tuple(-1 if one is None else one for one in (features.window_left, right))
     return options
 
 
@@ -98,7 +98,7 @@ def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     """Through the interface for caches, or, where the keys are packed too, the one for packed sequences."""
     import fa3_fwd_interface as fa3
 
-    tensors, packed = inputs.tensors, inputs.problem.modes.lengths == "packed"
+    tensors, packed = inputs.tensors, inputs.problem.features.lengths == "packed"
     q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
     same = {"softmax_scale": inputs.softmax_scale, "causal": inputs.problem.causal, "num_splits": config["num_splits"]}
     of_q: dict[str, Any] = {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": inputs.options.max_seqlen_q} if packed else {}

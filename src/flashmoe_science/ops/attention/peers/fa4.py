@@ -39,11 +39,11 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashAttention-4 takes head dimensions up to 128, (192, 128) and (256, 256) on {device.product}"
     if problem.mask == "causal-topleft":
         return "FlashAttention-4 aligns its causal mask bottom-right"
-    return unserved(problem.modes, _SERVED, "FlashAttention-4")
+    return unserved(problem.features, _SERVED, "FlashAttention-4")
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    if inputs.problem.modes.lengths != "equal":
+    if inputs.problem.features.lengths != "equal":
         return _run_ragged(inputs)
     from flash_attn.cute import flash_attn_func
 
@@ -60,14 +60,14 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    """Modes that are not defaults: plain calls are made as ever."""
-    modes, tensors = inputs.problem.modes, inputs.tensors
+    """Features that are not defaults: plain calls are made as ever."""
+    features, tensors = inputs.problem.features, inputs.tensors
     options: dict[str, Any] = {}
-    if modes.window:
-        options["window_size"] = (modes.window_left, modes.window_right)
-    if modes.softcap:
+    if features.window:
+        options["window_size"] = (features.window_left, features.window_right)
+    if features.softcap:
         options["softcap"] = inputs.options.softcap
-    if modes.sinks:
+    if features.sinks:
         options["learnable_sink"] = tensors.sinks
     return options
 
@@ -75,7 +75,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
 def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
     from flash_attn.cute import flash_attn_varlen_func
 
-    packed, tensors = inputs.problem.modes.lengths == "packed", inputs.tensors
+    packed, tensors = inputs.problem.features.lengths == "packed", inputs.tensors
     if tensors.cache_batch_idx is not None:
         raise CannotServe("FlashAttention-4 takes no index of cache rows")
     rows = inputs.q.transpose(1, 2)

@@ -62,11 +62,11 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if problem.heads // problem.heads_kv not in shared:
         more = " or ".join(str(count) for count in shared if count > 16)
         return f"FlashInfer's XQA takes up to 16 query heads a key head, or {more}, at head_dim {problem.head_dim}"
-    if problem.modes.page and problem.modes.page not in _PAGES:
+    if problem.features.page and problem.features.page not in _PAGES:
         return f"FlashInfer's XQA takes pages of {', '.join(map(str, _PAGES))} rows"
-    if not problem.modes.page and page_rows(problem.seqlen_k) is None:
+    if not problem.features.page and page_rows(problem.seqlen_k) is None:
         return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
-    return unserved(problem.modes, _SERVED, "FlashInfer's XQA, as it is measured here,")
+    return unserved(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

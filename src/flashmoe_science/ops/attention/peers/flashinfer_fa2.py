@@ -43,9 +43,9 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlashInfer's wrapper for decoding needs a key for every query"
     if problem.head_dim != problem.head_dim_v or problem.head_dim not in _HEAD_DIMS:
         return f"FlashInfer's wrapper for decoding takes head dimensions of {', '.join(map(str, _HEAD_DIMS))}, V's the same"
-    if not problem.modes.page and page_rows(problem.seqlen_k) is None:
+    if not problem.features.page and page_rows(problem.seqlen_k) is None:
         return f"FlashInfer reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
-    return unserved(problem.modes, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
+    return unserved(problem.features, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
 
 
 def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

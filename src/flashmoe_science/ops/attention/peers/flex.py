@@ -32,7 +32,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlexAttention needs compute capability 8.0"
     if min(problem.head_dim, problem.head_dim_v) < 16:
         return "FlexAttention needs head dimensions of 16 or more"
-    return unserved(problem.modes, _SERVED, "FlexAttention, as it is measured here,")
+    return unserved(problem.features, _SERVED, "FlexAttention, as it is measured here,")
 
 
 @functools.cache
@@ -50,9 +50,9 @@ def _block_mask(problem: AttentionProblem, device: str) -> Any:
     """The blocks that the mask leaves; batch and heads of the problem have no part in it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    modes, causal, prefix = problem.modes, problem.causal, problem.modes.prefix
+    features, causal, prefix = problem.features, problem.causal, problem.features.prefix
     offset = 0 if problem.mask == "causal-topleft" else problem.seqlen_k - problem.seqlen_q
-    left, right = modes.window_left, 0 if causal else modes.window_right
+    left, right = features.window_left, 0 if causal else features.window_right
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = key >= 0
@@ -76,8 +76,8 @@ def _capped(cap: float) -> Callable[..., torch.Tensor]:
 
 
 def _score(inputs: AttentionInputs) -> Callable[..., torch.Tensor] | None:
-    """What the modes do to a score before the mask."""
-    capped = _capped(inputs.options.softcap) if inputs.problem.modes.softcap else None
+    """What the features do to a score before the mask."""
+    capped = _capped(inputs.options.softcap) if inputs.problem.features.softcap else None
     slopes, offset = inputs.tensors.alibi_slopes, inputs.problem.seqlen_k - inputs.problem.seqlen_q
     if slopes is None:
         return capped
@@ -92,7 +92,7 @@ def _score(inputs: AttentionInputs) -> Callable[..., torch.Tensor] | None:
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     problem = inputs.problem
     mask = None
-    if problem.causal or problem.modes.window:
+    if problem.causal or problem.features.window:
         mask = _block_mask(replace(problem, batch=1, heads=1, heads_kv=1), str(inputs.q.device))
     out = _compiled()(
         inputs.q,

@@ -42,9 +42,9 @@ def _sees_all(problem: AttentionProblem) -> bool:
 def _common(problem: AttentionProblem) -> str | None:
     if _bottom_right(problem) and problem.seqlen_q > problem.seqlen_k:
         return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
-    if problem.causal and problem.modes.bias in ("boolean", "additive"):
+    if problem.causal and problem.features.bias in ("boolean", "additive"):
         return "PyTorch's attention takes no mask tensor beside is_causal"
-    return unserved(problem.modes, _MASKS, "PyTorch's attention")
+    return unserved(problem.features, _MASKS, "PyTorch's attention")
 
 
 def _flash(problem: AttentionProblem, device: Device) -> str | None:
@@ -58,7 +58,7 @@ def _flash(problem: AttentionProblem, device: Device) -> str | None:
         return "PyTorch's flash backend needs head_dim_v equal to head_dim"
     if problem.mask == "causal-topleft":
         return "PyTorch's flash backend takes no top-left causal mask where seqlen_q differs from seqlen_k"
-    return _common(problem) or unserved(problem.modes, (), "PyTorch's flash backend")
+    return _common(problem) or unserved(problem.features, (), "PyTorch's flash backend")
 
 
 def _cudnn(problem: AttentionProblem, device: Device) -> str | None:

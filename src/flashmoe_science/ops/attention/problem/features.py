@@ -1,6 +1,6 @@
 """What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
 
-``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. How the keys
+``Features`` says which, without tensors: it is part of an AttentionProblem and decides what a kernel is built for. How the keys
 and values of a call lie in memory follows from it (call/tensors.py has the tensors themselves):
 
 - lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
@@ -35,7 +35,7 @@ GRAMMAR = (
     "[left<keys>] [right<keys>] [softcap<n>] [sinks] [alibi|boolmask|bias] [prefix<keys>] [ragged|packed] [page<rows>] "
     "[leftpad] [fp8kv]"
 )
-# What a kernel can be asked for beside plain attention, in words (``Modes.kinds``).
+# What a kernel can be asked for beside plain attention, in words (``Features.kinds``).
 KINDS: dict[str, str] = {
     "window": "a sliding window",
     "softcap": "a soft cap",
@@ -53,8 +53,8 @@ KINDS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Modes:
-    """Which modes a problem has; the default has none.
+class Features:
+    """Which features a problem has; the default has none.
 
     window_left, window_right: query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right,
         both included (FlashAttention's meaning); None for no limit. A causal mask has a right of 0 by itself.
@@ -156,7 +156,7 @@ class Modes:
 
     @classmethod
     def read(cls, sizes: Mapping[str, int], flags: Mapping[str, str]) -> Self:
-        """The modes of words that ``problem.read_words`` found. Raises ProblemError."""
+        """The features of words that ``problem.read_words`` found. Raises ProblemError."""
         for name in ("softcap", "prefix", "page"):
             if name in sizes:
                 check_extent(name, sizes[name])
@@ -174,10 +174,10 @@ class Modes:
         )
 
 
-PLAIN = Modes()
+PLAIN = Features()
 
 
-def unserved(modes: Modes, served: Collection[str] = (), who: str = "it") -> str | None:
-    """Why ``who`` does not serve a problem of these modes, in words; None where all of its kinds are among ``served``."""
-    missing = [KINDS[kind] for kind in modes.kinds() if kind not in served]
+def unserved(features: Features, served: Collection[str] = (), who: str = "it") -> str | None:
+    """Why ``who`` does not serve a problem of these features, in words; None where all of its kinds are among ``served``."""
+    missing = [KINDS[kind] for kind in features.kinds() if kind not in served]
     return f"{who} does not serve {', '.join(missing)}" if missing else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashmoe_science.ops.attention.problem.features import Modes
+from flashmoe_science.ops.attention.problem.features import Features
 
 # Fractions of the longest length, in parts of 127, so that few lengths are multiples of a tile or of a page. The steps go
 # through each list in an order that mixes long and short, the longest first.
@@ -22,24 +22,24 @@ class SequenceLengths(NamedTuple):
     first: int = 0
 
 
-def sequence_lengths(modes: Modes, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[SequenceLengths, ...]:
+def sequence_lengths(features: Features, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[SequenceLengths, ...]:
     """The lengths of a problem's sequences, in order: a fixed pattern, the longest first.
 
     Of ragged sequences the keys differ. Of packed ones the queries do too, and the keys are as many as the queries where the
     longest are, and else no fewer than them, if those of the longest are.
     """
-    if modes.lengths == "equal":
+    if features.lengths == "equal":
         return (SequenceLengths(seqlen_q, seqlen_k),) * batch
     made = []
     for index in range(batch):
         queries = seqlen_q
         keys = _part(_CACHED, index * _STEP_K, seqlen_k)
-        if modes.lengths == "packed":
+        if features.lengths == "packed":
             queries = _part(_PACKED, index * _STEP_Q, seqlen_q)
             keys = queries if seqlen_q == seqlen_k else keys
         if seqlen_k >= seqlen_q:
             keys = max(keys, queries)
-        pad = (1 + index * _STEP_PAD) % 8 * keys // 16 if modes.leftpad else 0
+        pad = (1 + index * _STEP_PAD) % 8 * keys // 16 if features.leftpad else 0
         made.append(SequenceLengths(queries, keys, pad))
     return tuple(made)
 
@@ -48,15 +48,15 @@ def _part(parts: tuple[int, ...], index: int, longest: int) -> int:
     return max(1, longest * parts[index % len(parts)] // _PARTS)
 
 
-def visible_pairs(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> int:
+def visible_pairs(one: SequenceLengths, features: Features, causal: bool, offset: int) -> int:
     """Query-key pairs of a sequence and a head that the mask leaves. ``offset``: query i stands at key i + offset."""
-    after, before, seen_by_all = _ends(one, modes, causal, offset)
+    after, before, seen_by_all = _ends(one, features, causal, offset)
     return _sum(one.queries, after, one) - _sum(one.queries, before, one) + one.queries * seen_by_all
 
 
-def visible_keys(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> int:
+def visible_keys(one: SequenceLengths, features: Features, causal: bool, offset: int) -> int:
     """Keys of a sequence that any query sees."""
-    after, before, seen_by_all = _ends(one, modes, causal, offset)
+    after, before, seen_by_all = _ends(one, features, causal, offset)
     return _end(one.queries - 1, after, one) - _end(0, before, one) + seen_by_all
 
 
@@ -68,13 +68,13 @@ class _End(NamedTuple):
     low: int
 
 
-def _ends(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> tuple[_End, _End, int]:
+def _ends(one: SequenceLengths, features: Features, causal: bool, offset: int) -> tuple[_End, _End, int]:
     """Where what a query sees ends and begins, of the keys behind the prefix, and how many the prefix shows to all."""
-    right = 0 if causal else modes.window_right
+    right = 0 if causal else features.window_right
     first = min(one.first, one.keys)
-    low = max(first, min(modes.prefix, one.keys))
+    low = max(first, min(features.prefix, one.keys))
     after = _End(None, one.keys) if right is None else _End(offset + right + 1, low)
-    before = _End(None, low) if modes.window_left is None else _End(offset - modes.window_left, low)
+    before = _End(None, low) if features.window_left is None else _End(offset - features.window_left, low)
     return after, before, low - first
 
 

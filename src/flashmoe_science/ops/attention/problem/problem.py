@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
-from flashmoe_science.ops.attention.problem import features as modes_of
-from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
+from flashmoe_science.ops.attention.problem import features as features_of
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features
 from flashmoe_science.ops.attention.problem.lengths import SequenceLengths, sequence_lengths, visible_keys, visible_pairs
 from flashmoe_science.problem import (
     DTYPE_BYTES,
@@ -40,7 +40,7 @@ _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its wid
 _FEW_QUERIES, _TALLEST = 16, 64  # queries of a head, and rows of a tile of them above which no choice differs
 GRAMMAR = (
     "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
-    f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {modes_of.GRAMMAR}"
+    f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {features_of.GRAMMAR}"
 )
 
 
@@ -57,13 +57,13 @@ class AttentionProblem(Problem):
 
     ``layout`` is the order in memory: "bhsd" or "bshd". It decides strides, not the result.
 
-    ``modes`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
+    ``features`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
     longest lengths (``sequence_lengths`` has each). A window whose right is 0 is a causal mask, and under one its right says
     nothing: the problem is normalised to "causal" without a right.
 
     Raises:
-        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word, modes that cannot
-            be combined.
+        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word, features that
+            cannot be combined.
     """
 
     batch: int
@@ -76,7 +76,7 @@ class AttentionProblem(Problem):
     dtype: Dtype = "bf16"
     mask: Mask = "full"
     layout: Layout = "bhsd"
-    modes: Modes = PLAIN
+    features: Features = PLAIN
 
     op = "attention"
 
@@ -89,15 +89,15 @@ class AttentionProblem(Problem):
             raise ProblemError(f"heads is {self.heads} and heads_kv is {self.heads_kv}; heads_kv must divide heads")
         for field, allowed in (("dtype", Dtype), ("mask", Mask), ("layout", Layout)):
             check_word(field, getattr(self, field), get_args(allowed))
-        if not isinstance(self.modes, Modes):
-            raise ProblemError(f"modes is {self.modes!r}; it must be a Modes")
-        if self.modes != PLAIN:
-            self.modes.check()
-        if self.modes.window_right == 0 and self.mask == "full":
+        if not isinstance(self.features, Features):
+            raise ProblemError(f"features is {self.features!r}; it must be a Features")
+        if self.features != PLAIN:
+            self.features.check()
+        if self.features.window_right == 0 and self.mask == "full":
             object.__setattr__(self, "mask", "causal")
-        if self.modes.window_right is not None and self.causal:
-            object.__setattr__(self, "modes", replace(self.modes, window_right=None))
-        self.modes.check_problem(self.mask, self.seqlen_q == self.seqlen_k, self.dtype)
+        if self.features.window_right is not None and self.causal:
+            object.__setattr__(self, "features", replace(self.features, window_right=None))
+        self.features.check_problem(self.mask, self.seqlen_q == self.seqlen_k, self.dtype)
         if self.mask == "causal-topleft" and self.seqlen_q == self.seqlen_k:
             object.__setattr__(self, "mask", "causal")
 
@@ -116,7 +116,7 @@ class AttentionProblem(Problem):
 
     def sequence_lengths(self) -> tuple[SequenceLengths, ...]:
         """The queries, the keys and the padding of each sequence, ``batch`` of them. They follow from the problem."""
-        return sequence_lengths(self.modes, self.batch, self.seqlen_q, self.seqlen_k)
+        return sequence_lengths(self.features, self.batch, self.seqlen_q, self.seqlen_k)
 
     def scores(self) -> int:
         """Query-key pairs that the mask leaves, over all batches and query heads. A boolean mask's tensor hides none here."""
@@ -132,28 +132,28 @@ class AttentionProblem(Problem):
 
     def input_bytes(self) -> int:
         """Bytes of Q, K and V, of a bias where its query sees its key. Keys that a window or a padding hides are left out."""
-        width, modes = DTYPE_BYTES[self.dtype], self.modes
+        width, features = DTYPE_BYTES[self.dtype], self.features
         rows_k = self.batch * self.seqlen_k
-        if modes != PLAIN:
+        if features != PLAIN:
             rows_k = sum(count * keys for count, keys in self._over_sequences(visible_keys))
-        held = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if modes.fp8_cache else width)
+        held = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if features.fp8_cache else width)
         of_bias = {"boolean": self.scores() // self.heads, "additive": self.scores() // self.batch * width}
-        return self.queries() * self.heads * self.head_dim * width + held + of_bias.get(modes.bias, 0)
+        return self.queries() * self.heads * self.head_dim * width + held + of_bias.get(features.bias, 0)
 
     def queries(self) -> int:
         """Rows of queries, each counted once and not per head."""
-        if self.modes.lengths != "packed":
+        if self.features.lengths != "packed":
             return self.batch * self.seqlen_q
         return sum(one.queries for one in self.sequence_lengths())
 
-    def _over_sequences(self, count: Callable[[SequenceLengths, Modes, bool, int], int]) -> Iterator[tuple[int, int]]:
+    def _over_sequences(self, count: Callable[[SequenceLengths, Features, bool, int], int]) -> Iterator[tuple[int, int]]:
         """How many sequences are alike, and what ``count`` says of one of them."""
         alike_ones: Mapping[SequenceLengths, int] = {SequenceLengths(self.seqlen_q, self.seqlen_k): self.batch}
-        if self.modes.lengths != "equal":
+        if self.features.lengths != "equal":
             alike_ones = Counter(self.sequence_lengths())
         for one, alike in alike_ones.items():
             offset = one.keys - one.queries if self.mask != "causal-topleft" else 0
-            yield alike, count(one, self.modes, self.causal, offset)
+            yield alike, count(one, self.features, self.causal, offset)
 
     def exponentials(self) -> int:
         """One a score."""
@@ -177,11 +177,11 @@ class AttentionProblem(Problem):
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim} and {self.head_dim_v}"
         sizes = (f"batch {self.batch}", f"{self.queries()} tokens")
         layout = "" if self.layout == "bhsd" else self.layout
-        modes = (" ".join(self.modes.words()),) if self.modes != PLAIN else ()
-        families = tuple((dim, self.dtype, self.mask, size, heads, layout, *modes) for size in sizes)
+        features = (" ".join(self.features.words()),) if self.features != PLAIN else ()
+        families = tuple((dim, self.dtype, self.mask, size, heads, layout, *features) for size in sizes)
         return Series("sequence length", self.seqlen_q, families)
 
-    def features(self) -> Mapping[str, str]:
+    def traits(self) -> Mapping[str, str]:
         shared = self.heads // self.heads_kv
         return {
             "dtype": self.dtype,
@@ -194,12 +194,12 @@ class AttentionProblem(Problem):
             "query heads a key head": "1" if shared == 1 else f"{shared}{' (all)' if self.heads_kv == 1 else ''}",
             "queries": str(self.seqlen_q),
             "keys": "as queries" if self.seqlen_k == self.seqlen_q else "more" if self.seqlen_k > self.seqlen_q else "fewer",
-            **({} if self.modes == PLAIN else {"modes": " ".join(self.modes.words())}),
+            **({} if self.features == PLAIN else {"features": " ".join(self.features.words())}),
         }
 
     def order(self) -> tuple[object, ...]:
         sizes = (self.head_dim, self.head_dim_v, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_kv)
-        return ("", self.dtype, self.mask, *sizes, *self.modes.words())
+        return ("", self.dtype, self.mask, *sizes, *self.features.words())
 
     def tile_key(self) -> Hashable:
         return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0
@@ -207,12 +207,12 @@ class AttentionProblem(Problem):
     def _tile_rows(self) -> int:
         """Rows of a tile that holds the few queries of all heads that share a key head: in lower ones keys are read anew for
         each, and taller ones are another kernel's. Of many queries that of the tallest."""
-        queries = length_class(self.seqlen_q) if self.modes == PLAIN else self.seqlen_q
+        queries = length_class(self.seqlen_q) if self.features == PLAIN else self.seqlen_q
         return tile_rows(queries * (self.heads // self.heads_kv) if queries <= _FEW_QUERIES else _TALLEST, _TALLEST)
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
-        if not isinstance(other, AttentionProblem) or self.modes != other.modes:  # what most differ in, at once
+        if not isinstance(other, AttentionProblem) or self.features != other.features:  # what most differ in, at once
             return math.inf
         if self._features() != other._features():
             return math.inf
@@ -235,8 +235,8 @@ class AttentionProblem(Problem):
         return (*kept, self.heads // self.heads_kv, self.causal and self.seqlen_q != self.seqlen_k)
 
     def representative(self) -> AttentionProblem:
-        """``rounded``; with modes the problem itself: such calls have choices of their own, but for caches that grow."""
-        return self.rounded() if self.modes == PLAIN else self
+        """``rounded``; with features the problem itself: such calls have choices of their own, but for caches that grow."""
+        return self.rounded() if self.features == PLAIN else self
 
     def rounded(self) -> AttentionProblem:
         """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does. Under a
@@ -266,13 +266,13 @@ class AttentionProblem(Problem):
             words.append(self.mask)
         if self.layout != "bhsd":
             words.append(self.layout)
-        return " ".join((*words, *self.modes.words()))
+        return " ".join((*words, *self.features.words()))
 
 
 def parse(text: str) -> AttentionProblem:
     """Read the text form, whose first word is ``attn``. Raises ProblemError."""
     flags = {"dtype": get_args(Dtype), "mask": get_args(Mask), "layout": get_args(Layout)}
-    sizes, found = read_words(text, GRAMMAR, (*_SIZE_WORDS, *modes_of.SIZES), flags | modes_of.FLAGS)
+    sizes, found = read_words(text, GRAMMAR, (*_SIZE_WORDS, *features_of.SIZES), flags | features_of.FLAGS)
     require(text, GRAMMAR, sizes, "bhqd")
     return AttentionProblem(
         batch=sizes["b"],
@@ -282,7 +282,7 @@ def parse(text: str) -> AttentionProblem:
         seqlen_k=sizes.get("k", sizes["q"]),
         head_dim=sizes["d"],
         head_dim_v=sizes.get("dv", sizes["d"]),
-        modes=Modes.read(sizes, found),
+        features=Features.read(sizes, found),
         **{name: found[name] for name in flags if name in found},  # type: ignore[arg-type]  # checked against its Literal
     )
 

@@ -11,15 +11,15 @@ by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with l
 ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
 held to half of it, relative to the RMS of V.
 
-Modes add roundings to the four: one for a capped score (a cap moves scores towards each other, so that it enlarges no error but
-its own; ``tanh.approx`` is off by 2^-11 of it), one for a score with a bias, two for keys and values that are dequantised. Only
-keys that a call may use count in ``max||k||`` and ``max|V|``.
+Features add roundings to the four: one for a capped score (a cap moves scores towards each other, so that it enlarges no error
+but its own; ``tanh.approx`` is off by 2^-11 of it), one for a score with a bias, two for keys and values that are dequantised.
+Only keys that a call may use count in ``max||k||`` and ``max|V|``.
 
 The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
 tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap. A soft
 cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
 
-Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
+Problems with features: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
 ``Tensors``; the inputs hold each tensor of them by name (inputs.py).
 """
 
@@ -50,7 +50,7 @@ _ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its def
 _ZERO, _NEGATIVE, _SLICED = "a softmax scale of 0", "a negative softmax scale", "slices of larger tensors"
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
-_ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # modes that a candidate can be called with
+_ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # features that a candidate can be called with
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -112,7 +112,7 @@ class AttentionContract(Contract):
         reason = super().cannot(problem)
         if reason is None and problem.mask == "causal-topleft":
             return "causal=True says that the last query sees the last key; the contract has no word for another mask"
-        return reason or unserved(problem.modes, _ARGUMENTS, "a function on [B, H, S, D] tensors")
+        return reason or unserved(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return modes_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
@@ -133,7 +133,7 @@ class AttentionContract(Contract):
         return changed
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
-        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; modes that a problem lacks are not named."""
+        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; those that a problem lacks are not named."""
         scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}
         result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
         return result[0] if isinstance(result, tuple) and result else result
@@ -148,8 +148,8 @@ class AttentionContract(Contract):
         return attention_plain(self.for_kernel(problem, inputs))
 
     def cap(self, problem: AttentionProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
-        modes = problem.modes
-        count = 4 + (modes.softcap > 0) + (modes.bias in ("alibi", "additive")) + 2 * modes.fp8_cache
+        features = problem.features
+        count = 4 + (features.softcap > 0) + (features.bias in ("alibi", "additive")) + 2 * features.fp8_cache
         roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
         relative = roundings + 4 * math.sqrt(problem.seqlen_k) * _FP32
         _, largest, rms = extents(self.for_kernel(problem, inputs))
@@ -163,8 +163,8 @@ class AttentionContract(Contract):
         query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
         key, _, _ = extents(self.for_kernel(problem, inputs))
         scale = abs(problem.softmax_scale * self._stretch)
-        more = 2.0 * problem.modes.softcap
-        if problem.modes.bias == "additive":
+        more = 2.0 * problem.features.softcap
+        if problem.features.bias == "additive":
             more += inputs["bias"].abs().max().item()
         return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))
 
@@ -209,14 +209,14 @@ def _negative(keys: torch.Tensor, reach: float) -> torch.Tensor:
 
 
 def _arguments(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
-    """What a problem's modes are called in a candidate's arguments."""
-    modes = problem.modes
+    """What a problem's features are called in a candidate's arguments."""
+    features = problem.features
     named: dict[str, Any] = {}
-    if modes.window:
-        right = 0 if problem.causal else modes.window_right
-        named["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
-    if modes.softcap:
-        named["softcap"] = float(modes.softcap)
+    if features.window:
+        right = 0 if problem.causal else features.window_right
+        named["window_size"] = tuple(-1 if one is None else one for one in (features.window_left, right))
+    if features.softcap:
+        named["softcap"] = float(features.softcap)
     renamed = {"sinks": "sinks", "alibi_slopes": "alibi_slopes", "bias": "attn_mask"}
     return named | {argument: inputs[name] for name, argument in renamed.items() if name in inputs}
 

@@ -1,4 +1,4 @@
-"""Tensors of one call of an attention problem with modes: ragged caches, shuffled pages, packed sequences, biases.
+"""Tensors of one call of an attention problem with features: ragged caches, shuffled pages, packed sequences, biases.
 
 All of them are inputs by name, so that whoever examines a kernel can guard, change and hand over each. Lengths are those of
 ``AttentionProblem.sequence_lengths``. What a call must not use is there to be met: a cache has more pages than its sequences
@@ -30,12 +30,12 @@ _VISIBLE = 0.75  # of a boolean mask
 def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> Made:
-    """Q, K, V and the tensors that the problem's modes bring, in this order. ``sliced``: Q, K and V are the first columns of
+    """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K and V are the first columns of
     tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an index."""
-    modes, lengths = problem.modes, problem.sequence_lengths()
+    features, lengths = problem.features, problem.sequence_lengths()
     tables = _tables(problem, lengths, device, generator, sliced)
     queries = (problem.batch, problem.heads, problem.seqlen_q)
-    if modes.lengths == "packed":
+    if features.lengths == "packed":
         queries = (1, problem.heads, sum(one.queries for one in lengths))
     held = _held(problem, lengths, sliced)
     made: Made = {}
@@ -45,7 +45,7 @@ def make_tensors(
         ("v", held, problem.head_dim_v),
     ):
         made[name] = normal((*shape, width), problem.layout == "bshd", dtype, device, generator, sliced)
-        if modes.fp8_cache and name != "q":
+        if features.fp8_cache and name != "q":
             made[name] = made[name].mul_(_FP8_SPREAD).to(FP8)
     made |= tables | _biases(problem, dtype, device, generator)
     fill_unused(made, GARBAGE)
@@ -71,12 +71,12 @@ def normal(
 
 def _held(problem: AttentionProblem, lengths: tuple[SequenceLengths, ...], sliced: bool) -> tuple[int, int, int]:
     """Shape of K and V but for their width."""
-    modes = problem.modes
-    if modes.page:
-        return (_pages(lengths, modes.page) + SPARE_PAGES, problem.heads_kv, modes.page)
-    if modes.lengths == "packed":
+    features = problem.features
+    if features.page:
+        return (_pages(lengths, features.page) + SPARE_PAGES, problem.heads_kv, features.page)
+    if features.lengths == "packed":
         return (1, problem.heads_kv, sum(one.keys for one in lengths))
-    if modes.lengths == "ragged":
+    if features.lengths == "ragged":
         return (problem.batch + sliced, problem.heads_kv, problem.seqlen_k + SPARE_ROWS * sliced)
     return (problem.batch, problem.heads_kv, problem.seqlen_k)
 
@@ -93,27 +93,27 @@ def _tables(
     sliced: bool,
 ) -> Made:
     """Integers that say where each sequence lies."""
-    modes = problem.modes
+    features = problem.features
 
     def integers(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     made: Made = {}
-    if modes.lengths == "packed":
+    if features.lengths == "packed":
         made["cu_seqlens_q"] = integers([0, *accumulate(one.queries for one in lengths)])
-        if not modes.page:
+        if not features.page:
             made["cu_seqlens_k"] = integers([0, *accumulate(one.keys for one in lengths)])
-    if modes.lengths == "ragged" or modes.page:
+    if features.lengths == "ragged" or features.page:
         made["cache_seqlens"] = integers([one.keys for one in lengths])
-    if modes.page:
-        made["page_table"] = _page_table(lengths, modes.page, SPARE_COLUMNS * sliced, device, generator)
-    elif modes.lengths == "ragged" and sliced:
+    if features.page:
+        made["page_table"] = _page_table(lengths, features.page, SPARE_COLUMNS * sliced, device, generator)
+    elif features.lengths == "ragged" and sliced:
         rows = torch.randperm(problem.batch + 1, generator=generator, device=device)
         made["cache_batch_idx"] = rows[: problem.batch].to(torch.int32)
-    if modes.leftpad:
+    if features.leftpad:
         made["leftpad"] = integers([one.first for one in lengths])
-    if modes.prefix:
-        made["prefix"] = integers([modes.prefix] * problem.batch)
+    if features.prefix:
+        made["prefix"] = integers([features.prefix] * problem.batch)
     return made
 
 
@@ -135,24 +135,24 @@ def _page_table(
 
 def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Made:
     """Tensors that change scores: a logit for each head, slopes, a bias, the scales of e4m3 keys and values."""
-    modes, heads = problem.modes, problem.heads
+    features, heads = problem.features, problem.heads
 
     def uniform(shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
         return torch.empty(shape, device=device).uniform_(low, high, generator=generator)
 
     made: Made = {}
-    if modes.sinks:
+    if features.sinks:
         made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator)
-    if modes.bias == "alibi":
+    if features.bias == "alibi":
         usual = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
         made["alibi_slopes"] = usual * uniform((heads,), 0.5, 1.5)
-    elif modes.bias == "boolean":
+    elif features.bias == "boolean":
         made["bias"] = uniform((problem.batch, 1, problem.seqlen_q, problem.seqlen_k), 0.0, 1.0) < _VISIBLE
         made["bias"][..., 0] = True  # no row is hidden by this mask alone
-    elif modes.bias == "additive":
+    elif features.bias == "additive":
         shape = (1, heads, problem.seqlen_q, problem.seqlen_k)
         made["bias"] = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
-    if modes.fp8_cache:
+    if features.fp8_cache:
         made |= {name: uniform((problem.batch, problem.heads_kv), 0.15, 0.35) for name in ("k_scale", "v_scale")}
     return made
 

@@ -28,15 +28,15 @@ def mistakes(inputs: AttentionInputs) -> Iterator[Mistake]:
     """The results of other masks, features, softmax scales and shared heads, each only where it is another than the right one;
     the likeliest first."""
     of_features = (_alignment, _windows, _scores, _sinks, _biases, _caches, _cache_scales)
-    for some in (*((_masks,) if inputs.problem.modes == PLAIN else of_features), _scales, _heads):
+    for some in (*((_masks,) if inputs.problem.features == PLAIN else of_features), _scales, _heads):
         for one in some(inputs):
             yield Mistake(one.code, f"it is right {one.words}", attention_oracle(one.inputs, one.rules))
     yield from _rows(inputs)
 
 
-def _with(inputs: AttentionInputs, **modes: object) -> AttentionInputs:
+def _with(inputs: AttentionInputs, **features: object) -> AttentionInputs:
     problem = inputs.problem
-    return replace(inputs, problem=replace(problem, modes=replace(problem.modes, **modes)))  # type: ignore[arg-type]
+    return replace(inputs, problem=replace(problem, features=replace(problem.features, **features)))  # type: ignore[arg-type]
 
 
 def _given(inputs: AttentionInputs, **changed: torch.Tensor | None) -> AttentionInputs:
@@ -44,47 +44,47 @@ def _given(inputs: AttentionInputs, **changed: torch.Tensor | None) -> Attention
 
 
 def _alignment(inputs: AttentionInputs) -> Iterator[Wrong]:
-    problem, modes = inputs.problem, inputs.problem.modes
+    problem, features = inputs.problem, inputs.problem.features
     unequal = any(one.queries != one.keys for one in problem.sequence_lengths())
-    if unequal and problem.mask != "causal-topleft" and (problem.causal or modes.window or modes.bias == "alibi"):
+    if unequal and problem.mask != "causal-topleft" and (problem.causal or features.window or features.bias == "alibi"):
         yield Wrong("mask-top-left", "where query i stands at key i (aligned top-left)", inputs, Rules(top_left=True))
     if problem.causal:
-        unmasked = replace(problem, mask="full", modes=replace(modes, prefix=0))  # a prefix is of a causal mask
+        unmasked = replace(problem, mask="full", features=replace(features, prefix=0))  # a prefix is of a causal mask
         yield Wrong("mask-missing", "for no mask", replace(inputs, problem=unmasked))
 
 
 def _windows(inputs: AttentionInputs) -> Iterator[Wrong]:
-    modes = inputs.problem.modes
+    features = inputs.problem.features
     for side in ("left", "right"):
-        limit = getattr(modes, f"window_{side}")
+        limit = getattr(features, f"window_{side}")
         if limit is not None:
             more = _with(inputs, **{f"window_{side}": limit + 1})
             yield Wrong(f"window-{side}-more", f"for a window of one key more on its {side}", more)
             if limit > 0:
                 fewer = _with(inputs, **{f"window_{side}": limit - 1})
                 yield Wrong(f"window-{side}-fewer", f"for a window of one key fewer on its {side}", fewer)
-    if modes.window:
+    if features.window:
         yield Wrong("window-missing", "for no window", _with(inputs, window_left=None, window_right=None))
-    if modes.prefix:
+    if features.prefix:
         yield Wrong("prefix-missing", "for no prefix", _with(inputs, prefix=0))
 
 
 def _scores(inputs: AttentionInputs) -> Iterator[Wrong]:
-    if inputs.problem.modes.softcap:
+    if inputs.problem.features.softcap:
         yield Wrong("softcap-missing", "for no soft cap", _with(inputs, softcap=0))
         words = "where the soft cap comes after the mask, and hidden keys count"
         yield Wrong("softcap-after-mask", words, inputs, Rules(cap_after_mask=True))
 
 
 def _sinks(inputs: AttentionInputs) -> Iterator[Wrong]:
-    if inputs.problem.modes.sinks:
+    if inputs.problem.features.sinks:
         assert inputs.tensors.sinks is not None
         yield Wrong("sinks-missing", "for no sinks", _with(inputs, sinks=False))
         yield Wrong("sinks-twice", "where each sink counts twice", _given(inputs, sinks=inputs.tensors.sinks + log(2.0)))
 
 
 def _biases(inputs: AttentionInputs) -> Iterator[Wrong]:
-    kind, tensors = inputs.problem.modes.bias, inputs.tensors
+    kind, tensors = inputs.problem.features.bias, inputs.tensors
     if kind == "none":
         return
     name = {"alibi": "ALiBi", "boolean": "boolean mask", "additive": "bias"}[kind]
@@ -177,13 +177,13 @@ def _rows(inputs: AttentionInputs) -> Iterator[Mistake]:
     if bool(empty.any()):
         nan = torch.where(empty, torch.nan, out)
         yield Mistake("empty-rows", "it is right but for queries that see no key, which must be zeros and are NaN", (nan, lse))
-        if inputs.problem.modes != PLAIN:
+        if inputs.problem.features != PLAIN:
             return
         group = inputs.problem.heads // inputs.problem.heads_kv
         mean = torch.where(empty, inputs.v.mean(-2, keepdim=True).repeat_interleave(group, 1), out)
         words = "it is right but for queries that see no key, which must be zeros and are the mean of all values"
         yield Mistake("empty-rows", words, (mean, lse))
-    elif inputs.problem.modes == PLAIN and not inputs.problem.causal and inputs.problem.scores() <= CHUNK_SCORES:
+    elif inputs.problem.features == PLAIN and not inputs.problem.causal and inputs.problem.scores() <= CHUNK_SCORES:
         keys = inputs.k.repeat_interleave(inputs.problem.heads // inputs.problem.heads_kv, 1)
         largest = (inputs.q @ keys.transpose(-1, -2) * inputs.softmax_scale).amax(-1)
         wrong = out * torch.exp(lse - largest)[..., None]

@@ -120,33 +120,33 @@ def _chunks(inputs: AttentionInputs, one: Sequence, limit: int, every_key: bool)
 
 def _reach(inputs: AttentionInputs, one: Sequence, first: int, last: int) -> tuple[int, int]:
     """The keys that rows ``first`` to ``last`` may see."""
-    modes, keys = inputs.problem.modes, one.k.shape[1]
+    features, keys = inputs.problem.features, one.k.shape[1]
     low, high = min(one.first, keys), keys
-    if modes.window_left is not None and not _prefix(inputs, one):
-        low = min(keys, max(low, first + one.offset - modes.window_left))
-    right = 0 if inputs.problem.causal else modes.window_right
+    if features.window_left is not None and not _prefix(inputs, one):
+        low = min(keys, max(low, first + one.offset - features.window_left))
+    right = 0 if inputs.problem.causal else features.window_right
     if right is not None:
         high = min(keys, max(last + one.offset + right, _prefix(inputs, one)))
     return low, max(low, high)
 
 
 def _prefix(inputs: AttentionInputs, one: Sequence) -> int:
-    return 0 if inputs.tensors.prefix is None or not inputs.problem.modes.prefix else int(inputs.tensors.prefix[one.index])
+    return 0 if inputs.tensors.prefix is None or not inputs.problem.features.prefix else int(inputs.tensors.prefix[one.index])
 
 
 def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
     """True where a query may not see a key: [rows, keys], or [heads_kv, group, rows, keys] under a boolean mask."""
-    problem, modes = inputs.problem, inputs.problem.modes
+    problem, features = inputs.problem, inputs.problem.features
     here = torch.arange(chunk.first, chunk.last, device=one.q.device)[:, None] + one.offset
     key = torch.arange(chunk.low, chunk.high, device=one.q.device)[None, :]
     hidden = (key < one.first).expand(len(here), -1)
     behind = key >= _prefix(inputs, one)
-    right = 0 if problem.causal else modes.window_right
+    right = 0 if problem.causal else features.window_right
     if right is not None:
         hidden = hidden | ((key > here + right) & behind)
-    if modes.window_left is not None:
-        hidden = hidden | ((key < here - modes.window_left) & behind)
-    if modes.bias == "boolean":
+    if features.window_left is not None:
+        hidden = hidden | ((key < here - features.window_left) & behind)
+    if features.bias == "boolean":
         hidden = hidden | ~_bias(inputs, one, chunk)
     return hidden
 
@@ -167,18 +167,18 @@ def _scores(
     inputs: AttentionInputs, one: Sequence, chunk: _Chunk, k: torch.Tensor, wide: torch.dtype, rules: Rules
 ) -> torch.Tensor:
     """Scores of a chunk in ``wide``, with all but the sink: [heads_kv, group, rows, keys]. Each step is rounded to ``wide``."""
-    modes = inputs.problem.modes
+    features = inputs.problem.features
     queries = _grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
     keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
     scores = queries @ keys
     hidden = _hidden(inputs, one, chunk)
-    cap = inputs.options.softcap if modes.softcap else 0.0
+    cap = inputs.options.softcap if features.softcap else 0.0
     if rules.cap_after_mask:
         scores = scores.masked_fill(hidden, -torch.inf)
     if cap:
         scores = (scores / cap).tanh_().mul_(cap)
-    if modes.bias in ("alibi", "additive"):
-        more = _alibi(inputs, one, chunk) if modes.bias == "alibi" else _bias(inputs, one, chunk)
+    if features.bias in ("alibi", "additive"):
+        more = _alibi(inputs, one, chunk) if features.bias == "alibi" else _bias(inputs, one, chunk)
         sums = scores + more if wide == torch.float64 else scores.float() + more.float()
         scores = sums.to(wide)
     return scores if rules.cap_after_mask else scores.masked_fill_(hidden, -torch.inf)
@@ -202,7 +202,7 @@ def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.T
 
 
 def _sinks(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor | None:
-    sinks = inputs.tensors.sinks if inputs.problem.modes.sinks else None
+    sinks = inputs.tensors.sinks if inputs.problem.features.sinks else None
     return None if sinks is None else _grouped(sinks, one)[chunk.heads, :, None, None]
 
 

@@ -21,15 +21,15 @@ _OF_CACHES = ("window", "softcap", "sinks", "alibi", "ragged", "packed", "page",
 def public_call(problem: AttentionProblem, kernel: str) -> UserCall | None:
     """The function for the problem, asked to be served by ``kernel``; None where no public function has the arguments, or where
     its bound on the lengths, the whole pages of a table, is another than the longest."""
-    kinds = set(problem.modes.kinds())
-    if problem.modes.page and problem.seqlen_k % problem.modes.page:
+    kinds = set(problem.features.kinds())
+    if problem.features.page and problem.seqlen_k % problem.features.page:
         return None
-    if problem.modes == PLAIN or (kinds <= set(_OF_SDPA) and not problem.causal):
+    if problem.features == PLAIN or (kinds <= set(_OF_SDPA) and not problem.causal):
         return None if problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k else _by_sdpa(problem, kernel)
     if kinds <= set(_OF_FLASH) and problem.mask != "causal-topleft":
         return _by_flash(problem, kernel)
-    if kinds <= set(_OF_CACHES) and problem.modes.lengths != "equal":
-        packed = problem.modes.lengths == "packed" and not problem.modes.page
+    if kinds <= set(_OF_CACHES) and problem.features.lengths != "equal":
+        packed = problem.features.lengths == "packed" and not problem.features.page
         return _by_varlen(problem, kernel) if packed else _by_cache(problem, kernel)
     return None
 
@@ -56,7 +56,7 @@ def _by_sdpa(problem: AttentionProblem, kernel: str) -> UserCall:
 
 
 def _window(problem: AttentionProblem) -> tuple[int, int]:
-    left, right = problem.modes.window_left, problem.modes.window_right
+    left, right = problem.features.window_left, problem.features.window_right
     return (-1 if left is None else left, -1 if right is None else right)
 
 
@@ -84,7 +84,7 @@ def _by_flash(problem: AttentionProblem, kernel: str) -> UserCall:
 
 def _by_cache(problem: AttentionProblem, kernel: str) -> UserCall:
     flash_attn_with_kvcache = public("flashmoe_science.serving:flash_attn_with_kvcache")
-    packed = problem.modes.lengths == "packed"
+    packed = problem.features.lengths == "packed"
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.tensors

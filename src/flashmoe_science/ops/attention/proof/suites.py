@@ -162,7 +162,7 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
     """A problem around one of a suite: another length, head dimension, group of heads and mask, about as many tokens and about
     as wide. One in six has more keys than queries; one in eight another value dimension. Around a problem of serving it keeps
     what that is (suites_serving.py)."""
-    if near.modes != PLAIN or near.seqlen_k >= _FEW_QUERIES * near.seqlen_q:
+    if near.features != PLAIN or near.seqlen_k >= _FEW_QUERIES * near.seqlen_q:
         return suites_serving.drawn(near, chance)
     seqlen = max(1, round(near.seqlen_q * 2.0 ** chance.uniform(-_REACH, _REACH)))
     head_dim, group = chance.choice(_HEAD_DIMS), chance.choice(_GROUPS)

@@ -164,7 +164,7 @@ _PAGES = (8, 16, 32, 64, 128, 256)
 
 def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
     """A problem around one of these: other lengths, another head dimension, group of heads and page, about as many bytes of
-    keys; its mask and its modes, but for the sizes of windows, stay."""
+    keys; its mask and its features, but for the sizes of windows, stay."""
 
     def around(size: int) -> int:
         return max(1, round(size * math.pow(2.0, chance.uniform(-_REACH, _REACH))))
@@ -173,16 +173,16 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
     head_dim = chance.choice((near.head_dim, near.head_dim, 64, 96, 128, 256))
     heads_kv = max(1, round(near.heads_kv * near.head_dim / head_dim))
     groups = [group for group in (near.heads // near.heads_kv, 4, 8) if heads_kv * group <= _MOST_HEADS]
-    modes = near.modes
-    if modes.window_left is not None:
-        modes = replace(modes, window_left=around(modes.window_left))
-    if modes.window_right is not None:
-        modes = replace(modes, window_right=around(modes.window_right))
-    if modes.prefix:
-        modes = replace(modes, prefix=around(modes.prefix))
-    if modes.page:
-        modes = replace(modes, page=chance.choice(_PAGES))
-        keys = -(-keys // modes.page) * modes.page
+    features = near.features
+    if features.window_left is not None:
+        features = replace(features, window_left=around(features.window_left))
+    if features.window_right is not None:
+        features = replace(features, window_right=around(features.window_right))
+    if features.prefix:
+        features = replace(features, prefix=around(features.prefix))
+    if features.page:
+        features = replace(features, page=chance.choice(_PAGES))
+        keys = -(-keys // features.page) * features.page
     queries = keys if near.seqlen_q == near.seqlen_k else min(keys, around(near.seqlen_q)) if near.seqlen_q > 1 else 1
     return replace(
         near,
@@ -193,5 +193,5 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
         seqlen_k=keys,
         head_dim=head_dim,
         head_dim_v=head_dim,
-        modes=modes,
+        features=features,
     )

@@ -16,7 +16,7 @@ from flashmoe_science.ops.attention.device.tma import (
     why_not_on_sm90,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import PLAIN, Modes, unserved
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features, unserved
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
@@ -31,17 +31,17 @@ HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table", "batches")
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
-_RAGGED = Modes(lengths="ragged")
+_RAGGED = Features(lengths="ragged")
 _FWD_TOO = {"packed", "page", "window", "softcap", "sinks"}  # what prefill_sm90 serves of what this kernel does
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    return why_not_on_sm90(problem, device) or unserved(problem.modes, _SERVED)
+    return why_not_on_sm90(problem, device) or unserved(problem.features, _SERVED)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are features; or half of the rows
     are, and keys are split, neither short nor more in all than the memory's speed allows.
 
     Where keys are not split and a head's queries fill the tiles of prefill_sm90, that is faster, with caps and sinks too, and
@@ -52,11 +52,11 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     rows = problem.seqlen_q * group
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
-    kinds = set(problem.modes.kinds())
+    kinds = set(problem.features.kinds())
     if kinds & {"packed", "window"} and kinds <= _FWD_TOO and fills_tiles(problem, gpu):
         return False
-    unequal = problem.modes == _RAGGED and problem.batch > 1
-    whole = problem.modes == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))
+    unequal = problem.features == _RAGGED and problem.batch > 1
+    whole = problem.features == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))
     if not whole and not (unequal and rows == ROWS // 2):
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
         return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)
@@ -84,8 +84,8 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
     window = _window_keys(problem)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
-    few |= width <= 64 and (problem.modes.sinks or window is not None)
-    few |= problem.modes == PLAIN and device is not None and 2 * _row_tiles(problem) <= device.sm_count
+    few |= width <= 64 and (problem.features.sinks or window is not None)
+    few |= problem.features == PLAIN and device is not None and 2 * _row_tiles(problem) <= device.sm_count
     shapes = [lone, pair] if few else [pair, lone]
     if width <= 64 and window is not None and window <= SHORT_WINDOW:
         shapes.insert(0, (1, 64, 2, 2, 3))  # few tiles a program: others work while one starts and ends
@@ -117,7 +117,7 @@ def span_of(problem: AttentionProblem, group: int, queries: int, config: Config)
 
 def _window_keys(problem: AttentionProblem) -> int | None:
     """Keys that a query sees but the one at its own place; None where no window limits them on both sides."""
-    left, right = problem.modes.window_left, 0 if problem.causal else problem.modes.window_right
+    left, right = problem.features.window_left, 0 if problem.causal else problem.features.window_right
     return None if left is None or right is None else left + right
 
 
@@ -168,7 +168,7 @@ class Variant(NamedTuple):
 
 def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:
     """``Variant.batches`` of a launch: 0 where all programs run at once, or lengths are too many."""
-    if problem.modes.lengths == "equal" or not 1 < batch <= MAX_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
+    if problem.features.lengths == "equal" or not 1 < batch <= MAX_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
         return 0
     return next_power_of_2(batch)
 
@@ -184,7 +184,7 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, e
         # The most tiles of keys that the diagonal of a program's queries crosses.
         "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if ends and left is None else 1,
         "CAUSAL": ends, "TOPLEFT": problem.mask == "causal-topleft", "SPLIT": variant.split,
-        "COMPENSATED": variant.compensated, "PAGE": problem.modes.page, "BATCHES": variant.batches, "EARLY_START": early,
+        "COMPENSATED": variant.compensated, "PAGE": problem.features.page, "BATCHES": variant.batches, "EARLY_START": early,
         "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
     }  # fmt: skip
 

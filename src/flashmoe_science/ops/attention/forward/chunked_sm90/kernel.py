@@ -241,18 +241,18 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    group, modes, paged = problem.heads // problem.heads_kv, problem.modes, problem.modes.page > 0
+    group, features, paged = problem.heads // problem.heads_kv, problem.features, problem.features.page > 0
     programs, splits, _ = _grid(problem, config, gpu)
     split, batches = splits > 1, compared(problem, problem.batch, programs * splits, config, gpu)
     constexprs = constexprs_of(problem, config, Variant(group, split, True, batches), early=True)
     signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
     signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
-    (left, right), packed = window_of(problem), modes.lengths == "packed"
+    (left, right), packed = window_of(problem), features.lengths == "packed"
     types = descriptor_types("qkv", tile_shapes(problem, config, group), problem.dtype) | {
-        "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
+        "partials": "*fp32" if split else None, "sinks": "*fp32" if features.sinks else None,
         "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
-        "cache_seqlens": "*i32" if modes.lengths == "ragged" or paged else None, "cache_batch_idx": None,
-        "page_table": "*i32" if paged else None, "softcap": "fp32" if modes.softcap else None,
+        "cache_seqlens": "*i32" if features.lengths == "ragged" or paged else None, "cache_batch_idx": None,
+        "page_table": "*i32" if paged else None, "softcap": "fp32" if features.softcap else None,
         "left": None if left is None else "i32", "right": None if right is None else "i32",
     }  # fmt: skip
     signature |= {name: one for name, one in types.items() if one is not None}

@@ -106,7 +106,7 @@ class ChunkLauncher(Launcher):
         started = self._builds.get(variant) or self._build(variant, strides_out)
         describe = describer(self._encoders(started, tensors))
         sizes = (*strides_out, total_q, heads_kv, seqlen_q, capacity, splits, all_rows)
-        softcap = options.softcap if problem.modes.softcap else None
+        softcap = options.softcap if problem.features.softcap else None
         tail = (softcap, *window_of(problem), *sizes, stride_table, batch, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
@@ -137,7 +137,7 @@ class ChunkLauncher(Launcher):
         constexprs = tuple(constexprs_of(problem, config, variant, self._early).values())
         partials = Pointer(torch.float32) if variant.split else None
         pointers = (self._out, self._lse, partials, *self._tensors)
-        numbers = (0.5, 0.5 if problem.modes.softcap else None, *window_of(problem), *strides_out, *[1] * len(LAST_SIZES))
+        numbers = (0.5, 0.5 if problem.features.softcap else None, *window_of(problem), *strides_out, *[1] * len(LAST_SIZES))
         arguments = (*templates, *pointers, *numbers, *constexprs)
         build = Build(self._function, arguments, **self._options)
         made = self._builds[variant] = _Started(build, templates, constexprs)

@@ -25,7 +25,7 @@ SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m")
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.modes) or why_no_hopper(device):
+    if reason := unserved(problem.features) or why_no_hopper(device):
         return reason
     return None if problem.dtype == "fp32" else f"serves fp32, not {problem.dtype}"
 

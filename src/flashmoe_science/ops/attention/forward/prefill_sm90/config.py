@@ -33,8 +33,8 @@ SOME_KEYS = 768  # in a window, up to which small tiles are faster
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    reason = why_not_on_sm90(problem, device) or unserved(problem.modes, SERVED)
-    if reason is None and problem.modes.prefix and problem.modes.window:
+    reason = why_not_on_sm90(problem, device) or unserved(problem.features, SERVED)
+    if reason is None and problem.features.prefix and problem.features.window:
         return "it does not serve a prefix and a window"
     return reason
 
@@ -48,7 +48,7 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     if is_packed(problem):
         shapes = _packed_shapes(problem, width)
-    elif problem.modes.window and width <= 128:
+    elif problem.features.window and width <= 128:
         shapes = _windowed_shapes(problem, width)
     elif width <= 64:
         shapes = _narrow_shapes(problem, device)
@@ -56,7 +56,7 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         shapes = _middle_shapes(problem, device)
     else:
         shapes = _wide_shapes(problem)
-    if problem.modes.bias != "none":
+    if problem.features.bias != "none":
         shapes = _biased_shapes(problem, shapes)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
@@ -131,9 +131,9 @@ def _windowed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]
 
 def _keys_in_window(problem: AttentionProblem) -> int:
     """Keys that a query sees at the most."""
-    modes, keys = problem.modes, problem.seqlen_k
-    left = keys if modes.window_left is None else modes.window_left
-    right = modes.window_right or 0 if problem.causal or modes.window_right is not None else keys
+    features, keys = problem.features, problem.seqlen_k
+    left = keys if features.window_left is None else features.window_left
+    right = features.window_right or 0 if problem.causal or features.window_right is not None else keys
     return min(left + right + 1, keys)
 
 
@@ -145,10 +145,10 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
         return _wide_shapes(problem)
     pair = shape_of(2, 128, 2, 2, stages_v=3, own_out=0)
     half, lone = shape_of(2, 64, 2, 4), shape_of(1, 64, 2, 2, occupancy=2)
-    if problem.modes.window and _keys_in_window(problem) <= 2 * SOME_KEYS:
+    if problem.features.window and _keys_in_window(problem) <= 2 * SOME_KEYS:
         return half, lone
     many = problem.seqlen_k >= MANY_EACH * problem.seqlen_q
-    if problem.modes.page and many:  # few tiles share keys, which come from memory in small copies
+    if problem.features.page and many:  # few tiles share keys, which come from memory in small copies
         return shape_of(2, 128, 1, 3, own_out=0), pair
     if many or problem.seqlen_q >= 2048:
         return pair, half
@@ -172,7 +172,7 @@ def _ragged(problem: AttentionProblem) -> bool:
 def _one_masked(problem: AttentionProblem) -> bool:
     """Whether no tile of keys but the first needs a mask, whatever the lengths that share a config with these: of unequal ones
     some have the diagonal where it crosses two, and a window begins in others."""
-    if problem.modes.window:
+    if problem.features.window:
         return False
     return not problem.causal or (problem.causal_offset == 0 and not is_packed(problem))
 
@@ -193,14 +193,14 @@ def tile_bytes(problem: AttentionProblem, shape: Shape) -> int:
     width_v = cdiv(problem.head_dim_v, chunk_columns(problem)) * chunk_columns(problem)
     own_out = shape["own_out"] or not out_fits_query(problem)
     keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
-    exchanged = shape["consumers"] * EXCHANGE_BYTES if problem.modes.bias == "additive" else 0
+    exchanged = shape["consumers"] * EXCHANGE_BYTES if problem.features.bias == "additive" else 0
     return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out)) + exchanged
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program. Packed
     sequences, and tiles of queries that a window makes about equal, are scheduled one by one."""
-    if is_packed(problem) or problem.modes.window:
+    if is_packed(problem) or problem.features.window:
         return Config(**shape, persistent=1, paired=0)
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(tiles_of_head(problem, config), 2)

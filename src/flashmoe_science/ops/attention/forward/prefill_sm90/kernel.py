@@ -162,20 +162,21 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    modes = problem.modes
-    unit = AT_ONCE.value if modes.bias == "additive" else PAIR
+    features = problem.features
+    unit = AT_ONCE.value if features.bias == "additive" else PAIR
     variant = PACKED if is_packed(problem) else variant_of(problem, config, gpu, unit)
     constexprs = constexprs_of(problem, config, variant, write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     types = descriptor_types("qkvo", tile_shapes(problem, config), problem.dtype)
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
-    more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
-    more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
-    more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if modes.prefix else None}
-    more |= {"table": "*i32" if modes.page else None} | dict.fromkeys(OF_PAGES, "i32" if modes.page else None)
+    more = {"softcap": "fp32" if features.softcap else None, "sinks": "*fp32" if features.sinks else None}
+    slopes = features.bias == "alibi"
+    more |= {"slopes": "*fp32" if slopes else None, "stride_slopes": "i64" if slopes else None}
+    more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if features.prefix else None}
+    more |= {"table": "*i32" if features.page else None} | dict.fromkeys(OF_PAGES, "i32" if features.page else None)
     more |= {"left": None if window_of(problem)[0] is None else "i32"}
-    more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
+    more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(features.bias)}
     more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
     constexprs |= {name: None for name, one in more.items() if one is None}

@@ -69,7 +69,7 @@ class FwdLauncher(Launcher):
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
         self._block_n, self._causal, self._mask = config["block_n"], problem.causal, problem.mask
         self._left, self._right = window_of(problem)
-        self._capped = bool(problem.modes.softcap)
+        self._capped = bool(problem.features.softcap)
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         q, k, v, bias_ = *tensors[:3], tensors.bias
@@ -124,13 +124,13 @@ class FwdLauncher(Launcher):
     def _build(self, variant: Variant) -> tuple[Build, tuple[Any, ...]]:
         constexprs = tuple(constexprs_of(self._problem, self._config, variant, self._write_lse).values())
         lse = Pointer(torch.float32) if self._write_lse else None
-        softcap = 0.5 if self._problem.modes.softcap else None
+        softcap = 0.5 if self._problem.features.softcap else None
         sizes = [1] * len(SIZES)  # no build depends on them
         more = stand_ins(self._dtypes, variant.bias_unit)
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
-        prefix = Pointer(torch.int32, 4) if self._problem.modes.prefix else None
+        prefix = Pointer(torch.int32, 4) if self._problem.features.prefix else None
         left = None if self._left is None else 1
-        cache = (Pointer(torch.int32, 4), 1, 1, 1) if self._problem.modes.page else (None,) * 4
+        cache = (Pointer(torch.int32, 4), 1, 1, 1) if self._problem.features.page else (None,) * 4
         arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, left, *cache, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(self._function, arguments, **self._options), constexprs
         return made

@@ -52,7 +52,7 @@ PACKED = Variant(aligned=False, even_k=False, schedule=LINEAR.value, bias_unit=1
 
 def is_packed(problem: AttentionProblem) -> bool:
     """Whether sequences are packed, so that their tiles are listed on the device."""
-    return problem.modes.lengths == "packed"
+    return problem.features.lengths == "packed"
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, write_lse: bool) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
     return {
         "CONSUMERS": config["consumers"], "BLOCK_N": config["block_n"],
         "STAGES_Q": config["stages_q"], "STAGES_K": config["stages_k"], "STAGES_V": config["stages_v"],
-        "CAUSAL": problem.causal or problem.modes.window_right is not None,
+        "CAUSAL": problem.causal or problem.features.window_right is not None,
         "ALIGNED": variant.aligned, "EVEN_K": variant.even_k, "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not out_fits_query(problem),
-        "SCHEDULE": variant.schedule, "UNIT": variant.bias_unit, "PAGE": problem.modes.page,
+        "SCHEDULE": variant.schedule, "UNIT": variant.bias_unit, "PAGE": problem.features.page,
         "CONSUMER_REGS": consumer_registers(config, producer), "PRODUCER_REGS": producer,
     }  # fmt: skip
 
@@ -150,7 +150,7 @@ def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None,
 def heads_of_tile(problem: AttentionProblem) -> int:
     """Query heads of one key head in a consumer's rows: few queries fill more of them so. ALiBi has a slope for a tile."""
     group = problem.heads // problem.heads_kv
-    return min(group & -group, MAX_HEADS) if is_packed(problem) and problem.modes.bias == "none" else 1
+    return min(group & -group, MAX_HEADS) if is_packed(problem) and problem.features.bias == "none" else 1
 
 
 def queries_of_tile(problem: AttentionProblem, config: Config) -> int:
@@ -165,7 +165,7 @@ def packed_grid(tiles: int, config: Config, gpu: Gpu) -> Grid:
 
 def most_listed(problem: AttentionProblem, config: Config) -> int:
     """The most tiles of packed sequences that are listed, as the problem's text has them."""
-    lengths = sequence_lengths(problem.modes, problem.batch, problem.seqlen_q, problem.seqlen_k)
+    lengths = sequence_lengths(problem.features, problem.batch, problem.seqlen_q, problem.seqlen_k)
     return most_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
 
 

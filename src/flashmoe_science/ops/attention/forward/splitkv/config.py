@@ -43,7 +43,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
     if reason := why_no_triton(device):
         return reason
-    if problem.modes.fp8_cache and device is not None and device.compute_capability < (8, 9):
+    if problem.features.fp8_cache and device is not None and device.compute_capability < (8, 9):
         return f"e4m3 is converted from compute capability 8.9 on; {device.product} is {device.arch}"
     return None
 
@@ -63,9 +63,9 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     grid: Grid = "few" if device is None else grid_kind(programs, problem.seqlen_k, device.sm_count)
     if device is not None and grid == "few" and problem.batch * problem.heads * problem.seqlen_q <= device.sm_count:
         grid = "lone"
-    modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    features, widths = problem.features, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = device is not None and device.compute_capability[0] == 9
-    tiles = _tiles(rows, grid, modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
+    tiles = _tiles(rows, grid, features.page, wgmma, problem.dtype, *widths, features.fp8_cache, limit)
     return tuple(config_of(tile) for tile in tiles)
 
 
@@ -136,12 +136,12 @@ def shared_bytes(tile: Tile, width: int, width_v: int, size: int, size_kv: int, 
 
 def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | None:
     """The most keys in the windows of a tile's rows; None where a row may see all."""
-    modes = problem.modes
-    right = 0 if problem.causal else modes.window_right
-    if modes.window_left is None or right is None or modes.prefix:
+    features = problem.features
+    right = 0 if problem.causal else features.window_right
+    if features.window_left is None or right is None or features.prefix:
         return None
     queries = min(seqlen_q, cdiv(config["block_m"], problem.heads // problem.heads_kv) + 1)
-    return max(1, modes.window_left + right + queries)
+    return max(1, features.window_left + right + queries)
 
 
 def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
@@ -182,9 +182,9 @@ class Splits(NamedTuple):
 
 def lengths_differ(problem: AttentionProblem) -> bool:
     """Whether sequences see all of their keys, of which there are other numbers for each, on the device alone."""
-    modes = problem.modes
-    cached = modes.lengths == "ragged" or modes.page > 0
-    return cached and modes.window_left is None
+    features = problem.features
+    cached = features.lengths == "ragged" or features.page > 0
+    return cached and features.window_left is None
 
 
 def splits_for(work: Work, block_n: int, min_tiles: int, asked: int, sm_count: int, occupancy: int, unequal: int) -> Splits:
@@ -255,11 +255,11 @@ def occupancy(problem: AttentionProblem, config: Config, work: Work) -> int:
     size = DTYPE_BYTES[problem.dtype]
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
-    shared = shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
+    shared = shared_bytes(tile, *widths, size, 1 if problem.features.fp8_cache else size, buffers)
     if config["block_m"] > 64:
         return 1
     # Waves of programs are counted by what an SM of sm_90 holds: 228 KiB, of which each program takes 1 KiB more than it asks.
-    if problem.modes.page and work.heads * work.tiles_n * config["block_n"] > PAGED_KEYS:
+    if problem.features.page and work.heads * work.tiles_n * config["block_n"] > PAGED_KEYS:
         return max(1, min(MAX_OCCUPANCY, 228 * 1024 // (shared + 1024)))
     return 2 if shared <= LONE_BYTES else 1
 
@@ -315,7 +315,7 @@ def constexprs_of(
     problem: AttentionProblem, config: Config, variant: Variant, scale_first: bool, early: bool
 ) -> dict[str, Any]:
     """The main kernel's constexprs, in its order."""
-    modes = problem.modes
+    features = problem.features
     return {
         "GROUP": variant.group,
         "D": problem.head_dim,
@@ -325,25 +325,25 @@ def constexprs_of(
         "BLOCK_M": config["block_m"],
         "BLOCK_N": config["block_n"],
         # The compiler counts a load of page numbers as a stage of its own, before that of the keys.
-        "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
+        "NUM_STAGES": 2 * config["num_stages"] - 1 if features.page else config["num_stages"],
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
         "STREAM_K": variant.stream_k,
         "LPT_ORDER": variant.lpt_order,
         "BATCHES": variant.batches,
-        "PAGE": modes.page,
-        "LEFT": modes.window_left is not None,
+        "PAGE": features.page,
+        "LEFT": features.window_left is not None,
         "RIGHT": variant.right,
         "TOPLEFT": problem.mask == "causal-topleft",
-        "SOFTCAP": bool(modes.softcap),
-        "BIAS": modes.bias,
+        "SOFTCAP": bool(features.softcap),
+        "BIAS": features.bias,
         "ENDS": variant.ends,
         "ALWAYS": config["block_m"] <= 32,
         "WIDE": variant.wide,
         "UNIT": variant.unit,
         "COMPENSATED": variant.compensated,
-        "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
+        "SCALE_FIRST": scale_first or bool(features.softcap) or features.bias in ("alibi", "additive") or features.fp8_cache,
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
         "INTERPRET": INTERPRETING,
         "EARLY_START": early,
@@ -353,7 +353,7 @@ def constexprs_of(
 
 def right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
     """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
-    right = problem.modes.window_right
+    right = problem.features.window_right
     if problem.causal:
         right = 0 if right is None else min(right, 0)
     if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":

@@ -139,7 +139,7 @@ def flashmoe_decode_gluon(
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := unserved(problem.modes, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
+    if reason := unserved(problem.features, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
         return reason
     if reason := why_not_in_copies(problem):
         return reason
@@ -160,9 +160,9 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wide, narrow, short, pair = (MAX_ROWS, 128, 4, 3), (MAX_ROWS, 32, 2, 4), (MAX_ROWS, 64, 4, 3), (MAX_ROWS, 64, 4, 4)
     first = (wide, narrow)
-    if problem.modes.page and max(widths) > 64:
+    if problem.features.page and max(widths) > 64:
         many = problem.batch * problem.heads_kv * problem.seqlen_k > PAGED_KEYS
-        first = (pair, wide) if many else (short, wide if problem.modes.page >= 64 else narrow)
+        first = (pair, wide) if many else (short, wide if problem.features.page >= 64 else narrow)
     tiles = dict.fromkeys((*first, narrow, short, (MAX_ROWS, 64, 4, 5), pair, wide, (MAX_ROWS, 128, 4, 4)))
     return tuple(config_of(tile) for tile in tiles if shared_bytes(tile, *widths, 2, 2, tile[3] - 1) <= limit)
 

@@ -192,7 +192,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (main, merge) if chosen.splits > 1 or chosen.ranges else (main,)
 
 
-_PRESENT = {  # of compile_job: pointers of the modes and their types
+_PRESENT = {  # of compile_job: pointers of the features and their types
     "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "cache_seqlens": "*i32", "page_table": "*i32", "cache_batch_idx": "*i32",
     "leftpads": "*i32", "slopes": "*fp32", "prefixes": "*i32", "k_scales": "*fp32", "v_scales": "*fp32",
 }  # fmt: skip
@@ -200,24 +200,24 @@ _PRESENT = {  # of compile_job: pointers of the modes and their types
 
 def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
     """The type of each pointer of a problem's call, None for one that is not given."""
-    modes = problem.modes
-    cached = modes.lengths == "ragged" or modes.page > 0
+    features = problem.features
+    cached = features.lengths == "ragged" or features.page > 0
     given = {
-        "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not cached,
-        "cache_seqlens": cached, "page_table": modes.page > 0, "cache_batch_idx": False, "leftpads": modes.leftpad,
-        "slopes": modes.bias == "alibi", "prefixes": modes.prefix > 0,
-        "k_scales": modes.fp8_cache, "v_scales": modes.fp8_cache,
+        "cu_seqlens_q": features.lengths == "packed", "cu_seqlens_k": features.lengths == "packed" and not cached,
+        "cache_seqlens": cached, "page_table": features.page > 0, "cache_batch_idx": False, "leftpads": features.leftpad,
+        "slopes": features.bias == "alibi", "prefixes": features.prefix > 0,
+        "k_scales": features.fp8_cache, "v_scales": features.fp8_cache,
     }  # fmt: skip
     types = {name: _PRESENT[name] if there else None for name, there in given.items()}
     biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
     types |= dict.fromkeys(("new_ks", "new_vs", "cos", "sin", "rotary_seqlens"))
-    return types | {"sinks": "*fp32" if modes.sinks else None, "bias": biases.get(modes.bias)}
+    return types | {"sinks": "*fp32" if features.sinks else None, "bias": biases.get(features.bias)}
 
 
 def variant_of(problem: AttentionProblem, config: Config, gpu: Gpu) -> Variant:
     """What a build is specialised on, for a problem without tensors."""
     _, _, work, chosen = _grid(problem, config, gpu)
-    ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
+    ends = problem.features.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
     widths = (problem.head_dim, problem.head_dim_v)  # powers of two of the strides too, in memory as models lay it out
@@ -230,7 +230,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     variant = variant_of(problem, config, gpu)
     merged = variant.split or variant.stream_k
     constexprs = constexprs_of(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
-    kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
+    kind = "*fp8e4nv" if problem.features.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
     pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if merged else None} | _pointer_types(problem)
     absent = {name: None for name, one in pointers.items() if one is None}

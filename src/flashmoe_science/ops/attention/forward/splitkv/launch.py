@@ -102,10 +102,10 @@ class SplitLauncher(Launcher):
         self._merges: dict[tuple[merge_triton.Merged, int], _Started] = {}  # with its warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MAX_CALLS)
-        self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
+        self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.features.lengths != "equal"
         self._right_one, self._right_more = (right_of(problem, queries) for queries in (1, 2))
         self._uneven = lengths_differ(problem) and inputs.tensors.cache_seqlens is not None
-        left = problem.modes.window_left
+        left = problem.features.window_left
         self._left = FAR if left is None else min(left, FAR)
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:

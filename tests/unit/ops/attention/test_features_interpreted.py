@@ -8,7 +8,7 @@ from flashmoe_science.ops.attention.proof.suites_serving import small
 
 
 def test_every_problem_with_modes_is_right(interpreted: Interpreter) -> None:
-    found = interpreted("ops/attention/modes_cases.py")
+    found = interpreted("ops/attention/features_cases.py")
     assert {problem: reasons for problem, reasons in found.items() if reasons} == {}
     assert found.keys() == set(small())
 

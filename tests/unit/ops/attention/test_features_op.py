@@ -152,7 +152,7 @@ def test_a_stored_launch_keeps_no_tensor() -> None:
 
 def test_records_choose_the_kernel_and_its_config() -> None:
     pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
-    entries = [one for one in committed_table().entries if getattr(one.problem, "modes", PLAIN) != PLAIN]
+    entries = [one for one in committed_table().entries if getattr(one.problem, "features", PLAIN) != PLAIN]
     assert len(entries) > 20
     for entry in entries:
         problem, gpu = entry.problem, gpu_named(entry.gpu)

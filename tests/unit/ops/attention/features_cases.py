@@ -56,7 +56,7 @@ def inputs_of(
             lengths = made[name].diff()
             order = torch.randperm(len(lengths), generator=generator, device=device)
             made[name][1:] = lengths[order].cumsum(0)
-    if problem.modes.bias == "boolean":
+    if problem.features.bias == "boolean":
         made["bias"][..., ::3, :] = False
     return made
 

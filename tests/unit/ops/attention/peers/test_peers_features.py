@@ -1,4 +1,4 @@
-"""Modes of the peers: what each says it lacks, and that their wrappers ask FlashAttention's functions for the problem.
+"""Features of the peers: what each says it lacks, and that their wrappers ask FlashAttention's functions for the problem.
 
 FlashAttention itself needs a GPU: in its place stand functions of the same arguments, computed by PyTorch's operators.
 """

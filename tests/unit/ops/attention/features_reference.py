@@ -18,7 +18,7 @@ from calls import call_of
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, Launcher
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
-from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features
 from flashmoe_science.problem import Dtype
 
 GARBAGE = 2**30 - 7  # a page number that nothing may follow
@@ -54,8 +54,10 @@ class Drawn:
     values: list[torch.Tensor]
 
     def __str__(self) -> str:
-        modes = self.inputs.problem.modes
-        changed = {one.name: getattr(modes, one.name) for one in fields(Modes) if getattr(modes, one.name) != one.default}
+        features = self.inputs.problem.features
+        changed = {
+            one.name: getattr(features, one.name) for one in fields(Features) if getattr(features, one.name) != one.default
+        }
         lengths = [one.shape[1] for one in self.queries], [one.shape[1] for one in self.keys]
         return f"{self.seed}: {self.inputs.problem} {changed} lengths {lengths} splits {self.inputs.options.num_splits}"
 
@@ -88,15 +90,17 @@ class Draw:
             self.width_v = self.width
         mask: Mask = self.chosen("mask", "full", "causal", "causal", "causal-topleft")
         self.queries, self.capacity = rng.choice([1, 1, 2, rng.randint(1, sizes.queries)]), rng.randint(1, sizes.keys)
-        modes = self._modes(mask)
-        if mask == "causal-topleft" and (modes.lengths != "equal" or modes.bias == "alibi" or modes.window_left is not None):
+        features = self._modes(mask)
+        if mask == "causal-topleft" and (
+            features.lengths != "equal" or features.bias == "alibi" or features.window_left is not None
+        ):
             mask = "causal"  # all these are aligned bottom-right
         heads = self.heads_kv * self.group
         lengths, widths = (self.queries, self.capacity), (self.width, self.width_v)
-        problem = AttentionProblem(self.batch, heads, self.heads_kv, *lengths, *widths, self.dtype, mask, modes=modes)
+        problem = AttentionProblem(self.batch, heads, self.heads_kv, *lengths, *widths, self.dtype, mask, features=features)
         return self._filled(problem)
 
-    def _modes(self, mask: Mask) -> Modes:
+    def _modes(self, mask: Mask) -> Features:
         lengths = self.chosen("lengths", "equal", "ragged", "ragged", "packed")
         page = self.chosen("page", 0, 1, 3, 8, 16, 64) if lengths != "equal" else 0
         bias = self.chosen("bias", "none", "none", "alibi", "boolean", "additive")
@@ -104,7 +108,7 @@ class Draw:
             bias = "none"
         right = None if mask == "causal-topleft" else self.chosen("window_right", None, None, 0, 3, 40)
         prefix = self.chosen("prefix", 0, 0, 0, 1 + self.capacity // 3) if mask == "causal" else 0
-        return Modes(
+        return Features(
             window_left=self.chosen("window_left", None, None, 0, 5, 64),
             window_right=right,
             softcap=self.chosen("softcap", 0, 0, 2),
@@ -118,17 +122,17 @@ class Draw:
         )
 
     def _filled(self, problem: AttentionProblem) -> Drawn:
-        modes, rng, dtype = problem.modes, self.rng, TORCH_DTYPES[self.dtype]
+        features, rng, dtype = problem.features, self.rng, TORCH_DTYPES[self.dtype]
         batch, heads = problem.batch, problem.heads
         keys_of = [self.capacity] * batch
         queries_of = [self.queries] * batch
-        if modes.lengths != "equal":
+        if features.lengths != "equal":
             keys_of = [rng.choice([0, 1, self.capacity, rng.randint(0, self.capacity)]) for _ in range(batch)]
-        if modes.lengths == "packed":
+        if features.lengths == "packed":
             queries_of = [rng.choice([0, 1, self.queries]) for _ in range(batch)]
             queries_of[-1] = self.queries
         queries = [self.randn(heads, count, problem.head_dim).to(dtype) for count in queries_of]
-        of_cache = FP8 if modes.fp8_cache else dtype
+        of_cache = FP8 if features.fp8_cache else dtype
         keys = [self.randn(self.heads_kv, count, problem.head_dim).to(of_cache) for count in keys_of]
         values = [self.randn(self.heads_kv, count, problem.head_dim_v).to(of_cache) for count in keys_of]
         extras = self._extras(problem, queries_of, keys_of)
@@ -145,33 +149,33 @@ class Draw:
         return Drawn(self.seed, inputs, queries, keys, values)
 
     def _queries(self, problem: AttentionProblem, queries: list[torch.Tensor]) -> torch.Tensor:
-        if problem.modes.lengths == "packed":
+        if problem.features.lengths == "packed":
             joined = torch.cat([one.transpose(0, 1) for one in queries])  # [total, heads, width]
             return joined.contiguous().transpose(0, 1)[None]
         stacked = torch.stack(queries)
         return stacked.transpose(1, 2).contiguous().transpose(1, 2) if self.rng.random() < 0.5 else stacked
 
     def _extras(self, problem: AttentionProblem, queries_of: list[int], keys_of: list[int]) -> dict[str, Any]:
-        modes, rng, batch, heads = problem.modes, self.rng, problem.batch, problem.heads
+        features, rng, batch, heads = problem.features, self.rng, problem.batch, problem.heads
         extras: dict[str, Any] = {"max_seqlen_k": self.capacity}
-        if modes.lengths == "packed":
+        if features.lengths == "packed":
             starts = [sum(queries_of[:place]) for place in range(batch + 1)]
             extras |= {"cu_seqlens_q": self.int32(starts), "max_seqlen_q": self.queries + rng.choice([0, 0, 3])}
-        if modes.leftpad:
+        if features.leftpad:
             extras["leftpad"] = self.int32([rng.randint(0, count) for count in keys_of])
-        if modes.softcap:
-            extras["softcap"] = modes.softcap + 0.25
-        if modes.sinks:
+        if features.softcap:
+            extras["softcap"] = features.softcap + 0.25
+        if features.sinks:
             extras["sinks"] = self.randn(heads) * 2
-        if modes.bias == "alibi":
+        if features.bias == "alibi":
             shared = rng.random() < 0.5
             slopes = self.randn(1 if shared else batch, heads).abs() * 0.1
             extras["alibi_slopes"] = slopes.expand(batch, heads)
-        elif modes.bias != "none":
+        elif features.bias != "none":
             extras["bias"] = self._bias(problem)
-        if modes.prefix:
-            extras["prefix"] = self.int32([rng.randint(0, modes.prefix + 5) for _ in range(batch)])
-        if modes.fp8_cache:
+        if features.prefix:
+            extras["prefix"] = self.int32([rng.randint(0, features.prefix + 5) for _ in range(batch)])
+        if features.fp8_cache:
             extras["k_scale"] = self.randn(batch, self.heads_kv).abs() + 0.1
             extras["v_scale"] = (self.randn(1, 1).abs() + 0.1).expand(batch, self.heads_kv)
         return extras
@@ -180,7 +184,7 @@ class Draw:
         full = (problem.batch, problem.heads, self.queries, self.capacity)
         some = tuple(self.rng.choice([1, extent]) for extent in full[:3])
         bias = self.randn(*some, self.capacity)
-        if problem.modes.bias == "boolean":
+        if problem.features.bias == "boolean":
             return (bias > -0.5).expand(full)
         bias = bias.masked_fill(bias > 1.5, -torch.inf)
         return bias.to(TORCH_DTYPES[self.dtype]).expand(full)
@@ -188,23 +192,23 @@ class Draw:
     def _cache(
         self, problem: AttentionProblem, keys: list[torch.Tensor], values: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        modes, rng, batch = problem.modes, self.rng, problem.batch
+        features, rng, batch = problem.features, self.rng, problem.batch
         lengths = self.int32([one.shape[1] for one in keys])
-        if modes.page:
+        if features.page:
             return self._pages(problem, keys, values, dtype)
-        if modes.lengths == "packed" and self.chosen("contiguous", True, False):
+        if features.lengths == "packed" and self.chosen("contiguous", True, False):
             starts = [sum(one.shape[1] for one in keys[:place]) for place in range(batch + 1)]
             k, v = (torch.cat([one.float() for one in ones], 1).to(dtype) for ones in (keys, values))
             nothing = self._nan((1, self.heads_kv, 8, 1), torch.float32)
             k, v = (torch.cat([one[None].float(), nothing.expand(-1, -1, -1, one.shape[2])], 2).to(dtype) for one in (k, v))
             return k, v, {"cu_seqlens_k": self.int32(starts)}
-        more: dict[str, Any] = {} if modes.lengths == "equal" else {"cache_seqlens": lengths}
+        more: dict[str, Any] = {} if features.lengths == "equal" else {"cache_seqlens": lengths}
         caches, places = batch, list(range(batch))
-        if modes.lengths == "ragged" and rng.random() < 0.4:
+        if features.lengths == "ragged" and rng.random() < 0.4:
             caches = batch + 2
             places = rng.sample(range(caches), batch)
             more["cache_batch_idx"] = self.int32(places)
-        room = self.capacity + (0 if modes.lengths == "equal" else rng.choice([0, 5]))
+        room = self.capacity + (0 if features.lengths == "equal" else rng.choice([0, 5]))
         k = self._nan((caches, room + 3, self.heads_kv, problem.head_dim), dtype)[:, :room].transpose(1, 2)
         v = self._nan((caches, self.heads_kv, room + 3, problem.head_dim_v), dtype)[:, :, :room]
         for place, of_k, of_v in zip(places, keys, values, strict=True):
@@ -215,7 +219,7 @@ class Draw:
     def _pages(
         self, problem: AttentionProblem, keys: list[torch.Tensor], values: list[torch.Tensor], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        page, rng = problem.modes.page, self.rng
+        page, rng = problem.features.page, self.rng
         most = -(-self.capacity // page) + rng.choice([0, 2])
         needed = [-(-one.shape[1] // page) for one in keys]
         free = list(range(sum(needed) + 3))
@@ -237,7 +241,7 @@ class Draw:
 
 def visible(problem: AttentionProblem, queries: int, keys: int, leftpad: int, prefix: int | None) -> torch.Tensor:
     """Which key each query sees, [queries, keys], but for a boolean mask."""
-    modes = problem.modes
+    features = problem.features
     i, j = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
     diagonal = i + keys - queries
     seen = torch.ones(queries, keys, dtype=torch.bool)
@@ -245,10 +249,10 @@ def visible(problem: AttentionProblem, queries: int, keys: int, leftpad: int, pr
         seen &= j <= diagonal
     if problem.mask == "causal-topleft":
         seen &= j <= i
-    if modes.window_left is not None:
-        seen &= j >= diagonal - modes.window_left
-    if modes.window_right is not None:
-        seen &= j <= diagonal + modes.window_right
+    if features.window_left is not None:
+        seen &= j >= diagonal - features.window_left
+    if features.window_right is not None:
+        seen &= j <= diagonal + features.window_right
     if prefix is not None:
         seen |= j < prefix
     return seen & (j >= leftpad)

@@ -1,4 +1,4 @@
-"""Random problems of all modes and their combinations on this GPU, each held as the exam holds it.
+"""Random problems of all features and their combinations on this GPU, each held as the exam holds it.
 
 FLASHMOE_RANDOM_CASES is how many, FLASHMOE_RANDOM_SEED the number of the first; both are printed (``pytest -s``), and a failure
 prints its number and its problem.
@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from random_modes import tried
+from random_features import tried
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.operations import kernel_named
@@ -28,7 +28,7 @@ def test_random_problems_of_all_modes(name: str) -> None:
     kernel, gpu, cuda = kernel_named(name), current_gpu(), torch.device("cuda")
     print(f"FLASHMOE_RANDOM_CASES={CASES} FLASHMOE_RANDOM_SEED={FIRST}")
     found = tried([kernel], range(FIRST, FIRST + CASES), gpu, cuda)
-    print("right:", ", ".join(f"{kind} {count}" for kind, count in sorted(found.modes.items())))
+    print("right:", ", ".join(f"{kind} {count}" for kind, count in sorted(found.features.items())))
     assert not found.wrong, "\n".join(found.wrong[:20])
 
 

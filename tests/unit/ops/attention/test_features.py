@@ -1,4 +1,4 @@
-"""Modes of attention problems: their text form, their cost against brute force, and what cannot be combined."""
+"""Features of attention problems: their text form, their cost against brute force, and what cannot be combined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis.strategies import DrawFn
 
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import KINDS, PLAIN, Modes, unserved
+from flashmoe_science.ops.attention.problem.features import KINDS, PLAIN, Features, unserved
 from flashmoe_science.ops.attention.problem.lengths import SequenceLengths, visible_keys, visible_pairs
 from flashmoe_science.problem import ProblemError
 
@@ -21,7 +21,7 @@ SMALL = st.integers(1, 9)
 
 @st.composite
 def problems(draw: DrawFn) -> AttentionProblem:
-    """Any problem with modes that can be combined."""
+    """Any problem with features that can be combined."""
     limit = st.none() | st.integers(0, 9)
     try:
         return AttentionProblem(
@@ -35,7 +35,7 @@ def problems(draw: DrawFn) -> AttentionProblem:
             dtype=draw(st.sampled_from(["fp16", "bf16", "fp32"])),
             mask=draw(st.sampled_from(["full", "causal", "causal-topleft"])),
             layout=draw(st.sampled_from(["bhsd", "bshd"])),
-            modes=Modes(
+            features=Features(
                 draw(limit),
                 draw(limit),
                 draw(st.sampled_from([0, 0, 30])),
@@ -55,21 +55,21 @@ def problems(draw: DrawFn) -> AttentionProblem:
 @given(problems())
 def test_the_text_form_of_modes_reads_back(problem: AttentionProblem) -> None:
     assert parse_problem(str(problem)) == problem
-    assert problem.representative().modes == problem.modes
+    assert problem.representative().features == problem.features
 
 
 def sees(problem: AttentionProblem, one: SequenceLengths, query: int, key: int) -> bool:
     """Whether a query of a sequence sees a key, said as FlashAttention says it."""
-    modes, here = problem.modes, query + (0 if problem.mask == "causal-topleft" else one.keys - one.queries)
-    before = modes.window_left is None or key >= here - modes.window_left
-    after = modes.window_right is None or key <= here + modes.window_right
+    features, here = problem.features, query + (0 if problem.mask == "causal-topleft" else one.keys - one.queries)
+    before = features.window_left is None or key >= here - features.window_left
+    after = features.window_right is None or key <= here + features.window_right
     causal = not problem.causal or key <= here
-    return ((before and after and causal) or key < modes.prefix) and key >= one.first
+    return ((before and after and causal) or key < features.prefix) and key >= one.first
 
 
 @given(problems())
 def test_scores_and_bytes_agree_with_counting(problem: AttentionProblem) -> None:
-    lengths, modes = problem.sequence_lengths(), problem.modes
+    lengths, features = problem.sequence_lengths(), problem.features
     assert len(lengths) == problem.batch
     assert lengths[0].queries == problem.seqlen_q
     assert max(one.keys for one in lengths) >= problem.seqlen_k
@@ -77,31 +77,31 @@ def test_scores_and_bytes_agree_with_counting(problem: AttentionProblem) -> None
     for one in lengths:
         seen = {(i, j) for i in range(one.queries) for j in range(one.keys) if sees(problem, one, i, j)}
         pairs += len(seen)
-        keys += one.keys if modes == PLAIN else len({j for _, j in seen})
+        keys += one.keys if features == PLAIN else len({j for _, j in seen})
     assert problem.scores() == problem.heads * pairs
     assert problem.flops() == 2 * problem.heads * pairs * (problem.head_dim + problem.head_dim_v)
     assert problem.queries() == sum(one.queries for one in lengths)
     width = 4 if problem.dtype == "fp32" else 2
     read = problem.queries() * problem.heads * problem.head_dim * width
-    read += keys * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * (1 if modes.fp8_cache else width)
-    read += {"boolean": pairs, "additive": pairs // problem.batch * problem.heads * width}.get(modes.bias, 0)
-    if not (modes.bias == "additive" and modes.lengths == "ragged"):  # there it is an average over the batch
+    read += keys * problem.heads_kv * (problem.head_dim + problem.head_dim_v) * (1 if features.fp8_cache else width)
+    read += {"boolean": pairs, "additive": pairs // problem.batch * problem.heads * width}.get(features.bias, 0)
+    if not (features.bias == "additive" and features.lengths == "ragged"):  # there it is an average over the batch
         assert problem.input_bytes() == read
     assert problem.min_bytes() - problem.input_bytes() == problem.queries() * problem.heads * problem.head_dim_v * width
 
 
 @given(SMALL, SMALL, st.integers(0, 4), st.integers(-9, 9), st.none() | st.integers(0, 9), st.booleans())
 def test_pairs_of_one_sequence(queries: int, keys: int, first: int, offset: int, left: int | None, causal: bool) -> None:
-    one, modes = SequenceLengths(queries, keys, min(first, keys)), Modes(window_left=left)
+    one, features = SequenceLengths(queries, keys, min(first, keys)), Features(window_left=left)
     seen = [
         (i, j)
         for i in range(queries)
         for j in range(one.first, keys)
         if (not causal or j <= i + offset) and (left is None or j >= i + offset - left)
     ]
-    assert visible_pairs(one, modes, causal, offset) == len(seen)
+    assert visible_pairs(one, features, causal, offset) == len(seen)
     if seen:
-        assert visible_keys(one, modes, causal, offset) >= len({j for _, j in seen})
+        assert visible_keys(one, features, causal, offset) >= len({j for _, j in seen})
 
 
 def test_lengths_follow_from_the_problem_and_differ() -> None:
@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, what: str) -> None:
 @pytest.mark.parametrize("field", ["window_left", "softcap", "page", "bias", "lengths", "sinks"])
 def test_values_that_no_mode_has_are_refused(field: str) -> None:
     with pytest.raises(ProblemError, match=f"{field} is "):
-        Modes(**{field: -1}).check()  # type: ignore[arg-type]
+        Features(**{field: -1}).check()  # type: ignore[arg-type]
 
 
 def test_problems_of_different_modes_are_never_near() -> None:
@@ -168,7 +168,7 @@ def test_problems_of_different_modes_are_never_near() -> None:
         other = parse_problem(f"attn b8 h32 hk8 q1 k8192 d128 {words}")
         assert plain.distance(other) == other.distance(plain) == math.inf, words
         assert plain.order() != other.order()
-        assert plain.features() != other.features()
+        assert plain.traits() != other.traits()
     assert isinstance(plain, AttentionProblem)
     assert plain.distance(replace(plain, batch=16)) == 1.0
 
@@ -183,6 +183,6 @@ def test_every_kind_has_a_word_that_says_it() -> None:
     for words, kind in every.items():
         problem = parse_problem(f"attn b1 h1 q8 d64 causal {words}")
         assert isinstance(problem, AttentionProblem)
-        assert kind in problem.modes.kinds()
-        assert unserved(problem.modes, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
+        assert kind in problem.features.kinds()
+        assert unserved(problem.features, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
     assert unserved(PLAIN) is None

@@ -1,4 +1,4 @@
-"""Random problems of all modes and their combinations, with a config, a variant and inputs: all of a case from its number."""
+"""Random problems of all features and their combinations, with a config, a variant and inputs: all from a case's number."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from random import Random
 from typing import Any
 
 import torch
-from modes_cases import Changed, examine
+from features_cases import Changed, examine
 
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Modes
+from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 OF_A_BUILD = 8  # numbers in turn whose cases differ in sizes and values alone, so that kernels are built once for them
@@ -79,12 +79,12 @@ def _problem(build: Random, chance: Random, most: Most) -> AttentionProblem:
         dtype=dtype,
         mask=mask,
         layout=layout,
-        modes=_modes(build, mask, dtype),
+        features=_modes(build, mask, dtype),
     )
 
 
-def _modes(chance: Random, mask: str, dtype: str) -> Modes:
-    """Modes that go together under such a mask."""
+def _modes(chance: Random, mask: str, dtype: str) -> Features:
+    """Features that go together under such a mask."""
 
     def limit() -> int | None:
         return chance.choice((None, 0, chance.randint(1, 30), chance.randint(1, 300)))
@@ -96,7 +96,7 @@ def _modes(chance: Random, mask: str, dtype: str) -> Modes:
     biases = ["none"] * 4 + ["alibi"] * (not top_left) + ["boolean", "additive"] * (lengths != "packed")
     bias: Any = chance.choice(biases)
     prefix = chance.choice((0, 0, 1, 40, 500)) if mask != "full" else 0
-    return Modes(
+    return Features(
         window_left=limit() if not top_left else None,
         window_right=limit() if mask == "full" else None,
         softcap=chance.choice((0, 0, 0, 5, 50)),
@@ -131,7 +131,7 @@ class Found:
 
     cases: int = 0
     right: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
+    features: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -147,6 +147,6 @@ def tried(kernels: Sequence[AttentionKernel], numbers: Iterable[int], gpu: Devic
                 found.wrong.append(f"{number}: {kernel.name}: {case}: {'; '.join(reasons)}")
             elif reasons is not None:
                 found.right[kernel.name] += 1
-                found.modes.update(case.problem.modes.kinds() or ("plain",))
+                found.features.update(case.problem.features.kinds() or ("plain",))
         found.cases += served
     return found

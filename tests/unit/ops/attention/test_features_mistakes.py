@@ -1,4 +1,4 @@
-"""Common mistakes in attention's modes: each gives another result, which is then named."""
+"""Common mistakes in attention's features: each gives another result, which is then named."""
 
 from __future__ import annotations
 
