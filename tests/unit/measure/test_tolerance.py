@@ -38,9 +38,9 @@ def rounded(inputs: AttentionInputs, reference: Held) -> AttentionOutput:
 
 def check(output: AttentionOutput, reference: Held) -> tuple[ErrorStats, list[str]]:
     """Statistics of the output, and why it and the log-sum-exp are refused."""
-    out, reasons = check_output("out", output.out, reference[0].value, reference[0].bound)
+    out, reasons = check_output("out", output.out, reference[0])
     if output.lse is not None:
-        reasons = reasons + check_output("lse", output.lse, reference[1].value, reference[1].bound)[1]
+        reasons = reasons + check_output("lse", output.lse, reference[1])[1]
     return out, reasons
 
 
@@ -133,11 +133,11 @@ def test_where_the_plain_result_is_not_finite_the_cap_alone_decides() -> None:
     cap = Errors(0.1, 0.1, 0.1)
     (one,) = expected((value,), (torch.full((4,), torch.inf, dtype=torch.float16),), (cap,))
     assert one.bound == cap
-    _, reasons = check_output("out", torch.full((4,), 1.2), one.value, one.bound)
+    _, reasons = check_output("out", torch.full((4,), 1.2), one)
     assert reasons[0].startswith("out: maximum error 0.2 is above 0.1")
 
 
 def test_integers_are_right_or_wrong() -> None:
     (one,) = expected((torch.tensor([3.0, 4.0]),), (torch.tensor([3, 4]),), None)
-    assert check_output("ids", torch.tensor([3, 4]), one.value, one.bound)[1] == []
-    assert check_output("ids", torch.tensor([3, 5]), one.value, one.bound)[1]
+    assert check_output("ids", torch.tensor([3, 4]), one)[1] == []
+    assert check_output("ids", torch.tensor([3, 5]), one)[1]

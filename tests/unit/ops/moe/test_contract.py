@@ -39,7 +39,7 @@ def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEPr
 def wrong(problem: MoEProblem, inputs: dict[str, torch.Tensor], got: torch.Tensor) -> list[str]:
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
     (one,) = expected([HELD.reference(problem, exact)], [HELD.plain(problem, inputs)], None)
-    return check_output("out", got, one.value, one.bound)[1]
+    return check_output("out", got, one)[1]
 
 
 @pytest.mark.parametrize("text", PROBLEMS)
