@@ -35,7 +35,7 @@ from flashmoe_science.measure.inputs import (
     same_bits,
     varied,
 )
-from flashmoe_science.measure.tolerance import SCALES, Expected, by_chance, check_output, expected, is_under_cap, plain_error
+from flashmoe_science.measure.tolerance import SCALES, Expected, by_chance, check_output, expected, is_under_cap, relative_error
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.operations import is_operation, parse_problem
@@ -167,14 +167,14 @@ class Oracle:
         wanted, began = self._expected(case), time.monotonic()
         if wanted[0].chance is not None:
             return wanted
-        draws = [tuple(one.plain for one in wanted)]
-        for scale in SCALES:
+        draws = []
+        for scale in (1.0, *SCALES):
             _, references, plains = self._maths(case._replace(scale=case.scale * scale))
-            draws.append(tuple(map(plain_error, plains, references)))
-            if time.monotonic() - began > _DRAWS_S:
+            draws.append(tuple(map(relative_error, plains, references)))
+            if len(draws) > 1 and time.monotonic() - began > _DRAWS_S:
                 break
         of_each = zip(wanted, zip(*draws, strict=True), strict=True)
-        self._known[case] = tuple(replace(one, chance=by_chance(drawn)) for one, drawn in of_each)
+        self._known[case] = tuple(replace(one, chance=by_chance(one.value, drawn)) for one, drawn in of_each)
         return self._known[case]
 
     def _maths(self, case: Case) -> tuple[Tensors, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -15,7 +15,8 @@ result. Where the plain result is not finite (scores that overflow fp16), the ca
 are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
 often more than twice the other. What chance makes of the plain error is the quantile of Gumbel's law, which maxima of many
 errors approach, that one question in ten million exceeds (``by_chance``); its two parameters come from the moments of the plain
-errors on the same inputs at ``SCALES``, which draw all roundings anew and change little else. A run asks some hundred to a
+errors on the same inputs at ``SCALES``, which draw all roundings anew and change little else but the size of the results, by
+which errors are divided. A run asks some hundred to a
 thousand questions, so that of ten thousand runs one at most is condemned by chance. An RMS over many errors hardly varies from
 draw to draw: twice the plain error is more, and decides as it does without this. docs/design/0015 has the derivation.
 """
@@ -90,22 +91,30 @@ def expected(
         if plain.is_floating_point():
             cap = general_cap(value, plain.dtype) if caps is None else caps[index]
             extra = 0.0 if roundings is None else roundings[index]
-            made.append(Expected(value, plain.dtype, plain_error(plain, value), _floor(value, plain.dtype, extra), cap))
+            error = absolute_errors(_difference(plain, value))
+            made.append(Expected(value, plain.dtype, error, _floor(value, plain.dtype, extra), cap))
         else:  # indices and counts are right or wrong
             made.append(Expected(value, plain.dtype, _NONE, _NONE, _NONE))
     return tuple(made)
 
 
-def by_chance(draws: Sequence[Errors]) -> Errors:
-    """What chance makes of an error of which these are draws; NaN, which allows nothing, where one is not finite."""
-    each = np.array([astuple(one) for one in draws])
-    return Errors(*(each.mean(0) + _DEVIATIONS * each.std(0, ddof=1)).tolist())
+def relative_error(plain: torch.Tensor, reference: torch.Tensor) -> tuple[float, ...]:
+    """Maximum, RMS and mean error of the plain maths over the RMS of the right result."""
+    size = max(_sizes(reference).rms, 1e-300)
+    return tuple(error / size for error in astuple(absolute_errors(_difference(plain, reference))))
+
+
+def by_chance(reference: torch.Tensor, draws: Sequence[Sequence[float]]) -> Errors:
+    """What chance makes of the plain error: the tail of Gumbel's law, fitted by moments to draws of ``relative_error``. NaN,
+    which allows nothing, where one is not finite."""
+    each = torch.tensor(draws, dtype=torch.float64) * _sizes(reference).rms
+    return Errors(*(each.mean(0) + _DEVIATIONS * each.std(0)).tolist())
 
 
 def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
     """Sixteen roundings to ``dtype`` of the largest result; RMS and mean are held to as many of the RMS of the results."""
     relative = _ROUNDINGS * unit_roundoff(dtype)
-    sizes = absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
+    sizes = _sizes(reference)
     return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
 
 
@@ -117,9 +126,9 @@ def _floor(reference: torch.Tensor, dtype: torch.dtype, extra: float) -> Errors:
     return Errors(2.0 * floor.max + extra, 2.0 * floor.rms + extra, 2.0 * floor.mean + extra)
 
 
-def plain_error(plain: torch.Tensor, reference: torch.Tensor) -> Errors:
-    """The errors of the plain maths against the fp64 oracle."""
-    return absolute_errors(_difference(plain, reference))
+def _sizes(reference: torch.Tensor) -> Errors:
+    """Maximum, RMS and mean size of the right results that are finite."""
+    return absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
 
 
 def absolute_errors(difference: torch.Tensor) -> Errors:
