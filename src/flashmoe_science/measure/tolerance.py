@@ -14,11 +14,10 @@ result. Where the plain result is not finite (scores that overflow fp16), the ca
 **Chance.** The plain maths is one draw of rounding errors, and a kernel another. A maximum is decided by a few elements, and so
 are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
 often more than twice the other. What chance makes of the plain error is the quantile of Gumbel's law, which maxima of many
-errors approach, that one question in ten million exceeds (``by_chance``); its two parameters come from the moments of the plain
-errors on the same inputs at ``SCALES``, which draw all roundings anew and change little else but the size of the results, by
-which errors are divided. A run asks some hundred to a
-thousand questions, so that of ten thousand runs one at most is condemned by chance. An RMS over many errors hardly varies from
-draw to draw: twice the plain error is more, and decides as it does without this. docs/design/0015 has the derivation.
+errors approach, that one question in ten million exceeds (``by_chance``). Its two parameters come from the moments of the plain
+errors on the same inputs at ``SCALES``, which draw all roundings anew and change little but the size of the results, by which
+errors are divided. A run asks a hundred to a thousand questions: of ten thousand runs about one is condemned by chance. An RMS
+over many errors hardly varies from draw to draw: twice the plain error is more, and decides. docs/design/0015 derives it.
 """
 
 from __future__ import annotations

@@ -103,6 +103,17 @@ def test_errors_go_by_the_names_of_the_outputs(monkeypatch: pytest.MonkeyPatch, 
     assert (list(found["stats"]), found["reasons"]) == (["dq", "dk"], [])
 
 
+def test_an_excess_of_some_elements_is_not_called_lower_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judge = oracle(Doubled(), monkeypatch)
+    for where, named in ((slice(None), ["lower-precision"]), (slice(None, None, 100), [])):
+        out = 2 * drawn(torch.Generator().manual_seed(0), ROWS, COLS)
+        out.view(-1)[where] += 2e-6
+        Files().put(str(tmp_path / "out"), [out])
+        found = judge.check(Case(0), str(tmp_path / "out"), naming=True)
+        assert found["reasons"]
+        assert [code for code, _ in found["named"]] == named
+
+
 # Chance
 
 
