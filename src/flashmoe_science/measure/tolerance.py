@@ -97,7 +97,7 @@ def expected(
     return tuple(made)
 
 
-def relative_error(plain: torch.Tensor, reference: torch.Tensor) -> tuple[float, ...]:
+def relative_error(reference: torch.Tensor, plain: torch.Tensor) -> tuple[float, ...]:
     """Maximum, RMS and mean error of the plain maths over the RMS of the right result."""
     size = max(_sizes(reference).rms, 1e-300)
     return tuple(error / size for error in astuple(absolute_errors(_difference(plain, reference))))
