@@ -99,8 +99,9 @@ def expected(
 
 def relative_error(reference: torch.Tensor, plain: torch.Tensor) -> tuple[float, ...]:
     """Maximum, RMS and mean error of the plain maths over the RMS of the right result."""
-    size = max(_sizes(reference).rms, 1e-300)
-    return tuple(error / size for error in astuple(absolute_errors(_difference(plain, reference))))
+    value = reference.double()
+    size = max(_sizes(value).rms, 1e-300)
+    return tuple(error / size for error in astuple(absolute_errors(_difference(plain, value))))
 
 
 def by_chance(reference: torch.Tensor, draws: Sequence[Sequence[float]]) -> Errors:

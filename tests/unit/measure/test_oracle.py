@@ -156,6 +156,14 @@ def test_where_errors_are_many_chance_leaves_their_rms_and_mean_as_they_are() ->
         assert one.bound.max < 4 * before.max
 
 
+def test_results_that_are_no_numbers_have_no_chance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judge = oracle(Doubled(right=lambda x: (2 * x, x > 0, (x > 0).sum(1))), monkeypatch)
+    x = drawn(torch.Generator().manual_seed(0), ROWS, COLS)
+    Files().put(str(tmp_path / "out"), [2 * x + 2e-6, x > 0, (x > 0).sum(1) + 1])
+    reasons = judge.check(Case(0), str(tmp_path / "out"))["reasons"]
+    assert [reason.split(":")[0] for reason in reasons if "maximum" in reason] == ["output 0", "output 2"]
+
+
 def test_chance_is_asked_for_only_beyond_twice_the_plain_error_and_under_the_cap() -> None:
     judge, handover = attention_judge()
     for more, drawn in ((0.0, False), (1.0, False), (1e-4, True)):
