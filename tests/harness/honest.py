@@ -20,7 +20,6 @@ from tests.harness.honest_kernels import ATTENTION, EXPERTS
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import InProcess
-from flashmoe_science.measure.compare import random_scale
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.inputs import Case, Memory
 from flashmoe_science.measure.oracle import Oracle
@@ -51,7 +50,8 @@ class Judge:
         exam, contract = Exam(self._asked, self._oracle, "", "", seed, on_gpu=False, repeats=2, more_s=0.0), self._contract
         variants = (*contract.variants, *contract.sweep_variants)
         found = exam.whole(contract.distributions, variants, deterministic=False).reasons
-        timed = (Case(seed + 10**6 + look, scale=random_scale()) for look in range(LOOKS))
+        chance = Random(seed)
+        timed = (Case(seed + 10**6 + look, scale=chance.randint(64, 192) / 128) for look in range(LOOKS))
         return found + [reason for case in timed for reason in exam._call(case).reasons]
 
 

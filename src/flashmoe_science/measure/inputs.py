@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from flashmoe_science.contract import Contract
+from flashmoe_science.contract import Contract, unit_roundoff
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache
 
@@ -58,6 +58,14 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[np.unravel_index(case.seed % first.numel(), first.shape)] += _NUDGE  # PyTorch's own imports SymPy
     return made
+
+
+def disturb(tensors: Tensors, seed: int) -> None:
+    """Move every element that a scale multiplies by up to four roundings of its dtype."""
+    for tensor in filter(is_scaled, tensors.values()):
+        generator = torch.Generator(tensor.device).manual_seed(seed)
+        noise = torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
+        tensor.mul_(noise.sub_(0.5).mul_(8 * unit_roundoff(tensor.dtype)).add_(1.0))
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:

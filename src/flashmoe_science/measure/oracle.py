@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.contract import Contract, built_in, contract_of
+from flashmoe_science.contract import Contract, Errors, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, InProcess
 from flashmoe_science.measure.child import serve
@@ -29,13 +29,14 @@ from flashmoe_science.measure.inputs import (
     Handover,
     Tensors,
     as_tuple,
+    disturb,
     extent_of,
     kind_of,
     make,
     same_bits,
     varied,
 )
-from flashmoe_science.measure.tolerance import SCALES, Expected, by_chance, check_output, expected, is_under_cap, relative_error
+from flashmoe_science.measure.tolerance import DRAWS, Expected, by_chance, check_output, expected, is_under_cap, plain_error
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.operations import is_operation, parse_problem
@@ -167,19 +168,21 @@ class Oracle:
         wanted, began = self._expected(case), time.monotonic()
         if wanted[0].chance is not None:
             return wanted
-        draws = []
-        for scale in (1.0, *SCALES):
-            draws.append(tuple(map(relative_error, *self._maths(case._replace(scale=case.scale * scale))[1:])))
-            if len(draws) > 1 and time.monotonic() - began > _DRAWS_S:
+        draws: list[tuple[Errors, ...]] = [tuple(one.plain for one in wanted)]
+        for draw in range(1, DRAWS):
+            draws.append(tuple(map(plain_error, *self._maths(case, draw)[1:])))
+            if time.monotonic() - began > _DRAWS_S:
                 break
         of_each = zip(wanted, zip(*draws, strict=True), strict=True)
-        self._known[case] = tuple(replace(one, chance=by_chance(one.value, drawn)) for one, drawn in of_each)
+        self._known[case] = tuple(replace(one, chance=by_chance(drawn)) for one, drawn in of_each)
         return self._known[case]
 
-    def _maths(self, case: Case) -> tuple[Tensors, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The inputs of a case, the results of the reference and those of the plain maths."""
+    def _maths(self, case: Case, draw: int = 0) -> tuple[Tensors, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The inputs of a case, disturbed where ``draw`` is not 0, the results of the reference and those of the plain maths."""
         contract, problem = varied(self._contract, case), self._problem
         inputs = make(contract, problem, self._device, case)
+        if draw:
+            disturb(inputs, draw)
         references = as_tuple(contract.reference(problem, contract.widened(inputs)))
         _check_references(contract, references)
         return inputs, references, as_tuple(contract.plain(problem, inputs))

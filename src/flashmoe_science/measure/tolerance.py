@@ -15,9 +15,9 @@ result. Where the plain result is not finite (scores that overflow fp16), the ca
 are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
 often more than twice the other. What chance makes of the plain error is the quantile of Gumbel's law, which maxima of many
 errors approach, that one question in ten million exceeds (``by_chance``). Its two parameters come from the moments of the plain
-errors on the same inputs at ``SCALES``, which draw all roundings anew and change little but the size of the results, by which
-errors are divided. A run asks a hundred to a thousand questions: of ten thousand runs about one is condemned by chance. An RMS
-over many errors hardly varies from draw to draw: twice the plain error is more, and decides. docs/design/0015 derives it.
+errors on the same inputs, moved in their last places (``inputs.disturb``), which draws all roundings anew. A run asks a hundred
+to a thousand questions: of ten thousand runs about one is condemned by chance. An RMS over many errors hardly varies from draw
+to draw: twice the plain error is more, and decides. docs/design/0015 derives it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flashmoe_science.contract import Errors, unit_roundoff
 from flashmoe_science.records import ErrorStats
 
 RATIO = 2.0
-SCALES = tuple(1.0 + sign * step / 512 for step in range(1, 17) for sign in (1, -1))  # the nearest first
+DRAWS = 33
 _ROUNDINGS = 16  # of the general cap
 _NONE = Errors(0.0, 0.0, 0.0)
 _WORDS = {"max": "maximum", "rms": "RMS", "mean": "mean"}
@@ -90,24 +90,22 @@ def expected(
         if plain.is_floating_point():
             cap = general_cap(value, plain.dtype) if caps is None else caps[index]
             extra = 0.0 if roundings is None else roundings[index]
-            error = absolute_errors(_difference(plain, value))
-            made.append(Expected(value, plain.dtype, error, _floor(value, plain.dtype, extra), cap))
+            floor = _floor(value, plain.dtype, extra)
+            made.append(Expected(value, plain.dtype, plain_error(value, plain), floor, cap))
         else:  # indices and counts are right or wrong
             made.append(Expected(value, plain.dtype, _NONE, _NONE, _NONE))
     return tuple(made)
 
 
-def relative_error(reference: torch.Tensor, plain: torch.Tensor) -> tuple[float, ...]:
-    """Maximum, RMS and mean error of the plain maths over the RMS of the right result."""
-    value = reference.double()
-    size = max(_sizes(value).rms, 1e-300)
-    return tuple(error / size for error in astuple(absolute_errors(_difference(plain, value))))
+def plain_error(reference: torch.Tensor, plain: torch.Tensor) -> Errors:
+    """The errors of the plain maths."""
+    return absolute_errors(_difference(plain, reference.double()))
 
 
-def by_chance(reference: torch.Tensor, draws: Sequence[Sequence[float]]) -> Errors:
-    """What chance makes of the plain error: the tail of Gumbel's law, fitted by moments to draws of ``relative_error``. NaN,
-    which allows nothing, where one is not finite."""
-    each = torch.tensor(draws, dtype=torch.float64) * _sizes(reference).rms
+def by_chance(draws: Sequence[Errors]) -> Errors:
+    """What chance makes of the plain error: the tail of Gumbel's law, fitted by moments to draws of it. NaN, which allows
+    nothing, where one is not finite."""
+    each = torch.tensor([astuple(one) for one in draws], dtype=torch.float64)
     return Errors(*(each.mean(0) + _DEVIATIONS * each.std(0)).tolist())
 
 

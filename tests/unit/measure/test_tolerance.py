@@ -126,15 +126,15 @@ def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
 def test_what_chance_makes_of_a_maximum_is_what_one_in_ten_million_exceeds() -> None:
     shares = (np.arange(10_000) + 0.5) / 10_000
     draws = 5.0 - 0.5 * np.log(-np.log(shares))  # Gumbel's law around 5, of scale 0.5
-    allowed = by_chance(torch.ones(4), np.repeat(draws[:, None], 3, 1).tolist())
+    allowed = by_chance([Errors(each, each, each) for each in draws])
     assert allowed.max == pytest.approx(5.0 - 0.5 * np.log(-np.log1p(-1e-7)), rel=1e-3)
 
 
 def test_chance_makes_nothing_of_an_error_that_does_not_vary() -> None:
     """As the RMS of many errors: twice the plain error is more, and decides as before."""
     _, (one, _) = case("fp32")
-    drawn = by_chance(one.value, [(2e-7, 1e-7, 1e-7), (2e-7, 1e-7, 1e-7)])
-    assert drawn.rms == pytest.approx(1e-7 * one.value.square().mean().sqrt().item())
+    drawn = by_chance([one.plain, one.plain])
+    assert drawn == one.plain
     assert replace(one, chance=drawn).bound == one.bound
 
 
@@ -145,7 +145,7 @@ def test_chance_never_allows_more_than_the_cap() -> None:
 
 def test_draws_that_are_not_finite_allow_nothing() -> None:
     _, (one, _) = case("fp16")
-    assert replace(one, chance=by_chance(one.value, [(1.0, 1.0, 1.0), (np.inf, np.nan, 1.0)])).bound.max == one.bound.max
+    assert replace(one, chance=by_chance([one.plain, Errors(np.inf, np.nan, 1.0)])).bound.max == one.bound.max
 
 
 @pytest.mark.parametrize(
