@@ -178,7 +178,7 @@ class Oracle:
         return self._known[case]
 
     def _maths(self, case: Case, draw: int = 0) -> tuple[Tensors, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The inputs of a case, disturbed where ``draw`` is not 0, the results of the reference and those of the plain maths."""
+        """The inputs of a case, disturbed where ``draw`` is not 0, and the results of the reference and of the plain maths."""
         contract, problem = varied(self._contract, case), self._problem
         inputs = make(contract, problem, self._device, case)
         if draw:
