@@ -92,11 +92,11 @@ def pytorch(
 def token_by_token(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Each pair of a token and an expert alone, as a decoding kernel does it, in fp32 to the end."""
+    """Each pair of a token and an expert alone, products added up as a warp does it, in fp32 to the end."""
     ids = topk_ids.long()
-    gate, up = (w1[ids].float() @ x[:, None, :, None].float()).squeeze(-1).chunk(2, -1)  # [tokens, top_k, hidden]
-    down = w2[ids].float() @ (silu(gate) * up)[..., None]
-    return (down.squeeze(-1) * topk_weights[..., None]).sum(1).to(x.dtype)
+    gate, up = (w1[ids].float() * x[:, None, None, :].float()).sum(-1).chunk(2, -1)  # [tokens, top_k, hidden]
+    down = (w2[ids].float() * (silu(gate) * up)[:, :, None, :]).sum(-1)
+    return (down * topk_weights[..., None]).sum(1).to(x.dtype)
 
 
 def in_halves(
