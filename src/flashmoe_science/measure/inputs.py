@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,11 +62,11 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
 
 
 def disturb(tensors: Tensors, seed: int) -> None:
-    """Move every element that a scale multiplies by up to four roundings of its dtype."""
+    """Move half of the elements that a scale multiplies one place of their dtype towards zero: equal ones alike, so that inputs
+    that are all the same stay so."""
     for tensor in filter(is_scaled, tensors.values()):
-        generator = torch.Generator(tensor.device).manual_seed(seed)
-        noise = torch.rand(tensor.shape, dtype=tensor.dtype, device=tensor.device, generator=generator)
-        tensor.mul_(noise.sub_(0.5).mul_(8 * unit_roundoff(tensor.dtype)).add_(1.0))
+        odd = Random(seed).getrandbits(8 * tensor.element_size() - 2) * 2 + 1
+        tensor.copy_(torch.where(bits(tensor) * odd < 0, tensor * (1.0 - unit_roundoff(tensor.dtype)), tensor))
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:
