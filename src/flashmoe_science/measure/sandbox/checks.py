@@ -185,7 +185,7 @@ def put_off(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | N
     replays put nothing off. ``own_ns`` and ``rival_ns`` are the least that a call takes."""
     if own_ns > _FASTER * rival_ns or own.clock != "eager":
         return None
-    looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)][1:]  # the first tells how many can be kept
+    looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)]
     (mine, kept), (theirs, of_rival) = min(one for one, _ in looks), min(one for _, one in looks)
     alike = theirs * max(1.0, kept / max(1, of_rival))
     if not _hidden(mine, alike, _OF_LOOK * kept * rival_ns):
