@@ -12,12 +12,12 @@ from rich.console import Console
 
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.operations import parse_problem
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.check import Answer, Checked, CheckResult
 
-_COULD_NOT_RUN = 2
 _SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are told in words
 
 
@@ -55,10 +55,10 @@ def check(
             result = check_function(function, problems, seed, watchdog, screen.watch)
     except Unusable as error:
         if as_json:
-            typer.echo(json.dumps({"function": function, "exit_code": _COULD_NOT_RUN, "stopped": str(error)}, indent=2))
+            typer.echo(json.dumps({"function": function, "exit_code": ExitCode.COULD_NOT_RUN, "stopped": str(error)}, indent=2))
         else:
             typer.echo(f"{function} could not be checked: {error}")
-        return _COULD_NOT_RUN
+        return ExitCode.COULD_NOT_RUN
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:

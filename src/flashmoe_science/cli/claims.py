@@ -13,11 +13,13 @@ import typer
 
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 from flashmoe_science.cli.sheet import console, print_table
+from flashmoe_science.exit_codes import ExitCode, worst
+from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.report.tables import claim_table
 from flashmoe_science.judge.standing import JudgedRun, standing
 
-GOOD, FAILS, NO_RECORD = 0, 1, 3
+_CODES = {"holds": ExitCode.GOOD, "fails": ExitCode.WRONG, "no record": ExitCode.NO_NUMBER}
 
 
 def claims(
@@ -67,7 +69,7 @@ def claims(
     else:
         _print(results, path)
     outcomes = {result.outcome for result in results}
-    return FAILS if "fails" in outcomes else NO_RECORD if "no record" in outcomes else GOOD
+    return worst(_CODES[outcome] for outcome in outcomes) if results else ExitCode.NO_NUMBER
 
 
 def _as_dict(one: ClaimResult) -> dict[str, Any]:
@@ -82,4 +84,4 @@ def _print(results: Sequence[ClaimResult], path: Path) -> None:
     print_table(console(), claim_table(results))
     counts = Counter(one.outcome for one in results)
     words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
-    typer.echo(f"{len(results)} claim{'s' * (len(results) != 1)}: {words}")
+    typer.echo(f"{count(len(results), 'claim')}: {words}")

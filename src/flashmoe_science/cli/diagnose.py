@@ -14,13 +14,12 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, machine_named, runs_under
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, print_block
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe
 from flashmoe_science.judge.diagnose import diagnosis
 from flashmoe_science.judge.report.tables import diagnosis_blocks
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.store import Run, RunWriter, read_run
-
-GOOD, WRONG = 0, 1
 
 
 def diagnose(
@@ -79,7 +78,7 @@ def diagnose(
             for block in diagnosis_blocks(one, diagnosis.gained(one, runs)):
                 print_block(screen, block)
             screen.print()
-    return WRONG if any(one.facts.time_ns is None and one.facts.refusals for one in found) else GOOD
+    return ExitCode.WRONG if any(one.facts.time_ns is None and one.facts.refusals for one in found) else ExitCode.GOOD
 
 
 def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> tuple[Run, list[tuple[str, str]]]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe, target
 from flashmoe_science.hardware.fitting import Fit, fit_build, given_block
 from flashmoe_science.hardware.gpus import GPUS, KIB, Gpu, gpu_named
@@ -23,7 +24,6 @@ from flashmoe_science.operations import TRITON_MISSING, is_operation, kernel_nam
 from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
-DOES_NOT_FIT = 1
 _ASSUMED = (128, 64)  # threads of a planned block and registers of each, where nothing is said
 _MOST = 2**31 - 1
 _BLOCK = "KB[,THREADS[,REGISTERS[,BLOCKS]]]"
@@ -52,7 +52,9 @@ def fit(
 ) -> None:
     """Registers, spills, shared memory, resident blocks and waves of our kernels on a GPU that need not be here.
 
-    Each kernel is compiled for that GPU; none is needed. Exit code 1: something does not fit.
+    Each kernel is compiled for that GPU; none is needed.
+
+    Exit code: 0 all fit, 1 something does not fit, 2 it could not run.
 
     \b
     Examples:
@@ -80,7 +82,7 @@ def fit(
     else:
         _print_tables(gpus, rows, unable, what)
     if any(row.fit.refusal for row in rows):
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(ExitCode.WRONG)
 
 
 class _Row(NamedTuple):

@@ -48,3 +48,8 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 problem" or "2 problems"."""
+    return f"{number} {what}{'s' * (number != 1)}"

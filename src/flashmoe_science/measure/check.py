@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, Home, Hung, Tampered, Unusable
@@ -81,9 +82,9 @@ class CheckResult:
         return self.exit_code == 0
 
     @property
-    def exit_code(self) -> int:
-        """0 right wherever it serves, 1 wrong somewhere, 2 nothing could be checked."""
-        return 1 if self.of("wrong") else 0 if self.of("right") else 2
+    def exit_code(self) -> ExitCode:
+        """GOOD right wherever it serves, WRONG somewhere, COULD_NOT_RUN nothing could be checked."""
+        return ExitCode.WRONG if self.of("wrong") else ExitCode.GOOD if self.of("right") else ExitCode.COULD_NOT_RUN
 
     @property
     def codes(self) -> tuple[str, ...]:

@@ -113,6 +113,8 @@ class FunctionRun:
         if self._home.imported:
             self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
         able = self._prepared(ends)
+        if not self.left:
+            return
         if len(self.left) == len(self.problems):
             self._swept()
         self._paths = self._launched(able)

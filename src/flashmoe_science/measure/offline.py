@@ -19,7 +19,7 @@ from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Entry
-from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, WRONG, Outcome, Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -48,8 +48,7 @@ class OfflineRun:
     def run(self) -> Outcome:
         self.session.begin(SUITE)
         stopped = self._build() or self._interpret()
-        code = WRONG if self.session.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
-        return self.session.end(stopped, code=code)
+        return self.session.end(stopped, timed=False)
 
     def _build(self) -> str | None:
         """Compile and hold each build against its GPU; returns why the run stops here, or None."""

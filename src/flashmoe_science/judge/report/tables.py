@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
-from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
+from flashmoe_science.judge.formats import count, microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
@@ -86,7 +86,7 @@ def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
     if not launches:
         return None
     one = max(launches, key=lambda seen: seen.threads)
-    blocks = _count(math.prod(one.grid), "block")
+    blocks = count(math.prod(one.grid), "block")
     words = f"{blocks} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
     if one.registers is not None:
         words += f", {one.registers} registers"
@@ -98,7 +98,7 @@ def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Ta
     """The verdict of each problem, then those of every kernel, where there are more."""
     yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
     if len(group.rows) > len(group.front):
-        every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
+        every = f"Every kernel: {count(len(group.rows), 'verdict')}"
         yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every)
 
 
@@ -140,7 +140,7 @@ def claim_scope(claim: Claim) -> str:
     suite = "every suite" if claim.suite == ANY else claim.suite
     sizes = {"D": claim.head_dim, "S from": claim.min_seqlen, "S to": claim.max_seqlen}
     of = (claim.problem, claim.op, claim.dtype, claim.mask, *(f"{name} {size}" for name, size in sizes.items() if size))
-    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, _count(claim.problems, "problem"))
+    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, count(claim.problems, "problem"))
     kernel = claim.kernel or "fastest of ours"
     who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
     return f"{who}; {', '.join(word for word in where if word)}"
@@ -157,10 +157,6 @@ def _controls_in_words(group: Group) -> str | None:
     words = f"controls: {ties} of {len(found)} tie, the furthest {middles[furthest]:.4f} on {furthest}"
     could = sorted(row.detectable for row in group.front if row.detectable is not None)
     return words + (f"; detectable: {could[len(could) // 2]:.2%} (median), {could[-1]:.2%} (worst)" if could else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:

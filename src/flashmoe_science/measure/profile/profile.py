@@ -31,7 +31,7 @@ from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
 from flashmoe_science.measure.profile.ncu import Profile, count
 from flashmoe_science.measure.request import Entry, of_function, of_kernel
-from flashmoe_science.measure.session import GOOD, Session
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation
 from flashmoe_science.problem import Problem
@@ -131,7 +131,7 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
                 session.tell(f"{one}: counters")
                 _count(session, one, folder)
             session.done += 1
-    session.end(code=GOOD)
+    session.end(timed=False)
 
 
 def _runs(session: Session, one: Subject) -> bool:
