@@ -107,7 +107,7 @@ def test_no_number_where_the_budget_ends_before_anything_is_timed(flashmoe: Flas
 def test_no_number_where_there_is_nothing_to_compare_with(flashmoe: Flashmoe, stated: dict[int, float]) -> None:
     code, lines = flashmoe("prove", UNSERVED, *PEERS, "--out", "proof")
     assert code == ExitCode.NO_NUMBER
-    assert lines[0].startswith("no number: sdpa_math: PyTorch's math backend would be given a dense")
+    assert lines[0].startswith(f"no number: sdpa_math on {UNSERVED}: PyTorch's math backend would be given a dense")
     assert lines[0].endswith("; nothing was compared; name another rival with --against")
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,17 +20,24 @@ from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, put_wrapped
 from flashmoe_science.cli.verdicts import print_verdicts
 from flashmoe_science.exit_codes import ExitCode, worst
-from flashmoe_science.judge.ending import code_of, first_lines, why_nothing
+from flashmoe_science.judge.ending import code_of, first_lines, left_out
 from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.report.page import cost_line
 from flashmoe_science.judge.report.write import write_report
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.judge.verdicts import Verdict, is_brought
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Outcome
 
 _MOST_REASONS = 6  # of a kind, that are printed; the report has all
+_LABELS = {
+    "wrong": "wrong",
+    "untrustworthy": "refused",
+    "peers_refused": "peer refused",
+    "stopped": "stopped",
+    "left_out": "left out",
+}
 _PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
 _BESIDE_RESUME = ("resume", "budget", "as_json")
 
@@ -180,15 +188,17 @@ def _print(
     out, runs, found = console(), [one.run for one in judged], _found(outcomes)
     left = sum(outcome.problems_left for outcome in outcomes)
     rest = f"{count(left, 'problem')} not measured, the budget is spent; to go on: flashmoe prove --resume {folder}"
-    why = "; ".join(found["stopped"] or ([rest] if left else built)) or why_nothing(runs)
+    apart = left_out(runs)
+    nobody = [*chain(*apart.values()), "nothing was compared; name another rival with --against"]
+    why = "; ".join(found["stopped"] or ([rest] if left else built) or nobody)
+    found["left_out"] = [text for name, texts in apart.items() if is_brought(name, None) for text in texts] if verdicts else []
     for text in first_lines(runs, verdicts) or [f"{code.word}: {why}"]:
         put_wrapped(out, text)
     print_verdicts(out, verdicts)
     for text in (cost_line(runs), *built):
         put_wrapped(out, text)
-    shown = tuple(row.reason.partition(": ")[2] for row in verdicts if row.reason)  # which begins with the stage
-    labels = {"wrong": "wrong", "untrustworthy": "refused", "peers_refused": "peer refused", "stopped": "stopped"}
-    for name, label in labels.items():
+    shown = tuple(filter(None, ((row.reason or "").partition(": ")[2] for row in verdicts)))  # a reason begins with its stage
+    for name, label in _LABELS.items():
         reasons = [one for one in found[name] if not one.endswith(shown)]
         for reason in reasons[:_MOST_REASONS]:
             put_wrapped(out, f"{label}: {reason}")

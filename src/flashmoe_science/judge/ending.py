@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from flashmoe_science.exit_codes import ExitCode, worst
@@ -41,13 +42,15 @@ def first_lines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[str]:
     return [_of_group(group) for group in groups(verdicts)]
 
 
-def why_nothing(runs: Sequence[Run]) -> str:
-    """Why nothing was compared: what the runs note of kernels that were not timed on a problem."""
+def left_out(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Kernel -> what its runs note of problems that it was not timed on: why it took no part."""
     rows = [row for run in runs for row in run.rows]
     timed = {(row.problem, name) for row in rows if isinstance(row, TimingRow) for name in (row.kernel, row.rival)}
-    notes = (row for row in rows if isinstance(row, NoteRow) and row.kernel and (row.problem, row.kernel) not in timed)
-    told = dict.fromkeys(f"{row.kernel}: {row.text}" for row in notes if row.problem)
-    return "; ".join((*told, "nothing was compared; name another rival with --against" if timed else "nothing was checked"))
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if isinstance(row, NoteRow) and row.kernel and row.problem and (row.problem, row.kernel) not in timed:
+            found[row.kernel].append(f"{row.kernel} on {row.problem}: {row.text}")
+    return found
 
 
 def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:

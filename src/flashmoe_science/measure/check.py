@@ -131,7 +131,8 @@ def check_function(
     tell: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:
     """Check the function that ``spec`` names on its contract's sweep and on ``problems``. Raises ValueError: there is no such
-    function, or an option is not allowed. Raises Unusable: it cannot be loaded, or its contract fails."""
+    function, an option is not allowed, or the function cannot be asked for a problem here. Raises Unusable: it cannot be
+    loaded, or its contract fails."""
     (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
     with closing(Home(spec, "", watchdog_s)) as home:
@@ -139,6 +140,9 @@ def check_function(
             opened = home.open()
             swept = problems_of(opened.sweep, "sweep")
             with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+                for problem in problems:
+                    if (reason := cannot_be_asked(oracle, problem, bench.gpu)) is not None:
+                        raise ValueError(f"problem '{problem}' cannot be asked of {spec}: {reason}")
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.fabricated import LONGER, PROBLEM, Fabricate
 
 from flashmoe_science.exit_codes import ExitCode, worst
-from flashmoe_science.judge.ending import code_of, first_lines, why_nothing
+from flashmoe_science.judge.ending import code_of, first_lines, left_out
 from flashmoe_science.judge.standing import verdicts
 
 MINE = "mine.py:attention"
@@ -83,12 +83,11 @@ def test_a_broken_promise_and_no_ratio_at_all_are_no_success() -> None:
     assert ended(run.refused("correctness", "out: maximum error 2 is above 1", "sdpa"))[0] == ExitCode.NO_NUMBER
 
 
-def test_nothing_to_compare_with_says_who_did_not_serve() -> None:
+def test_nothing_to_compare_with_says_who_took_no_part() -> None:
     run = on_cpu().control(MINE, clock="eager", cache="warm").noted("it takes no odd lengths", "sdpa_math", PROBLEM)
+    run.noted("it opens a file for writing", MINE, PROBLEM)
     assert ended(run) == (ExitCode.GOOD, [])  # no verdict: whoever measured knows that something was to be timed
-    assert why_nothing([run.done()]) == (
-        "sdpa_math: it takes no odd lengths; nothing was compared; name another rival with --against"
-    )
+    assert left_out([run.done()]) == {"sdpa_math": [f"sdpa_math on {PROBLEM}: it takes no odd lengths"]}
 
 
 def test_kernels_of_the_package_are_counted_by_suite_and_clock() -> None:
