@@ -21,7 +21,7 @@ import torch
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.clocks import eager_sampler
@@ -108,12 +108,12 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
     return Subject(chosen, problem)
 
 
-def default_kernel(problem: Problem, bench: Bench) -> str:
-    """What the library would run. Raises ValueError: the problem is of an operation that is not the package's."""
+def default_kernel(problem: Problem, gpu: Device) -> str:
+    """What the library would run on a GPU. Raises ValueError: the problem is of an operation that is not the package's."""
     if not is_operation(problem.op):
         raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
     op = operation(problem.op)
-    return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
+    return select(problem, gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
 def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> None:
