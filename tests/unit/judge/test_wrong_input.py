@@ -67,7 +67,7 @@ WRONG = [
     ("ratchet --runs . --file none.json", "does not exist; flashmoe ratchet --update makes it from the records"),
     ("ratchet --runs empty --update", "--runs is 'empty', which holds no records"),
     (f"ratchet --runs . --file new.json --update --accept '{OTHER}' --reason x", "has not regressed"),
-    (f"diagnose '{KNOWN}' --recorded --evidence .", f"no record speaks of '{KNOWN}'; to look at it here: --measure"),
+    (f"diagnose '{TINY}' --recorded --evidence .", f"no record speaks of '{TINY}'; to look at it here: --measure"),
     (f"diagnose '{KNOWN}' --kernel q --recorded --evidence .", "no record speaks of kernel 'q'"),
     (f"diagnose '{KNOWN}' --measure --gpu h200", "--gpu is 'h200' with --measure"),
     (f"diagnose '{TINY}' --kernel sdpaa --measure", "kernel is 'sdpaa'; it must be one of"),
