@@ -17,7 +17,7 @@ from pathlib import Path
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.formats import significant
+from flashmoe_science.judge.formats import microseconds, significant
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
@@ -373,11 +373,12 @@ def _time(row: Verdict) -> float:
 
 
 def _claim(result: ClaimResult) -> str:
-    measured = "-" if result.measured is None else _short(result.measured)
-    if result.low is not None and result.high is not None and result.low != result.high:
-        measured += f" [{_short(result.low)}, {_short(result.high)}]"
-    told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     claim = result.claim
+    show = microseconds if claim.quantity == "time_ns" else _short  # in the unit of what it asks
+    measured = "-" if result.measured is None else show(result.measured)
+    if result.low is not None and result.high is not None and result.low != result.high:
+        measured += f" [{show(result.low)}, {show(result.high)}]"
+    told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     cells = (
         f"{claim.text} ({claim.gpu}, {claim.suite})",
         f"{claim.statistic} {claim.demand}",

@@ -29,7 +29,7 @@ from flashmoe_science.printable import one_line, printable, printable_values
 from flashmoe_science.problem import ProblemError
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, Row, RunRow, TimingRow
 
-__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
+__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "records_under", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -213,7 +213,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
-    runs = [read_run(path) for path in sorted(_records_under(folder))]
+    runs = [read_run(path) for path in sorted(records_under(folder))]
     runs.sort(key=lambda run: (run.header.started, run.header.run))
     seen: dict[str, Path | None] = {}
     for run in runs:
@@ -237,8 +237,9 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
                 )
 
 
-def _records_under(folder: Path) -> Iterator[Path]:
-    """Raises StoreError for a folder that cannot be looked into: what it holds would be missing, and nobody told."""
+def records_under(folder: Path) -> Iterator[Path]:
+    """The files of runs under a folder. Raises StoreError for a folder that cannot be looked into: what it holds would be
+    missing, and nobody told."""
 
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None

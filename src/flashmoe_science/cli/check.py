@@ -43,7 +43,7 @@ def check(
     \b
     Examples:
       flashmoe check my_module:my_attention
-      flashmoe check examples/cpu_attention.py:attention --problem "attn b1 h2 q1000 d72 fp32 causal"
+      flashmoe check my_file.py:fn --problem "attn b1 h2 q1000 d72 fp32 causal"
       flashmoe check examples/row_softmax.py:row_softmax --json
     """
     from flashmoe_science.measure.channel import Unusable

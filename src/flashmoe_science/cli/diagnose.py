@@ -56,7 +56,7 @@ def diagnose(
     \b
     Examples:
       flashmoe diagnose "attn b4 h16 q4096 d128 bf16 causal bshd"
-      flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel examples/v1_attention.py:attention --kernel sdpa
+      flashmoe diagnose decode-paged --kernel decode_gluon
       flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --gpu h200
     """
     if gpu is not None and measure:
@@ -69,7 +69,7 @@ def diagnose(
         machine: str | None = gpu_name(run.header.environment)
     else:
         runs = recorded or runs_under(evidence)
-        machine = machine_named(gpu, runs)
+        machine = machine_named(gpu, [gpu_name(run.header.environment) for run in runs])
         wanted = _on_record(problems, kernel or [], machine, runs)
     found, unknown = list[diagnosis.Diagnosis](), list[str]()
     for problem, name in wanted:

@@ -83,10 +83,10 @@ def flashmoe(
 
     \b
     Examples:
-      flashmoe check my_module:my_fn     is it right? in seconds, on some 50 tiny problems
-      flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
-      flashmoe report                    what the committed records say, as a page to read
-      flashmoe diagnose "attn b4 h16 q4096 d128 bf16 causal bshd"   why it is not faster, and what would change that
+      flashmoe check my_module:my_fn   is it right? on some 50 tiny problems
+      flashmoe prove                   prove the kernels, with or without a GPU
+      flashmoe verdicts                what the committed records say
+      flashmoe diagnose long           why not faster, and what would change that?
     """
     if show_version:
         typer.echo(f"{PROGRAM} {version('flashmoe-science')}")

@@ -30,6 +30,7 @@ from flashmoe_science.judge.verdicts import Verdict, is_brought
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Outcome
 
+_FEW = 8  # verdicts on kernels of the package, that are printed one by one; `flashmoe verdicts` has all
 _MOST_REASONS = 6  # of a kind, that are printed; the report has all
 _LABELS = {
     "wrong": "wrong",
@@ -98,9 +99,9 @@ def prove(
       flashmoe prove
       flashmoe prove documents long --budget 10m
       flashmoe prove long --draw 20
-      flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
+      flashmoe prove "attn b1 h16 q4096 d128 bf16" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
-      flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
+      flashmoe prove examples/row_softmax.py:row_softmax --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
     from flashmoe_science.measure.request import Request
@@ -194,7 +195,8 @@ def _print(
     found["left_out"] = [text for name, texts in apart.items() if is_brought(name, None) for text in texts] if verdicts else []
     for text in first_lines(runs, verdicts) or [f"{code.word}: {why}"]:
         put_wrapped(out, text)
-    print_verdicts(out, verdicts)
+    if len(verdicts) <= _FEW or any(row.brought for row in verdicts):
+        print_verdicts(out, verdicts)
     for text in (cost_line(runs), *built):
         put_wrapped(out, text)
     shown = tuple(filter(None, ((row.reason or "").partition(": ")[2] for row in verdicts)))  # a reason begins with its stage

@@ -50,9 +50,9 @@ def ratchet(
 
     \b
     Examples:
-      flashmoe ratchet --update                       keep what the committed records show
-      flashmoe ratchet --runs reports/ci              in CI, after: flashmoe prove documents --quick --out reports/ci
-      flashmoe ratchet --accept "attn b1 h16 q4096 d128 bf16 causal" --reason "exact instead of approximate exponentials"
+      flashmoe ratchet --update            keep what the committed records show
+      flashmoe ratchet --runs reports/ci   in CI, after prove --out reports/ci
+      flashmoe ratchet --accept all --reason "exact exponentials"
     """
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")

@@ -12,14 +12,14 @@ Where there is neither, the times stand side by side without a ratio: a machine 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.standing import JudgedRun, precedence
-from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
@@ -33,6 +33,10 @@ class Place(NamedTuple):
     problem: str
     clock: Clock
     cache: Cache
+
+    @property
+    def title(self) -> str:
+        return f"{self.gpu}, {self.clock} clock, {self.cache} cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,38 @@ def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, lis
                 raise ValueError(f"{words[0]} and {word} have {apart}; only times of the same {what} are compared")
     shared = [place for place in entries[0] if any(place in places for places in entries[1:])]
     return {place: _row([places.get(place, []) for places in entries]) for place in shared}
+
+
+class Total(NamedTuple):
+    """What a version comes to beside the first on one GPU, clock and cache: how many places it shares, how many of them are
+    which way, and the speed-up over the first on those that have one: geometric mean, least, most; None where none has."""
+
+    version: str
+    places: int
+    said: dict[str, int]
+    mean: Interval | None
+    least: float | None
+    most: float | None
+
+
+def totals(words: Sequence[str], found: Mapping[Place, Sequence[Cell | None]]) -> dict[str, list[Total]]:
+    """GPU, clock and cache in words -> a total for each version but the first."""
+    by_title: dict[str, list[Sequence[Cell | None]]] = defaultdict(list)
+    for place, cells in found.items():
+        by_title[place.title].append(cells)
+    return {
+        title: [_total(word, [cells[at] for cells in rows]) for at, word in enumerate(words) if at]
+        for title, rows in by_title.items()
+    }
+
+
+def _total(word: str, cells: Sequence[Cell | None]) -> Total:
+    here = [cell for cell in cells if cell is not None]
+    over = [cell.over_first for cell in here if cell.over_first is not None]
+    ratios = [one.ratio for one in over]
+    said = dict(Counter[str](cell.said or "no ratio" for cell in here))
+    least, most = min(ratios, default=None), max(ratios, default=None)
+    return Total(word, len(here), said, geometric_mean(over) if over else None, least, most)
 
 
 def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:

@@ -32,8 +32,8 @@ def within(low: float | None, high: float | None) -> str:
 
 
 def with_interval(middle: float, low: float, high: float) -> str:
-    """A ratio with its interval: "1.198 [1.193, 1.201]"."""
-    return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
+    """A ratio with its interval: "1.198x [1.193, 1.201]"."""
+    return f"{ratio(middle)}x [{ratio(low)}, {ratio(high)}]"
 
 
 def times(value: float | None) -> str:

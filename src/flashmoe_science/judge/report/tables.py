@@ -126,8 +126,8 @@ def claim_table(claims: Sequence[ClaimResult]) -> Table:
         cells = (
             Cell(f"{one.claim.id}: {' '.join(one.claim.text.split())}", claim_scope(one.claim)),
             Cell(f"{one.claim.statistic} {one.claim.demand}"),
-            Cell(ratio(one.measured)),
-            Cell(within(one.low, one.high)),
+            Cell(one.claim.figure(one.measured)),
+            Cell(one.claim.figure(one.low, one.high)),
             Cell(str(one.problems or "")),
             Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
         )
