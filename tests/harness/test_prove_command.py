@@ -46,7 +46,9 @@ def test_everything_that_can_be_proved_without_a_gpu(words: list[str], tmp_path:
     assert any(row.kind == "note" and "builds for l4" in row.text for row in without.rows)
     if not words:
         assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
-    assert "all good" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 8  # with `flashmoe claims`, which `make prove` runs after it, ten at most
+    assert "all good" in " ".join(lines[-2:])
 
 
 def no_large_file() -> None:
