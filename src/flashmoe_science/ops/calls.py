@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_variadic
 
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 
@@ -122,12 +121,10 @@ def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
 def is_plain(*tensors: Any) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
     What is no tensor is refused later."""
-    given = [one for one in tensors if isinstance(one, torch.Tensor)]
-    return (
-        all(type(one) in PLAIN and not one.is_neg() for one in given)
-        and is_undisturbed()
-        and not has_torch_function_variadic(*given)
-    )
+    for one in tensors:
+        if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
+            return False
+    return is_undisturbed()
 
 
 def is_undisturbed() -> bool:

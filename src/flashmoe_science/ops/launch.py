@@ -8,6 +8,7 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, count
 from typing import Any
 
@@ -74,6 +75,7 @@ def _allocator(on_gpu: bool) -> Allocate:
     return allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined, no-any-return]
 
 
+@cache
 def allocator(on_gpu: bool) -> Allocate:
     """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
     of the time of ``torch.empty`` (docs/notes/launch-cost.md); by ``torch.empty_strided`` where a mode is on, which sees it."""

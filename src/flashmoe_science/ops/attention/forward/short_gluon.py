@@ -34,7 +34,7 @@ from flashmoe_science.ops.attention.call.kernel import (
     Launcher,
     run_planned,
 )
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows
@@ -242,7 +242,7 @@ class ShortLauncher(Launcher):
             raise CannotServe(f"there are {keys} keys; it serves up to {self._max_keys} of such heads")
         if max(batch, heads) > MAX_PROGRAMS:
             raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MAX_PROGRAMS} of each")
-        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        of_out = out_strides(tensors, out)
         named = (("query", q.shape, q.stride()), ("key", k.shape, k.stride()), ("value", v.shape, v.stride()))
         every = (*named, ("output", q.shape, of_out))
         strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
@@ -253,7 +253,7 @@ class ShortLauncher(Launcher):
         numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
         build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
         grid = (cdiv(rows, self._config["block_m"]), heads, batch)
-        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, out)
+        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, of_out)
 
     def _build(self, variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         keys, even, _ = variant

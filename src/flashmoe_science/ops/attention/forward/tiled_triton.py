@@ -29,7 +29,7 @@ from flashmoe_science.ops.attention.call.kernel import (
     Launcher,
     run_planned,
 )
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
@@ -304,18 +304,18 @@ class TiledLauncher(Launcher):
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         q, k, v = tensors[:3]
-        (batch, heads, rows, width_v), (_, heads_kv, keys, _) = (*q.shape[:3], v.shape[3]), k.shape
+        (batch, heads, rows, _), (_, heads_kv, keys, _), of_out = q.shape, k.shape, out_strides(tensors, out)
         block_m, block_n = self._config["block_m"], self._config["block_n"]
         programs = cdiv(rows, block_m) * batch * heads
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
-        of_out = strides_like(q.shape, q.stride(), width_v) if out is None else out.stride()
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_out[:3])
-        wide = max(strides[2::3]) * max(block_m, block_n) >= 2**31
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = q.stride(), k.stride(), v.stride(), of_out
+        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
+        wide = max(qm, kn, vn, om) * max(block_m, block_n) >= 2**31
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
         numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
         build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
-        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, out)
+        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, of_out)
 
     def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         config = self._config

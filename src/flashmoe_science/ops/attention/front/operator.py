@@ -15,9 +15,9 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
-from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
+from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
-from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
+from flashmoe_science.ops.attention.front.choose import NO_FEATURES, KeyLengths, bind_append, key_lengths, plan_call
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
@@ -157,15 +157,14 @@ def _serve(
             return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
     elif key is not None:
         lengths = None if plan.launcher is None else key_lengths(tensors, options, plan.launcher)
-        given = [one for one in tensors if one is not None]
-        if lengths is not None or len(given) > 3 or _seen_before(key, tensors):
-            store_launch(key, _matches(given, lengths, aligned), launch)
+        if lengths is not None or tensors[3:] != NO_FEATURES or _seen_before(key, tensors):
+            store_launch(key, _matches([one for one in tensors if one is not None], lengths, aligned), launch)
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
 
 
 def _seen_before(key: Hashable, tensors: Tensors) -> bool:
     """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
-    seen = (key, tensors.k.shape, tensors.q.stride(), tensors.k.stride(), tensors.v.stride())
+    seen = (key, tensors.k.shape)
     if seen in SEEN:
         return True
     SEEN[seen] = True
@@ -249,7 +248,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward``'s results without the work."""
     tensors, options, _ = _unpacked(*args)
     check_call(tensors, options)
-    out, lse = outputs_of(tensors, options)
+    out, lse = outputs_of(tensors, options, out_strides(tensors))
     made = [tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype) for one in (out, lse) if one is not None]
     return made[0], _or_empty(tensors.q, made[1] if lse is not None else None)
 

@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.sm90 import registers
@@ -62,7 +62,8 @@ class Fp32Launcher(Launcher):
         (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
         shapes = (q.shape, k.shape, v.shape)
         steps = tuple(step for one in (q, k, v) for step in one.stride()[:3])
-        out_steps = (strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride())[:3]
+        of_out = out_strides(tensors, out)
+        out_steps = of_out[:3]
         grid, blocks = grid_of(batch * heads, rows, self._config), plane_blocks(batch * heads * rows, batch * heads_kv * keys)
         grid_planes: Grid = (sum(blocks), 1, 1)
         if max(grid[0], grid_planes[0]) >= 2**31:
@@ -81,7 +82,7 @@ class Fp32Launcher(Launcher):
             planes.launch(grid_planes, q, k, v, *parts, *tail_planes)
             main.launch(grid, *described(encoders, parts), out, lse, scale, *tail)
 
-        return launch_by_address(start, tensors, options, out)
+        return launch_by_address(start, tensors, options, of_out)
 
     def _encoders(self, main: Build, shapes: Shapes) -> tuple[Parts, ...]:
         """Of the planes of tensors of such shapes."""

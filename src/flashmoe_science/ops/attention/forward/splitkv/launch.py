@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
-from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
 from flashmoe_science.ops.attention.device.launch import alignment_mask
@@ -114,7 +114,7 @@ class SplitLauncher(Launcher):
         if tensors.new_k is not None:
             self._check_new(tensors, sizes)
         begin, floats = self._bind(sizes, options)
-        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(self._on_gpu)
+        (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(self._on_gpu)
         default_scale, must_align = tensors.q.shape[3] ** -0.5, alignment_mask(tensors)
         bias_at = 0 if tensors.bias is None else tensors.bias.data_ptr() & 15
         of_keys, capacity, in_cache = sizes.of_keys, sizes.of_keys[6], tensors.cache_seqlens is not None
@@ -298,7 +298,7 @@ def _sizes_of(tensors: Tensors, options: Options, out: torch.Tensor | None) -> _
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.page_table
     (_, heads, rows, _), (_, heads_kv, page, _) = q.shape, k.shape
     qb, qh, qm, _ = q.stride()
-    ob, oh, om, _ = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+    ob, oh, om, _ = out_strides(tensors, out)
     (kb, kh, kn, _), (vb, vh, vn, _), keys, seqlen_q = k.stride(), v.stride(), max_keys(tensors, options), rows
     capacity = page if table is None else table.shape[1] * page
     if tensors.cu_seqlens_q is not None:
