@@ -60,7 +60,7 @@ SOME = (
 )
 # In which each branch of each kernel is taken: heads that no tile divides, key counts that a tile does or does not, diagonals,
 # one, two and three consumers, results with and without room of their own, one tile of queries, fp32 as products of bf16,
-# packed lengths, experts' tiles of few and of many rows. Windows, caps, sinks and pages are in test_chunk_gluon_sm90.py.
+# packed lengths, experts' tiles of few and of many rows. Windows, caps, sinks and pages are in test_chunked_sm90.py.
 BRANCHES = (
     *UNEVEN,
     "attn b2 h16 q4096 d64 bf16",

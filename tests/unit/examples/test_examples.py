@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from example_files import EXAMPLES, faults, load
+from tests.unit.examples.example_files import EXAMPLES, faults, load
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.contract import DISTRIBUTIONS, contract_of

@@ -1,14 +1,9 @@
-"""A kernel that stands in for ours on the CPU, and plan caches that each test finds empty.
-
-The scripts beside this file are shared with processes of their own, so they are imported by name in both.
-"""
+"""A kernel that stands in for ours on the CPU, and plan caches that each test finds empty."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +21,6 @@ from flashmoe_science.ops.attention.call.kernel import (
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front import choose, kernels, operator
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass

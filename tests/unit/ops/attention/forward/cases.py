@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config

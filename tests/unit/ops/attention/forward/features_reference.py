@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, Launcher
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS

@@ -11,7 +11,7 @@ import json
 import weakref
 
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named

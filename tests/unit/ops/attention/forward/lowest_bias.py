@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
-from features_cases import Changed, examine
+from tests.unit.ops.attention.forward.features_cases import Changed, examine
 
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionKernel

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from attention_cases import Case, examine, problem_of
-from features_cases import Changed
-from features_cases import examine as examine_modes
+from tests.unit.ops.attention.forward.cases import Case, examine, problem_of
+from tests.unit.ops.attention.forward.features_cases import Changed
+from tests.unit.ops.attention.forward.features_cases import examine as examine_modes
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named

@@ -11,7 +11,7 @@ import random
 
 import pytest
 import torch
-from random_features import tried
+from tests.unit.ops.attention.forward.random_features import tried
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.operations import kernel_named

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from attention_cases import Case, examine, problem_of
 from tests.unit.interpreter import Interpreter
+from tests.unit.ops.attention.forward.cases import Case, examine, problem_of
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.forward.fp32_sm90 import config, planes
 from flashmoe_science.ops.attention.forward.fp32_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 H200 = gpu_named("h200")
+BATCH, HEADS, HEADS_KV, QUERIES, KEYS, DIM, DIM_V = 2, 3, 1, 5, 7, 17, 6
 
 
 def problem(text: str) -> AttentionProblem:
@@ -49,8 +53,32 @@ def test_it_serves_fp32_alone_and_on_hopper_alone() -> None:
     assert KERNEL.supports(problem("attn b1 h2 q64 d64 fp32 softcap5"), H200) is not None
 
 
+def main() -> None:
+    """Prints whether the planes add up to Q, K and V to the last bit."""
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(BATCH, QUERIES, HEADS, DIM, generator=random).transpose(1, 2)
+    k = torch.randn(BATCH, HEADS_KV, KEYS, DIM, generator=random)
+    v = torch.randn(BATCH, HEADS_KV, KEYS, DIM_V, generator=random)
+    v[0, 0, 0, :3] = torch.tensor([torch.finfo(torch.float32).max, torch.inf, 1e-30])  # the first would round to infinity
+    tensors = {"q": q, "k": k, "v": v}
+    written = [
+        torch.full((3, *one.shape[:3], -(-one.shape[3] // 8) * 8), torch.nan, dtype=torch.bfloat16) for one in tensors.values()
+    ]
+    blocks = config.plane_blocks(BATCH * HEADS * QUERIES, BATCH * HEADS_KV * KEYS)
+    planes.flashmoe_fp32_planes[(sum(blocks), 1, 1)](
+        *tensors.values(), *written, *[step for one in tensors.values() for step in one.stride()[:3]],
+        HEADS, HEADS_KV, BATCH * HEADS, BATCH * HEADS_KV, QUERIES, KEYS, *blocks[:2],
+        D=DIM, DV=DIM_V, WIDTH=24, WIDTH_V=8, BLOCK_D=32, BLOCK_R=planes.SPLIT_ROWS, EARLY_START=False,
+    )  # fmt: skip
+    found = {}
+    for (name, one), parts in zip(tensors.items(), written, strict=True):
+        whole = torch.nn.functional.pad(one.double(), (0, parts.shape[-1] - one.shape[3]))
+        found[name] = torch.equal(parts.double().sum(0), whole)
+    print(json.dumps(found))
+
+
 def test_the_planes_add_up_to_the_last_bit(interpreted: Interpreter) -> None:
-    assert interpreted("ops/attention/fp32_planes.py") == {"q": True, "k": True, "v": True}
+    assert interpreted(__file__) == {"q": True, "k": True, "v": True}
 
 
 def test_the_planes_take_six_bytes_a_number() -> None:
@@ -99,3 +127,7 @@ def test_a_number_that_bf16_would_round_to_infinity_stays_finite() -> None:
     out = fm.scaled_dot_product_attention(q, k, v, kernel=KERNEL.name)
     right = torch.softmax(q[0, 0].double() @ k[0, 0].double().T / 8, 1)[:, 7] * v[0, 0, 7, 3].double()
     assert (out[0, 0, :, 3].double() / right - 1).abs().max() < 1e-5
+
+
+if __name__ == "__main__":
+    main()

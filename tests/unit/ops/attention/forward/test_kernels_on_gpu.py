@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import LARGE, SMALL, Case, examine, problem_of
+from tests.unit.ops.attention.forward.cases import LARGE, SMALL, Case, examine, problem_of
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from features_cases import Changed
-from features_cases import examine as examine_modes
-from lowest_bias import PROBLEM, error
+from tests.unit.ops.attention.forward.features_cases import Changed
+from tests.unit.ops.attention.forward.features_cases import examine as examine_modes
+from tests.unit.ops.attention.forward.lowest_bias import PROBLEM, error
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import Table, committed_table

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import accumulate
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-from listed_tiles import UNWRITTEN
 from tests.unit.interpreter import Interpreter
 
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import (
+    NUMBERS_OF_TILE,
+    list_of_tiles,
+    most_tiles,
+    numbers,
+)
 
 MOST_KEYS = 900  # of a sequence in pages
-SCRIPT = "ops/attention/listed_tiles.py"
+UNWRITTEN = -7
 
 
 def case(queries: list[int], keys: list[int], rows: int = 32, used: list[int] | None = None, less: int = 0) -> dict[str, Any]:
@@ -48,6 +54,24 @@ def drawn(seed: int) -> dict[str, Any]:
     return case(queries, keys, chance.choice([8, 32, 128]), used)
 
 
+def listed(case: dict[str, Any]) -> dict[str, Any]:
+    """How many tiles were taken, how many there are, their numbers, and what stands after them."""
+    starts = [torch.tensor([0, *accumulate(case[name])], dtype=torch.int32) for name in ("queries", "keys")]
+    used = torch.tensor(case["used"], dtype=torch.int32) if case["used"] else None
+    tiles = torch.full((numbers(case["most"]) + 8,), UNWRITTEN, dtype=torch.int32)
+    batch = len(case["queries"])
+    cu_q, cu_k = starts if case["keys"] else (starts[0], None)
+    launch = list_of_tiles(case["rows"], cu_k is not None, used is not None, early=False)
+    launch((batch, 1, 1), tiles, cu_q, cu_k, used, batch, case["most_keys"], case["most"])
+    head, *rows = tiles.reshape(-1, NUMBERS_OF_TILE).tolist()
+    return {
+        "taken": head[0],
+        "count": head[1],
+        "tiles": [row[:7] for row in rows[: case["most"]]],
+        "after": rows[case["most"] :],
+    }
+
+
 def test_every_tile_is_listed_once_the_longest_first(interpreted: Interpreter) -> None:
     """One sequence of more tiles than are listed at once, and more sequences than are compared at once, among them."""
     cases = [
@@ -58,13 +82,17 @@ def test_every_tile_is_listed_once_the_longest_first(interpreted: Interpreter) -
         case([70, 5, 40], [], used=[2000, -1, 899]),  # in pages
         *map(drawn, range(12)),
     ]
-    for one, found in zip(cases, interpreted(SCRIPT, json.dumps(cases)), strict=True):
+    for one, found in zip(cases, interpreted(__file__, json.dumps(cases)), strict=True):
         assert found["taken"] == 0
         assert found["tiles"][: found["count"]] == expected(one)
 
 
 def test_no_list_is_written_past_its_end(interpreted: Interpreter) -> None:
     """Whatever the lengths say."""
-    (found,) = interpreted(SCRIPT, json.dumps([case([100, 90], [100, 90], less=3)]))
+    (found,) = interpreted(__file__, json.dumps([case([100, 90], [100, 90], less=3)]))
     assert found["count"] == len(found["tiles"]) == 4
     assert {number for row in found["after"] for number in row} == {UNWRITTEN}
+
+
+if __name__ == "__main__":
+    print(json.dumps([listed(case) for case in json.loads(sys.argv[1])]))

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 import torch
-from attention_cases import Case, examine, problem_of
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
+from tests.unit.ops.attention.forward.cases import Case, examine, problem_of
 
 import flashmoe_science as fms
 from flashmoe_science.hardware.gpus import gpu_named

@@ -6,18 +6,23 @@ import json
 from dataclasses import replace
 
 import pytest
-from features_reference import TINY, Draw
+import torch
+import triton
+import triton.language as tl
 from tests.unit.interpreter import Interpreter
+from tests.unit.ops.attention.forward.features_reference import TINY, Draw
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_triton, splits
 from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
+from flashmoe_science.ops.attention.forward.splitkv.tile import _tanh
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Features
+from flashmoe_science.ops.attention.proof.suites_serving import small
 
-SCRIPT = "ops/attention/features_reference.py"
+SCRIPT = "ops/attention/forward/features_reference.py"
 H200 = gpu_named("h200")
 
 
@@ -203,7 +208,41 @@ def test_the_workspace_holds_the_partials() -> None:
     assert split_configs.workspace(problem("attn b128 h32 hk8 q1 k8192 d128 bf16"), CONFIG) == 0
 
 
+@triton.jit
+def tanh(x, out, count: tl.constexpr):
+    at = tl.arange(0, count)
+    tl.store(out + at, _tanh(tl.load(x + at)))
+
+
+def main() -> None:
+    """Prints the largest errors of the kernel's tanh, of 1 and of itself, by fp64's."""
+    x = torch.cat((torch.linspace(-30, 30, 2**15), torch.linspace(-1, 1, 2**15)))
+    out = torch.empty_like(x)
+    tanh[(1,)](x, out, 2**16)
+    right = x.double().tanh()
+    error = (out.double() - right).abs()
+    near = (x.abs() < 0.6) & (x != 0)
+    print(json.dumps({"of_1": error.max().item(), "of_itself": (error[near] / right[near].abs()).max().item()}))
+
+
 def test_a_cap_is_as_exact_as_fp32_scores_need(interpreted: Interpreter) -> None:
-    found = interpreted("ops/attention/capped_scores.py")
+    found = interpreted(__file__)
     assert found["of_1"] < 2e-7
     assert found["of_itself"] < 1e-7
+
+
+def test_every_problem_with_modes_is_right(interpreted: Interpreter) -> None:
+    found = interpreted("ops/attention/forward/features_cases.py")
+    assert {problem: reasons for problem, reasons in found.items() if reasons} == {}
+    assert found.keys() == set(small())
+
+
+def test_a_row_whose_every_bias_is_the_lowest_number_is_the_mean_of_its_values(interpreted: Interpreter) -> None:
+    """The lowest of bf16, times log2(e), is beyond fp32."""
+    lowest, hidden = interpreted("ops/attention/forward/lowest_bias.py")
+    assert lowest < 0.01
+    assert hidden == 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 import torch
-from calls import call_of
-from features_cases import SLICED, Changed
-from random_features import RandomCase, judged
+from tests.unit.ops.attention.calls import call_of
+from tests.unit.ops.attention.forward.features_cases import SLICED, Changed
+from tests.unit.ops.attention.forward.random_features import RandomCase, judged
 
 import flashmoe_science as fms
 from flashmoe_science.hardware.gpus import gpu_named

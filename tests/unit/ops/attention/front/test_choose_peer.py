@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from calls import call_of
+from tests.unit.ops.attention.calls import call_of
 
 from flashmoe_science import explain, flash_attention_forward, flash_attn_func, scaled_dot_product_attention
 from flashmoe_science.dispatch.table import parse_table

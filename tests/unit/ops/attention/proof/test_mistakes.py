@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from held import CPU
+from tests.unit.ops.attention.held import CPU
 
 from flashmoe_science.measure.inputs import Case, Memory, make, varied
 from flashmoe_science.measure.oracle import Oracle

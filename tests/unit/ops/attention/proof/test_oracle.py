@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from held import inputs_of
+from tests.unit.ops.attention.held import inputs_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from held import CPU, expected_of, inputs_of
-from naive import naive
+from tests.unit.ops.attention.held import CPU, expected_of, inputs_of
+from tests.unit.ops.attention.proof.naive import naive
 
 from flashmoe_science.measure.tolerance import check_output
 from flashmoe_science.operations import parse_problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from held import CPU, expected_of, inputs_of, reasons
+from tests.unit.ops.attention.held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.front.kernels import FALLBACK

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from moe_cases import CASES
 from tests.unit.interpreter import Interpreter
+from tests.unit.ops.moe.cases import CASES
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
@@ -21,7 +21,7 @@ H200 = gpu_named("h200")
 
 def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(interpreted: Interpreter) -> None:
     """One test, as the script takes a while and each of pytest's workers would run it anew."""
-    found = interpreted("ops/moe/moe_cases.py")
+    found = interpreted("ops/moe/cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in ours() if kernel.interpretable}
     assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_cases import CASES, Case, inputs_of, off, put, reference
+from tests.unit.ops.moe.cases import CASES, Case, inputs_of, off, put, reference
 
 import flashmoe_science as fm
 from flashmoe_science.contract import built_in

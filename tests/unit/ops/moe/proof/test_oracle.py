@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from moe_cases import CASES, Case, inputs_of, reference
+from tests.unit.ops.moe.cases import CASES, Case, inputs_of, reference
 
 from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import CASES, INTERPRETED, MOST_CHOICES, NOT_FOR_KERNEL, Case, examine, reference
 from tests.unit.interpreter import Interpreter
+from tests.unit.ops.moe.route.cases import CASES, INTERPRETED, MOST_CHOICES, NOT_FOR_KERNEL, Case, examine, reference
 from torch.autograd import forward_ad
 
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
@@ -19,7 +19,7 @@ DEEPSEEK: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 
 
 def test_the_kernel_is_right_in_tritons_interpreter(interpreted: Interpreter) -> None:
     """One test, as the script takes a while and each of pytest's workers would run it anew."""
-    found = interpreted("ops/moe/route_cases.py")
+    found = interpreted("ops/moe/route/cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert found.keys() == set(map(str, INTERPRETED))
 

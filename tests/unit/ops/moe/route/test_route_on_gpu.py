@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from route_cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
+from tests.unit.ops.moe.route.cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
 
 from flashmoe_science.ops import calls
 from flashmoe_science.ops.moe.route import route as module
