@@ -24,6 +24,7 @@ from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.proof.suites import SUITES
 from flashmoe_science.store import Run, read_runs, refuse_torn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -167,7 +168,8 @@ class Numbers:
                 continue
             for row in rows:
                 problem = parse_problem(row.problem)
-                if isinstance(problem, MoEProblem) and problem.routing == ROUTED and row.time_ns is not None:
+                # Older rows of a suite may be of other problems than the suite has now.
+                if isinstance(problem, MoEProblem) and row.problem in SUITES[suite] and row.time_ns is not None:
                     found[f"{suite}, {gpu}"][problem.tokens] = row
         if not found:
             return NO_RECORDS
