@@ -140,8 +140,9 @@ def _class_and_kind(
         and (1 == qd == kd == vd and 0 not in (batch, heads, queries, keys, width))
     ):
         return None
-    features = features_of(tensors, options)
-    plain = features == PLAIN
+    plain = not checked and options.window_left is options.window_right is None and not options.softcap
+    features = PLAIN if plain else features_of(tensors, options)
+    plain = plain or features == PLAIN
     # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
     # tiles depend on where the diagonal begins, and peers serve the bottom-right one by other kernels.
     square = queries == keys and (options.mask != "full" or not plain)
@@ -278,11 +279,14 @@ def bind_append(tensors: Tensors, options: Options, scale: float | None) -> Atte
     return None
 
 
-def key_lengths(tensors: Tensors, options: Options, launcher: Launcher) -> KeyLengths | None:
-    """Other numbers of keys that a launch serves; None where it serves its own alone. They share its class of lengths."""
+def key_lengths(tensors: Tensors) -> KeyLengths | None:
+    """``class_lengths`` for a launch of any number of keys; None where another tensor has a length too."""
     others = (one for one in tensors[3:] if one is not None and one is not tensors.sinks and one is not tensors.alibi_slopes)
-    if not launcher.any_keys or next(others, None) is not None:
-        return None
+    return None if next(others, None) is not None else class_lengths(tensors)
+
+
+def class_lengths(tensors: Tensors) -> KeyLengths:
+    """The numbers of keys that share a call's class."""
     (batch, heads, queries, width), (_, heads_v, keys, width_v) = tensors.q.shape, tensors.v.shape
     measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
     if keys in measured or keys == queries:

@@ -90,6 +90,44 @@ def test_lengths_of_a_class_share_a_plan_and_are_bound_each(fake: FakeKernel) ->
     assert (len(fake.planned), len(fake.bound), fake.launches) == (1, 16, 16)
 
 
+def test_grown_keys_are_bound_without_a_look_at_their_class(chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    plan_call = choose.plan_call
+    monkeypatch.setattr(operator, "plan_call", lambda given, *rest: looked.append(given.k.shape[2]) or plan_call(given, *rest))
+    query, cache = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 4, 128, 16)
+
+    def call(*kv: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query, *kv)
+
+    def grown(keys: int, width: int = 16) -> list[torch.Tensor]:
+        return [one[:, :, :keys, :width].clone() for one in cache]
+
+    for keys in range(65, 81):  # one class
+        assert torch.all(call(*grown(keys)) == 0.25)
+    assert looked == [65, 66]
+    assert (len(chosen.planned), chosen.launches) == (1, 16)
+    bound = len(chosen.bound)
+    for _ in range(2):
+        call(*grown(70))
+    assert len(chosen.bound) == bound + 1  # and stored
+    for other in (grown(81), grown(70, 8), [torch.randn(4 * 71 * 16 + 1)[1:].view(1, 4, 71, 16) for _ in range(2)]):
+        query = torch.randn(1, 4, 1, other[0].shape[3])
+        call(*other)
+    assert looked == [65, 66, 81, 70, 71]  # another class, another width, other alignments
+    query = torch.randn(1, 4, 1, 16)
+    with pytest.raises(ValueError, match="72"):
+        call(grown(72)[0], grown(73)[1])
+
+
+def test_grown_keys_whose_strides_a_kernel_refuses_are_served_by_another(chosen: FakeKernel) -> None:
+    query, cache = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 4, 128, 16)
+    for keys in range(65, 72):
+        chosen.refused_rows = 1 if keys == 70 else None
+        k, v = (one[:, :, :keys].clone() for one in cache)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, k, v) if keys == 70 else torch.full_like(query, 0.25)
+        torch.testing.assert_close(scaled_dot_product_attention(query, k, v), expected)
+
+
 def test_the_top_left_mask_of_equal_lengths_is_a_kind_of_its_own(fake: FakeKernel) -> None:
     """Its problem is normalised to the bottom-right one, whose offset would be wrong for unequal lengths."""
     for keys in (100, 101, 102):
