@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
-from flashmoe_science.kernel import CompileJob
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.launch import Pointer, collect_builds
 
 # Bytes a thread: a window's limits and a cap beside a wide output. Triton 3.6's assembler, on which it is measured, spills 24
 # of a head of 256, Triton 3.9's 48; the form of one consumer, which spills 16, takes 1.27 times as long.
@@ -37,9 +39,8 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
 def test_features_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(text), gpu_named("h200")
     assert isinstance(problem, AttentionProblem)
-    assert KERNEL.compile_job is not None
     config = KERNEL.configs(problem, gpu)[0]
-    build = built(KERNEL.compile_job(problem, config, gpu), gpu, KERNEL.name, problem, config)
+    build = built(compile_jobs(KERNEL, problem, config, gpu)[0], gpu, KERNEL.name, problem, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
 
@@ -49,15 +50,13 @@ MERGES = [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128)
 
 @pytest.mark.one_triton
 @pytest.mark.parametrize(  # sinks take registers more; without them a build of some and one of all splits at once
-    ("width", "splits", "sinks"), [*((*sizes, "*bf16") for sizes in MERGES), (128, 16, None), (256, 128, None)]
+    ("width", "splits", "sinks"), [*((*sizes, True) for sizes in MERGES), (128, 16, False), (256, 128, False)]
 )
-def test_the_merge_builds_without_spills(width: int, splits: int, sinks: str | None, built: Callable[..., Build]) -> None:
-    absent = {"cu_seqlens_q": None} | ({} if sinks else {"sinks": None})
-    fixed = chunk_merge.constexprs(4, width, splits, early=True) | absent
-    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32", "sinks": sinks}
-    signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
-    aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
-    job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
-    build = built(job, gpu_named("h200"), KERNEL.name, f"d{width} bf16{' sinks' if sinks else ''}", f"num_splits={splits}")
+def test_the_merge_builds_without_spills(width: int, splits: int, sinks: bool, built: Callable[..., Build]) -> None:
+    fixed, gpu = tuple(chunk_merge.constexprs(4, width, splits, early=True).values()), gpu_named("h200")
+    out, lse = Pointer(torch.bfloat16), Pointer(torch.float32, 4)
+    with collect_builds(gpu) as jobs:
+        chunk_merge.build(out, lse, None, Pointer(torch.bfloat16, 4) if sinks else None, (width, width, width), fixed, True)
+    build = built(*jobs, gpu, KERNEL.name, f"d{width} bf16{' sinks' if sinks else ''}", f"num_splits={splits}")
     assert build.refusal is None
     assert build.spill_bytes == 0

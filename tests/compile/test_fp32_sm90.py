@@ -11,6 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.fp32_sm90 import kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -27,6 +28,6 @@ def test_its_builds_fit_a_block(dim: str, built: Callable[..., Build]) -> None:
     problem = parse_problem(f"attn b1 h2 q512 {dim} fp32 causal")
     assert isinstance(problem, AttentionProblem)
     (config,) = kernel.configs(problem, H200)
-    build = built(kernel.compile_job(problem, config, H200), H200, kernel.NAME, problem, config)
+    build = built(compile_jobs(kernel.KERNEL, problem, config, H200)[0], H200, kernel.NAME, problem, config)
     assert build.refusal is None
     assert build.spill_bytes <= SPILLS[problem.head_dim > 128]

@@ -13,6 +13,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
@@ -22,9 +23,8 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
 NEWER = pytest.mark.xfail(
     machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 56 and 32"
 )
-SINCE_WINDOWS = pytest.mark.xfail(
-    raises=AssertionError, strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps"
-)
+# An odd number of keys: elements of the bias are read one at a time.
+SPILLS_OF_ODD_BIAS = 136 if machine_code.VERSION == "3.6" else 80
 
 
 def problem(text: str) -> AttentionProblem:
@@ -54,17 +54,19 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
         ("attn b2 h16 q2048 d64 bf16 bias", 0),
         pytest.param("attn b2 h16 q2048 d64 bf16 boolmask", 0, marks=AGAIN),
-        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", 24, marks=(*AGAIN, SINCE_WINDOWS)),
+        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", SPILLS_OF_ODD_BIAS, marks=AGAIN),
         pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=AGAIN),
     ],
 )
 def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     one, gpu = problem(text), gpu_named("h200")
     config = host.configs(one, gpu)[0]
-    build = built(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
+    build = built(compile_jobs(kernel.KERNEL, one, config, gpu)[0], gpu, kernel.NAME, one, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
-    assert 0 <= build.shared_dynamic - host.tile_bytes(one, dict(config)) <= 2048
+    by_one = one.features.bias == "additive" and one.seqlen_k % 2  # such a bias is not exchanged by way of shared memory
+    tiles = host.tile_bytes(one, dict(config)) - (config["consumers"] * host.EXCHANGE_BYTES if by_one else 0)
+    assert 0 <= build.shared_dynamic - tiles <= 2048
 
 
 @pytest.mark.parametrize("width", ["d40", "d192"])
@@ -72,7 +74,7 @@ def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str, 
     """Only there is one; and a barrier stands between the marks and the look."""
     one, gpu = problem(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
     config = host.configs(one, gpu)[0]
-    found = compiled(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
+    found = compiled(compile_jobs(kernel.KERNEL, one, config, gpu)[0], gpu, kernel.NAME, one, config)
     before, _, after = found.asm["ptx"].rpartition("%dynamic_smem_size;")
     assert before
     look = re.search(r"ld\.shared\.b32\s+%r\d+, \[global_smem(?:\+(\d+))?\];", after)

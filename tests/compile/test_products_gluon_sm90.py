@@ -9,10 +9,9 @@ import pytest
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, fits
-from flashmoe_science.kernel import CompileJob
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as grouped
-from flashmoe_science.ops.moe.products.gluon_sm90.config import down_of
 
 GPU = GPUS["h200"]
 QWEN, MIXTRAL, UNEVEN = (
@@ -24,26 +23,23 @@ QWEN, MIXTRAL, UNEVEN = (
 DIVIDED = pytest.param(QWEN, marks=pytest.mark.one_triton)
 # QWEN's build but for numbers, and for fp16, which test_kernels.py builds.
 AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])
-JOBS: dict[str, Callable[..., CompileJob]] = {
-    "up": grouped.compile_job,
-    "down": lambda problem, config, gpu: grouped.job(grouped.flashmoe_moe_down_gluon_sm90, problem, down_of(problem, config)),
-}
+PRODUCTS = ("up", "down")
 
 
 def first_of(product: str, text: str) -> tuple[Any, ...]:
     """What builds a product with the first config."""
     problem = parse_problem(text)
     config = grouped.configs(problem, GPU)[0]
-    return JOBS[product](problem, config, GPU), GPU, grouped.NAME, problem, config
+    return compile_jobs(grouped.KERNEL, problem, config, GPU)[PRODUCTS.index(product)], GPU, grouped.NAME, problem, config
 
 
-@pytest.mark.parametrize("product", JOBS)
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("text", [DIVIDED, AGAIN, UNEVEN])
 def test_builds_without_spills_and_fits(product: str, text: str, built: Callable[..., Build]) -> None:
     job, *names = first_of(product, text)
     build = built(job, *names)
     assert (build.refusal, build.registers, build.spill_bytes) == (None, 168, 0)
-    assert build.threads == job.threads == 384
+    assert build.threads == 384
     assert fits(build, GPU) is None
     assert build.kernel == f"flashmoe_moe_{product}_gluon_sm90"
 
@@ -57,7 +53,7 @@ def test_rows_are_gathered_by_16_bytes_and_a_gate_stays_with_its_up(text: str, c
     assert "ttg.convert_layout" not in asm["ttgir"]
 
 
-@pytest.mark.parametrize("product", JOBS)
+@pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("text", [DIVIDED, UNEVEN])
 def test_multiplies_64_rows_in_a_loop_that_is_not_unrolled(product: str, text: str, compiled: Callable[..., Any]) -> None:
     ptx = compiled(*first_of(product, text)).asm["ptx"]
@@ -65,7 +61,7 @@ def test_multiplies_64_rows_in_a_loop_that_is_not_unrolled(product: str, text: s
     assert ptx.count("cp.async.bulk.tensor.4d.global.shared") == 2 * (2 if product == "up" else 4)
 
 
-@pytest.mark.parametrize("product", JOBS)
+@pytest.mark.parametrize("product", PRODUCTS)
 def test_a_producer_takes_tiles_by_a_counter_and_tells_each_consumer_of_them(
     product: str, compiled: Callable[..., Any]
 ) -> None:

@@ -11,6 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.target import Build
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.splitkv import decode as kernel
 
@@ -33,7 +34,7 @@ def test_its_builds_fit_and_the_first_spills_nothing(text: str, gpu: Gpu, built:
     configs = kernel.configs(problem, gpu)
     assert configs
     for place, config in enumerate(configs[:2]):
-        build = built(kernel.compile_job(problem, config, gpu), gpu, kernel.NAME, problem, config)
+        build = built(compile_jobs(kernel.KERNEL, problem, config, gpu)[0], gpu, kernel.NAME, problem, config)
         assert build.refusal is None
         assert build.spill_bytes <= 16 * place, config  # none where nothing was measured
 
@@ -41,6 +42,6 @@ def test_its_builds_fit_and_the_first_spills_nothing(text: str, gpu: Gpu, built:
 def test_q_and_the_first_keys_are_on_their_way_before_anything_is_waited_for(compiled: Callable[..., Any]) -> None:
     problem, gpu = parse_problem("attn b1 h32 hk8 q1 k8192 d128 bf16"), GPUS["h200"]
     config = kernel.configs(problem, gpu)[0]
-    ptx = compiled(kernel.compile_job(problem, config, gpu), gpu, kernel.NAME, problem, config).asm["ptx"]
+    ptx = compiled(compile_jobs(kernel.KERNEL, problem, config, gpu)[0], gpu, kernel.NAME, problem, config).asm["ptx"]
     assert ptx.index("cp.async.cg") < ptx.index("cp.async.wait_group")
     assert "ld.global" not in ptx[: ptx.index("cp.async.wait_group")]  # nothing comes by way of registers

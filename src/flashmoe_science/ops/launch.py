@@ -7,7 +7,9 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, count
 from typing import Any
@@ -17,7 +19,10 @@ import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.ops.cache import Cache
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import assume, current_gpu
+from flashmoe_science.kernel import CompileJob
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
 
 Grid = tuple[int, int, int]
 Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly
@@ -28,6 +33,8 @@ INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton its
 DIRECT = triton.__version__.startswith("3.6.")
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
 _SERIALS = count()
+_BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)  # by ``kept_build``
+_COLLECTED: ContextVar[list[CompileJob] | None] = ContextVar("collected builds", default=None)
 
 
 def launch_path() -> str | None:
@@ -155,7 +162,11 @@ class Build:
     """
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
-        if INTERPRETING:
+        self._fills: list[_Fill] | None = None
+        collected = _COLLECTED.get()
+        if collected is not None:
+            collected.append(CompileJob(function, tuple(arguments), options))
+        if collected is not None or INTERPRETING:
             self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
             self.bound: Callable[..., Callable[..., None]] = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
             return
@@ -163,7 +174,8 @@ class Build:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
         entry = _entry_point(compiled.run)
-        self._fills = None if entry is None else [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
+        if entry is not None:
+            self._fills = [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
         self.launch, self.bound = _launchers(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
@@ -171,6 +183,28 @@ class Build:
         if self._fills is None:
             return _described(template, shape, strides)
         return _encoded(self._fills[index], shape, strides)
+
+
+@contextmanager
+def collect_builds(gpu: Gpu) -> Iterator[list[CompileJob]]:
+    """What is built in this context, in order, as on ``gpu``, which need not be here: nothing is compiled."""
+    jobs: list[CompileJob] = []
+    before = _COLLECTED.set(jobs)
+    try:
+        with assume(gpu):
+            yield jobs
+    finally:
+        _COLLECTED.reset(before)
+
+
+def kept_build(key: Hashable, function: Any, arguments: Sequence[Any], **options: Any) -> Build:
+    """The Build of ``arguments``, kept for later calls; ``key``, with the function: all that it depends on."""
+    if _COLLECTED.get() is not None:
+        return Build(function, arguments, **options)
+    build = _BUILDS.get((function, key))
+    if build is None:
+        build = _BUILDS[function, key] = Build(function, arguments, **options)
+    return build
 
 
 def _launchers(
@@ -269,7 +303,8 @@ def can_start_early(device: torch.device) -> bool:
     Such a kernel sets itself up early and waits (``gdc_wait``) before it touches memory, so that nothing can be seen of it but
     the microsecond that it saves. See docs/notes/launch-cost.md.
     """
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = current_gpu(device)
+    return gpu is not None and gpu.compute_capability >= (9, 0)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -14,7 +14,6 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.cache import Cache
-from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import DIRECT, Build, Encoder
 
 MIN_COPY_ROWS = 8  # the swizzle of shared memory repeats with them
@@ -120,10 +119,3 @@ def described(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, .
     for (_, rest), tensor in zip(encoders, tensors, strict=True):
         values += (None,) if rest is None else rest(tensor)
     return tuple(values)
-
-
-def descriptor_types(tensors: str, tiles: Sequence[Tile | None], dtype: str) -> dict[str, str | None]:
-    """Types of a kernel's arguments ``q_desc`` and so on, then ``q_rest`` and so on, of tensors "qkv" or "qkvo"; None where a
-    tensor has no such part."""
-    names = (f"{tensor}_{part}" for part in ("desc", "rest") for tensor in tensors)
-    return {name: None if tile is None else type_of(tile, dtype) for name, tile in zip(names, tiles, strict=True)}

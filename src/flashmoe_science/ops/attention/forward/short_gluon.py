@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
@@ -276,26 +276,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (Launch(f"^{flashmoe_short_gluon.__name__}$", _grid(problem, config["block_m"]), 32 * WARPS),)
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    keys = _keys(problem.seqlen_k)
-    early = gpu.compute_capability >= (9, 0)
-    constexprs = _constexprs(problem, config, keys, problem.seqlen_k == keys, lse=True, early=early)
-    pointers = ("q_base", "k_base", "v_base", "out_base")
-    signature = dict.fromkeys(flashmoe_short_gluon.arg_names, "i32")
-    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    return CompileJob(
-        function=flashmoe_short_gluon,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=(*pointers, "lse_base"),
-        num_warps=WARPS,
-        num_stages=1,
-        threads=32 * WARPS,
-        gluon=True,
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -306,6 +286,5 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     plan=plan,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
@@ -258,8 +258,8 @@ class _Variant(NamedTuple):
     one_tile: bool
     even_k: bool
     wide: bool
-    unit: int = 1
-    strides: Hashable = None
+    unit: int
+    strides: Hashable
 
 
 def _constexprs(
@@ -341,29 +341,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    early_start = gpu.compute_capability >= (9, 0)
-    block_n = config["block_n"]
-    unit = stride_unit((problem.head_dim, problem.head_dim_v))  # of the strides too, in memory as models lay it out
-    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False, unit=unit)
-    constexprs = _constexprs(problem, config, variant, write_lse=True, scale_first=False, early_start=early_start)
-    pointers = ("q_base", "k_base", "v_base", "out_base")
-    signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
-    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    strides = tuple(name for name in signature if name.startswith("stride_"))
-    aligned = strides if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
-    return CompileJob(
-        function=flashmoe_fwd_triton,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=(*pointers, "lse_base", *aligned),
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-        threads=32 * config["num_warps"],
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -374,7 +351,6 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     plan=plan,
-    compile_job=compile_job,
     suits=suits,
     interpretable=True,
 )

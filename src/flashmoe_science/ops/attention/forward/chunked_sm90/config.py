@@ -162,8 +162,8 @@ class Variant(NamedTuple):
     group: int
     split: bool
     compensated: bool
-    batches: int = 0  # a power of two no less than the sequences, where they start in LPT order; else 0
-    strides: Hashable = None
+    batches: int  # a power of two no less than the sequences, where they start in LPT order; else 0
+    strides: Hashable
 
 
 def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:

@@ -98,7 +98,7 @@ class Fp32Launcher(Launcher):
         lse = Pointer(torch.float32, 4) if self._write_lse else None
         of_main = (*self._templates, self._out, lse, 0.5, *of_out, *[1] * len(SIZES), *self._of_main)
         options = {"num_warps": 4, "launch_pdl": self._early}
-        planes = Build(flashmoe_fp32_planes, of_planes, **options)
         main = Build(self._function, of_main, maxnreg=registers(self._config), **options)
+        planes = Build(flashmoe_fp32_planes, of_planes, **options)
         made = self._builds[kind] = _Builds(planes, main)
         return made
