@@ -181,6 +181,13 @@ def test_every_kernel_is_built() -> None:
     assert set(BRANCHES) <= set(PROBLEMS)
 
 
+@pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED], PROBLEMS, every=True))
+def test_a_call_builds_what_it_promises_to_launch(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
+    for config in kernel.configs(problem, gpu):
+        built = {job.function.__name__ for job in compile_jobs(kernel, problem, config, gpu)}
+        assert built == {launch.name.strip("^$") for launch in kernel.launches(problem, config, gpu)}
+
+
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED], PROBLEMS))
 def test_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
     check(kernel, gpu, problem, built, slice(1))
