@@ -86,42 +86,42 @@ def _allocator(on_gpu: bool) -> Allocate:
 def allocator(on_gpu: bool) -> Allocate:
     """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
     of the time of ``torch.empty`` (docs/notes/launch-cost.md); by ``torch.empty_strided`` where a mode is on, which sees it."""
-    straight, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
+    direct, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
 
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if modes():
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return straight(shape, strides, dtype)
+        return direct(shape, strides, dtype)
 
     return allocate
 
 
-Part = tuple[int, torch.dtype]  # so many elements
+Part = tuple[int, torch.dtype]  # elements, dtype
 _PART_BYTES = 256  # a part begins at a multiple of it, as an allocation of its own would
 
 
-def bytes_between(parts: Sequence[Part]) -> int:
-    """Bytes of what ``between`` allocates."""
+def workspace_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of what ``workspace_allocator`` allocates."""
     return sum(cdiv(elements * dtype.itemsize, _PART_BYTES) * _PART_BYTES for elements, dtype in parts)
 
 
-def between(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]]:
+def workspace_allocator(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]]:
     """take(): memory for what stands between the launches of one call. First what holds it, to be kept until the last is
     launched, then each part as an argument of a launch.
 
     One allocation for all of them; one each where a mode is on, which sees them, and where launches take tensors.
     """
-    allocate, straight, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
-    apart = INTERPRETING or not DIRECT
+    allocate, direct, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
+    separate = INTERPRETING or not DIRECT
     one_by_one = [((elements,), (1,), dtype) for elements, dtype in parts]
-    ends = list(accumulate(bytes_between([part]) for part in parts))
+    ends = list(accumulate(workspace_bytes([part]) for part in parts))
     whole, starts = (ends[-1],), (0, *ends[:-1])
 
     def take() -> tuple[Any, ...]:
-        if apart or modes():
+        if separate or modes():
             tensors = [allocate(*one) for one in one_by_one]
             return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
-        held = straight(whole, (1,), torch.uint8)
+        held = direct(whole, (1,), torch.uint8)
         base = held.data_ptr()
         return (held, *map(base.__add__, starts))  # no frame, as a comprehension's
 

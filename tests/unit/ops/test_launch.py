@@ -197,9 +197,9 @@ def test_other_versions_of_triton_are_given_a_descriptor_of_the_tensor(monkeypat
 
 def test_what_stands_between_launches_is_one_allocation_and_one_each_where_a_mode_looks() -> None:
     parts = ((700, torch.int32), (1000, torch.bfloat16), (33, torch.bfloat16))
-    take = launch.between(False, parts)
+    take = launch.workspace_allocator(False, parts)
     held, *addresses = take()
-    assert held.numel() == launch.bytes_between(parts) == 2816 + 2048 + 256
+    assert held.numel() == launch.workspace_bytes(parts) == 2816 + 2048 + 256
     assert [one - held.data_ptr() for one in addresses] == [0, 2816, 2816 + 2048]
     with allocations(True):
         held, *addresses = take()

@@ -218,7 +218,7 @@ def test_descriptors_are_kept_by_the_addresses_of_all_tensors() -> None:
     def part(name: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
         return lambda one: made.append((name, one.data_ptr())) or (name, one.data_ptr())  # type: ignore[func-returns-value]
 
-    first, second = (copies.describer([(part(n), None), (part(n + 1), part(n + 2))]) for n in (0, 10))
+    first, second = (copies.cached_descriptors([(part(n), None), (part(n + 1), part(n + 2))]) for n in (0, 10))
     a, b, c = (torch.zeros(8) for _ in range(3))
     expected = (0, a.data_ptr(), 1, b.data_ptr(), None, 2, b.data_ptr())
     assert [first(a, b), first(a, b)] == [expected, expected]

@@ -18,7 +18,7 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import (
     NUMBERS_OF_TILE,
     list_of_tiles,
-    most_tiles,
+    max_tiles,
     numbers,
 )
 
@@ -27,7 +27,7 @@ UNWRITTEN = -7
 
 
 def case(queries: list[int], keys: list[int], rows: int = 32, used: list[int] | None = None, less: int = 0) -> dict[str, Any]:
-    most = most_tiles(sum(queries), len(queries), rows) - less
+    most = max_tiles(sum(queries), len(queries), rows) - less
     return {"queries": queries, "keys": keys, "rows": rows, "used": used, "most": most, "most_keys": MOST_KEYS}
 
 

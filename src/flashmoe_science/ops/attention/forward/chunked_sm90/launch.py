@@ -17,7 +17,7 @@ from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Opti
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import registers, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
-from flashmoe_science.ops.attention.device.tma import Parts, check_copied, copied_strides, describer, encoders_of
+from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, check_copied, copied_strides, encoders_of
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
     Variant,
@@ -104,7 +104,7 @@ class ChunkLauncher(Launcher):
         batches = compared(problem, batch, programs * splits, config, self._gpu)
         variant = Variant(group, splits > 1, self._write_lse, batches, stride_class(strides_out))
         started = self._builds.get(variant) or self._build(variant, strides_out)
-        describe = describer(self._encoders(started, tensors))
+        describe = cached_descriptors(self._encoders(started, tensors))
         sizes = (*strides_out, total_q, heads_kv, seqlen_q, capacity, splits, all_rows)
         softcap = options.softcap if problem.features.softcap else None
         tail = (softcap, *window_of(problem), *sizes, stride_table, batch, *started.constexprs)

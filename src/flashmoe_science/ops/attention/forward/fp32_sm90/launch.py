@@ -13,7 +13,7 @@ from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.sm90 import registers
-from flashmoe_science.ops.attention.device.tma import Parts, described, encoders_of
+from flashmoe_science.ops.attention.device.tma import Parts, descriptors_of, encoders_of
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
     SIZES,
@@ -29,7 +29,7 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import PLANE_SIZES, flashmoe_fp32_planes
 from flashmoe_science.ops.descriptors import template
-from flashmoe_science.ops.launch import Build, Grid, Pointer, between, can_start_early, cdiv, stride_class
+from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, stride_class, workspace_allocator
 
 
 class _Builds(NamedTuple):
@@ -75,12 +75,12 @@ class Fp32Launcher(Launcher):
         numbers = (heads, heads // heads_kv, rows, keys, offset, cdiv(rows, tile_rows(self._config)))
         tail = (*out_steps, *numbers, *self._of_main)
         tail_planes = (*steps, heads, heads_kv, batch * heads, batch * heads_kv, rows, keys, *blocks[:2], *self._of_planes)
-        take = between(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
+        take = workspace_allocator(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
 
         def start(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
             held, *parts = take()
             planes.launch(grid_planes, q, k, v, *parts, *tail_planes)
-            main.launch(grid, *described(encoders, parts), out, lse, scale, *tail)
+            main.launch(grid, *descriptors_of(encoders, parts), out, lse, scale, *tail)
 
         return launch_by_address(start, tensors, options, of_out)
 

@@ -52,7 +52,7 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     grid_of,
     heads_of_tile,
     is_packed,
-    most_listed,
+    max_listed,
     packed_grid,
     workspace,
 )
@@ -152,7 +152,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
     if not is_packed(problem):
         return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
-    tiles = most_listed(problem, config) * problem.heads // heads_of_tile(problem)
+    tiles = max_listed(problem, config) * problem.heads // heads_of_tile(problem)
     main = Launch(name, packed_grid(tiles, config, gpu), threads(config))
     return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
 

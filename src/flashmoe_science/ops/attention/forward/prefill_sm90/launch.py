@@ -12,10 +12,10 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, Sizes, sizes_of
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
-from flashmoe_science.ops.attention.device.bias_args import bias_of, stand_ins
+from flashmoe_science.ops.attention.device.bias_args import bias_of, placeholders
 from flashmoe_science.ops.attention.device.sm90 import ROWS, registers, window_of
-from flashmoe_science.ops.attention.device.tma import Parts, copied_strides, describer, encoders_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, most_tiles, numbers
+from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, copied_strides, encoders_of
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, max_tiles, numbers
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     EVEN,
     PACKED,
@@ -84,7 +84,7 @@ class FwdLauncher(Launcher):
         encode_v = encoders_of(found.build, self._templates, 2, v.shape, copied_strides("value", v.shape, v.stride()))
         to_last = offset if self._right is None else keys - rows + self._right
         tail = (*bias.strides, heads, heads // heads_kv, rows, keys, to_last, *found.tail)
-        describe = describer((found.encode_q, encode_k, encode_v, found.encode_out))
+        describe = cached_descriptors((found.encode_q, encode_k, encode_v, found.encode_out))
         start, grid, left = found.build.launch, found.grid, self._left
         (of_out, of_lse), new = outputs_of(tensors, options, strides_out), allocator(q.is_cuda)
         default_scale, featured = q.shape[3] ** -0.5, any(one is not None for one in tensors[9:13])
@@ -126,7 +126,7 @@ class FwdLauncher(Launcher):
         lse = Pointer(torch.float32) if self._write_lse else None
         softcap = 0.5 if self._problem.features.softcap else None
         sizes = [1] * len(SIZES)  # no build depends on them
-        more = stand_ins(self._dtypes, variant.bias_unit)
+        more = placeholders(self._dtypes, variant.bias_unit)
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
         prefix = Pointer(torch.int32, 4) if self._problem.features.prefix else None
         left = None if self._left is None else 1
@@ -150,10 +150,10 @@ class PackedLauncher(FwdLauncher):
             raise CannotServe("keys are in a cache without pages; of packed queries this kernel takes packed keys, or pages")
         batch, (_, heads, total, _), (_, heads_kv, keys, _) = tensors.cu_seqlens_q.shape[0] - 1, q.shape, k.shape
         rows = queries_of_tile(self._problem, self._config)
-        listed = most_tiles(total, batch, rows)
+        listed = max_tiles(total, batch, rows)
         grid = packed_grid(listed * heads // heads_of_tile(self._problem), self._config, self._gpu)
         build, constexprs = self._builds.get(PACKED) or self._build(PACKED)
-        describe = describer(self._packed_encoders(build, tensors, out))
+        describe = cached_descriptors(self._packed_encoders(build, tensors, out))
         sizes = (heads, heads // heads_kv, total, keys, self._right or 0, 0, batch * heads, 0)
         tail = (*bias_of(tensors).strides, *sizes, *constexprs)
         of_pages, left = _of_pages(tensors), self._left

@@ -13,7 +13,7 @@ from flashmoe_science.ops.attention.call.kernel import Sizes
 from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers
 from flashmoe_science.ops.attention.device.tma import rows_of_copy
 from flashmoe_science.ops.attention.device.wide import CHUNK
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles, numbers
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import max_tiles, numbers
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.lengths import sequence_lengths
 from flashmoe_science.ops.descriptors import Tile
@@ -163,12 +163,12 @@ def packed_grid(tiles: int, config: Config, gpu: Gpu) -> Grid:
     return min(tiles, gpu.sm_count * config["occupancy"]), 1, 1
 
 
-def most_listed(problem: AttentionProblem, config: Config) -> int:
+def max_listed(problem: AttentionProblem, config: Config) -> int:
     """The most tiles of packed sequences that are listed, as the problem's text has them."""
     lengths = sequence_lengths(problem.features, problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return most_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
+    return max_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the list of tiles of packed sequences."""
-    return 4 * numbers(most_listed(problem, config)) if is_packed(problem) else 0
+    return 4 * numbers(max_listed(problem, config)) if is_packed(problem) else 0
