@@ -42,7 +42,7 @@ from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.gluon_bridge import cp_async
 from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
@@ -157,7 +157,7 @@ def flashmoe_short_gluon(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.features) or why_no_triton(device) or why_not_in_copies(problem):
+    if reason := unsupported(problem.features) or why_no_triton(device) or why_not_in_copies(problem):
         return reason
     width = max(problem.head_dim, problem.head_dim_v)
     if width > MAX_WIDTH:

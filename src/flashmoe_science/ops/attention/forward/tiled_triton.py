@@ -35,7 +35,7 @@ from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
@@ -195,7 +195,7 @@ def flashmoe_fwd_triton(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return unserved(problem.features) or why_no_triton(device)
+    return unsupported(problem.features) or why_no_triton(device)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:

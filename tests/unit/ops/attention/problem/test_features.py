@@ -12,7 +12,7 @@ from hypothesis.strategies import DrawFn
 
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import KINDS, PLAIN, Features, unserved
+from flashmoe_science.ops.attention.problem.features import KINDS, PLAIN, Features, unsupported
 from flashmoe_science.ops.attention.problem.lengths import SequenceLengths, visible_keys, visible_pairs
 from flashmoe_science.problem import ProblemError
 
@@ -184,5 +184,5 @@ def test_every_kind_has_a_word_that_says_it() -> None:
         problem = parse_problem(f"attn b1 h1 q8 d64 causal {words}")
         assert isinstance(problem, AttentionProblem)
         assert kind in problem.features.kinds()
-        assert unserved(problem.features, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
-    assert unserved(PLAIN) is None
+        assert unsupported(problem.features, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
+    assert unsupported(PLAIN) is None

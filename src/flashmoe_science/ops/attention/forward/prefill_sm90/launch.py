@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, Sizes, sizes_of
+from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, ProblemShape, shape_of
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
 from flashmoe_science.ops.attention.device.bias_args import bias_of, placeholders
@@ -111,7 +111,7 @@ class FwdLauncher(Launcher):
         return launch
 
     def _prepare(self, key: Hashable, tensors: Tensors, strides_out: tuple[int, ...], bias_unit: int) -> _OfQueries:
-        sizes, q, out_shape = sizes_of(tensors, self._mask), tensors.q, (*tensors.q.shape[:3], tensors.v.shape[3])
+        sizes, q, out_shape = shape_of(tensors, self._mask), tensors.q, (*tensors.q.shape[:3], tensors.v.shape[3])
         strides_q, strides_out = copied_strides("query", q.shape, q.stride()), copied_strides("out", out_shape, strides_out)
         grid, variant = grid_of(sizes, self._config, self._gpu), variant_of(sizes, self._config, self._gpu, bias_unit)
         build, constexprs = self._builds.get(variant) or self._build(variant)
@@ -218,6 +218,6 @@ def _pitch(name: str, cache: torch.Tensor) -> int:
     return of_page // of_row
 
 
-def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, int]:
+def _schedule(sizes: ProblemShape, config: Config, programs: int) -> tuple[int, int, int]:
     """The kernel's last three integers: tiles_m, heads_all and pair_rounds."""
     return tiles_of_head(sizes, config), sizes.batch * sizes.heads, pair_rounds_of(sizes, config, programs)

@@ -49,7 +49,7 @@ from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_s
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
 from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Strided, Traits
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.gluon_bridge import barrier
 
 NAME = "decode_gluon"
@@ -138,7 +138,7 @@ def flashmoe_decode_gluon(
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := unserved(problem.features, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
+    if reason := unsupported(problem.features, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
         return reason
     if reason := why_not_in_copies(problem):
         return reason
