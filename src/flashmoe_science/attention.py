@@ -7,6 +7,8 @@ that require gradients, are served by PyTorch's own attention. ``explain`` says 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from flashmoe_science.dispatch.select import Decision
@@ -137,6 +139,11 @@ def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Opt
     if kernel is None:
         return _TORCH[is_causal, enable_gqa]
     check_name(kernel, "kernel")
+    return _named_options(is_causal, enable_gqa, kernel)
+
+
+@lru_cache(maxsize=64)
+def _named_options(is_causal: bool, enable_gqa: bool, kernel: str) -> Options:
     return _TORCH[is_causal, enable_gqa]._replace(kernel=kernel)
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.flop_counter
+from tests.unit.ops.moe.cases import CASES, Case, inputs_of, off, reference
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
 from flashmoe_science.ops import calls
 from flashmoe_science.ops.cache import Cache
-
-sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
-from moe_cases import CASES, Case, inputs_of, off, reference
 
 E, H, F, K, T = 4, 16, 24, 2, 6
 

@@ -20,6 +20,7 @@ from flashmoe_science.hardware.gpus import GPUS, KIB, Gpu, gpu_named
 from flashmoe_science.hardware.occupancy import kilobytes
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.kernel import AnyKernel, Config
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import TRITON_MISSING, is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -120,7 +121,7 @@ def _given(text: str, gpus: list[Gpu]) -> list[_Row]:
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
-    ours = [kernel for kernel in operation(op).ours() if kernel.compile_job is not None] if is_operation(op) else []
+    ours = [*operation(op).ours()] if is_operation(op) else []
     if name is None:
         if not ours:
             raise ValueError(f"there is no kernel of {op} to build here{f': {TRITON_MISSING}' if TRITON_MISSING else ''}")
@@ -144,7 +145,7 @@ def _built(kernels: list[AnyKernel], gpus: list[Gpu], problem: Problem, unable: 
             unable.append((gpu, f"kernel {kernel.name!r} cannot serve {problem}: {reason}"))
     if not cases:
         return []
-    jobs = [(kernel.compile_job(problem, config, gpu), gpu) for gpu, kernel, config in cases if kernel.compile_job]
+    jobs = [(compile_jobs(kernel, problem, config, gpu)[0], gpu) for gpu, kernel, config in cases]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=len(jobs))
         try:

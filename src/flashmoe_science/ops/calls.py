@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_variadic
 
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 
@@ -72,7 +71,7 @@ def store_launch(key: Hashable, matches: Callable[..., bool], launch: Launch) ->
 
 
 def guards_of(
-    tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False
+    tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False, any_strides: bool = False
 ) -> Callable[..., bool]:
     """matches(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
 
@@ -82,19 +81,24 @@ def guards_of(
     Args:
         free: by the index of a tensor, the dimension whose size is not compared.
         aligned: compare the addresses modulo 16 bytes too.
+        any_strides: of the tensors in ``free`` no stride is compared, but that the last is 1.
     """
     if len(places := _firsts(tensors)) < len(tensors):
         same = _alike(tensors)
         inner = guards_of(
-            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned
-        )
+            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned,
+            any_strides,
+        )  # fmt: skip
         return lambda *others: _alike(others) == same and inner(*[others[n] for n in places])
     sizes: list[list[int | None]] | None = None
+    strides: list[list[int | None]] | None = None
     if free:
-        sizes = [list(one.shape) for one in tensors]
+        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
         for place, dimension in free.items():
             sizes[place][dimension] = None
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check
+            if any_strides:
+                strides[place] = [*(None for _ in sizes[place][1:]), 1]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if not aligned:
         return check
     expected = alignment(tensors)
@@ -122,12 +126,10 @@ def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
 def is_plain(*tensors: Any) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
     What is no tensor is refused later."""
-    given = [one for one in tensors if isinstance(one, torch.Tensor)]
-    return (
-        all(type(one) in PLAIN and not one.is_neg() for one in given)
-        and is_undisturbed()
-        and not has_torch_function_variadic(*given)
-    )
+    for one in tensors:
+        if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
+            return False
+    return is_undisturbed()
 
 
 def is_undisturbed() -> bool:

@@ -13,11 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
-from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
+from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
+from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
-from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
+from flashmoe_science.ops.attention.front.choose import (
+    NO_FEATURES,
+    KeyLengths,
+    Plan,
+    bind_append,
+    class_lengths,
+    key_lengths,
+    plan_call,
+)
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
@@ -156,20 +166,52 @@ def _serve(
         if direct:
             return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
     elif key is not None:
-        lengths = None if plan.launcher is None else key_lengths(tensors, options, plan.launcher)
-        given = [one for one in tensors if one is not None]
-        if lengths is not None or len(given) > 3 or _seen_before(key, tensors):
-            store_launch(key, _matches(given, lengths, aligned), launch)
+        if plan.launcher is not None and plan.launcher.any_keys and (lengths := key_lengths(tensors)) is not None:
+            store_launch(key, _of_lengths([one for one in tensors if one is not None], lengths, aligned), launch)
+        elif tensors[3:] != NO_FEATURES or _seen_before((key, tensors.k.shape)):
+            store_launch(key, guards_of([one for one in tensors if one is not None], aligned=not aligned), launch)
+        elif plan.launcher is not None and _may_grow(tensors) and _seen_before(key):
+            store_launch(key, _of_grown(tensors), _binding(plan, options, key))
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
 
 
-def _seen_before(key: Hashable, tensors: Tensors) -> bool:
-    """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
-    seen = (key, tensors.k.shape, tensors.q.stride(), tensors.k.stride(), tensors.v.stride())
-    if seen in SEEN:
+def _seen_before(call: Hashable) -> bool:
+    """Whether such a call was new before: one whose lengths change from call to call is not worth its guards."""
+    if call in SEEN:
         return True
-    SEEN[seen] = True
+    SEEN[call] = True
     return False
+
+
+def _binding(plan: Plan, options: Options, key: Hashable) -> AttentionLaunch:
+    """Binds a call of the plan's class, whose keys have grown, and launches it; stores the launch at a length's second call.
+    It spares such calls the look-up of their plan, which takes as long as to bind them."""
+
+    def bind_and_launch(
+        tensors: Given, softmax_scale: float | None, length: int, out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> Result | None:
+        every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        try:
+            launch = plan.bind(every, options)
+        except CannotServe:  # these very strides
+            return _serve(every, options, softmax_scale, lse, None, None)
+        if _seen_before((key, every.k.shape)):
+            store_launch(key, guards_of(every[:3]), launch)
+        return launch(tensors, softmax_scale, length, out, lse)
+
+    return bind_and_launch
+
+
+def _may_grow(tensors: Tensors) -> bool:
+    """Whether keys and values are as those of a growing cache mostly are, which one class and kind of a call can hold."""
+    q, k, v = tensors[:3]
+    return q.shape[2] != k.shape[2] and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and _in_steps(k, v)
+
+
+def _in_steps(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all steps are multiples of 16 elements, and none is 0."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    return (kb | kh | kn | vb | vh | vn) & 15 == 0 and 0 not in (kb, kh, kn, vb, vh, vn)
 
 
 def _launched(result: Result | None) -> Result:
@@ -177,10 +219,23 @@ def _launched(result: Result | None) -> Result:
     return result
 
 
-def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: bool) -> Callable[..., bool]:
+def _of_grown(tensors: Tensors) -> Callable[..., bool]:
+    """Whether other Q, K and V are like a call's, of which K and V have grown within its class, in memory too."""
+    guards, (first, last, excluded) = guards_of(tensors[:3], {1: 2, 2: 2}, any_strides=True), class_lengths(tensors)
+
+    def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        keys = k.shape[2]
+        return (
+            (guards(q, k, v) and first <= keys <= last and keys == v.shape[2] and keys not in excluded)
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+            and _in_steps(k, v)
+        )
+
+    return matches
+
+
+def _of_lengths(given: list[torch.Tensor], lengths: KeyLengths, aligned: bool) -> Callable[..., bool]:
     """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
-    if lengths is None:
-        return guards_of(given, aligned=not aligned)
     guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, aligned=not aligned), lengths
 
     def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -249,7 +304,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward``'s results without the work."""
     tensors, options, _ = _unpacked(*args)
     check_call(tensors, options)
-    out, lse = outputs_of(tensors, options)
+    out, lse = outputs_of(tensors, options, out_strides(tensors))
     made = [tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype) for one in (out, lse) if one is not None]
     return made[0], _or_empty(tensors.q, made[1] if lse is not None else None)
 

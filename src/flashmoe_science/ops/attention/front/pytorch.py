@@ -98,15 +98,15 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
     factor = width**-0.5 if scale is None else scale
     offset = keys - queries if mask == "causal" else 0
     step = max(1, _SCORES_AT_ONCE // (batch * heads * keys))
-    pieces = []
+    chunks = []
     for first in range(0, queries, step):
         rows = grouped[:, :, :, first : first + step].float()
         scores = (rows * factor) @ keys_t
         if mask != "full":
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first + offset)
             scores = scores.masked_fill_(~visible, float("-inf"))
-        pieces.append(scores.logsumexp(-1))
-    return torch.cat(pieces, dim=-1).flatten(1, 2)
+        chunks.append(scores.logsumexp(-1))
+    return torch.cat(chunks, dim=-1).flatten(1, 2)
 
 
 # Every feature ----------------------------------------------------------------------------------------------------------------

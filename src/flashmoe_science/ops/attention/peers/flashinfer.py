@@ -19,7 +19,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashInfer's XQA takes pages of {', '.join(map(str, _PAGES))} rows"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
         return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
-    return unserved(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
+    return unsupported(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

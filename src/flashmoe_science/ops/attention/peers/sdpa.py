@@ -18,7 +18,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -44,7 +44,7 @@ def _common(problem: AttentionProblem) -> str | None:
         return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
     if problem.causal and problem.features.bias in ("boolean", "additive"):
         return "PyTorch's attention takes no mask tensor beside is_causal"
-    return unserved(problem.features, _MASKS, "PyTorch's attention")
+    return unsupported(problem.features, _MASKS, "PyTorch's attention")
 
 
 def _flash(problem: AttentionProblem, device: Device) -> str | None:
@@ -58,7 +58,7 @@ def _flash(problem: AttentionProblem, device: Device) -> str | None:
         return "PyTorch's flash backend needs head_dim_v equal to head_dim"
     if problem.mask == "causal-topleft":
         return "PyTorch's flash backend takes no top-left causal mask where seqlen_q differs from seqlen_k"
-    return _common(problem) or unserved(problem.features, (), "PyTorch's flash backend")
+    return _common(problem) or unsupported(problem.features, (), "PyTorch's flash backend")
 
 
 def _cudnn(problem: AttentionProblem, device: Device) -> str | None:

@@ -37,7 +37,7 @@ from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.attention.proof import inputs as modes_inputs
 from flashmoe_science.ops.attention.proof import suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
@@ -112,7 +112,7 @@ class AttentionContract(Contract):
         reason = super().cannot(problem)
         if reason is None and problem.mask == "causal-topleft":
             return "causal=True says that the last query sees the last key; the contract has no word for another mask"
-        return reason or unserved(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
+        return reason or unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return modes_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)

@@ -170,7 +170,7 @@ def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tupl
 
 def fill_unused(tensors: Made, value: float, leftpad: bool = False) -> None:
     """Write ``value`` to the rows of a cache that no call may use; to those before the first valid key where ``leftpad``."""
-    if "cache_seqlens" not in tensors:
+    if "cache_seqlens" not in tensors or tensors["k"].is_meta:
         return
     lengths, keys = tensors["cache_seqlens"], tensors["k"]
     first = tensors.get("leftpad") if leftpad else None

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from flashmoe_science.hardware.gpus import why_no_triton
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, store_launch
 from flashmoe_science.ops.moe.route.spec import (
@@ -82,8 +84,8 @@ def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
     logits = like.router_logits
     differentiated = logits.requires_grad and torch.is_grad_enabled()
-    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
-    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
+    served = TRITON_MISSING is None and why_no_triton(gpu_of(logits)) is None and not differentiated
+    if not served or _kernel().cannot(options, logits.shape[-1]):
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
     bound: RouteLaunch = _kernel().bind(like, options)
     return bound
