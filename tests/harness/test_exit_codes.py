@@ -17,6 +17,7 @@ from tests.harness.prove_command import PEERS, TINY
 from flashmoe_science.cli.main import main
 from flashmoe_science.exit_codes import MEANINGS, ExitCode
 from flashmoe_science.measure.function_run import FunctionRun
+from flashmoe_science.measure.session import BudgetSpent, Session
 from flashmoe_science.measure.worker import clocks
 
 UNSERVED = "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd"  # by sdpa_math
@@ -102,6 +103,23 @@ def test_no_number_where_the_budget_ends_before_anything_is_timed(flashmoe: Flas
         to_go_on = f"to go on: flashmoe prove --resume proof{len(words)}"
         assert lines[0] == f"no number: 1 problem not measured, the budget is spent; {to_go_on}"
         assert not any("good" in line for line in lines)
+
+
+def test_a_budget_that_ends_after_something_was_timed_is_good_as_far_as_it_went(
+    flashmoe: Flashmoe, stated: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, step = TINY.replace("q16", "q17"), Session.step
+
+    def spent(self: Session, text: str, of: str = "") -> None:
+        if of == second:
+            raise BudgetSpent
+        step(self, text, of)
+
+    monkeypatch.setattr(Session, "step", spent)
+    code, lines = flashmoe("prove", TINY, second, *PEERS, "--budget", "60", "--out", "proof")
+    assert code == ExitCode.GOOD
+    assert lines[-2] == "1 problem not measured, the budget is spent; to go on: flashmoe prove --resume proof"
+    assert lines[-1].startswith("good as far as it went: 2 results held to the oracle, 1 comparison timed;")
 
 
 def test_no_number_where_there_is_nothing_to_compare_with(flashmoe: Flashmoe, stated: dict[int, float]) -> None:
