@@ -2,7 +2,8 @@
 
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
 differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, and inputs
-that require gradients, are served by PyTorch's own attention. ``explain`` says what serves a call, and why.
+that require gradients, are served by PyTorch's own attention. Under torch.autocast inputs are cast as PyTorch casts its own
+attention's. ``explain`` says what serves a call, and why.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
-from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
 from flashmoe_science.ops.attention.front.operator import attend, decide
 from flashmoe_science.ops.attention.front.sdpa import (
     TORCH_NAMES,
-    autocast,
     by_pytorch,
     explain_by_pytorch,
     explain_masked,
@@ -75,8 +75,6 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
     options = _torch_options(is_causal, enable_gqa, kernel)
     refused = None
     if dropout_p == 0.0:
@@ -109,8 +107,6 @@ def explain(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
     options = _torch_options(is_causal, enable_gqa, kernel)
     refusal = None
     if dropout_p != 0.0:
@@ -250,7 +246,7 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
-    check_tensors(Q, K, V, _DOCUMENT_NAMES)
+    check_dimensions((("Q", Q),), (("batch, heads, sequence, head_dim", 4),))
     lse = _lse_view(softmax_lse, Q)
     check_flag(causal, "causal")
     if torch.compiler.is_compiling() or lse.data_ptr() % 16 == 0:
@@ -272,8 +268,8 @@ def _lse_view(softmax_lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"softmax_lse is a {type(softmax_lse).__name__}; it must be a torch.Tensor")
     if softmax_lse.dtype != torch.float32:
         raise TypeError(f"softmax_lse has dtype {softmax_lse.dtype}; it must be torch.float32")
-    shape = tuple(q.shape[:3])
-    if tuple(softmax_lse.shape) not in (shape, (q.shape[0] * q.shape[1] * q.shape[2],)):
+    shape, flat = tuple(q.shape[:3]), (q.shape[0] * q.shape[1] * q.shape[2],)
+    if softmax_lse.shape != shape and softmax_lse.shape != flat:  # what torch.compile traces, not "in"
         raise ValueError(f"softmax_lse has shape {tuple(softmax_lse.shape)}; it must be {shape}, or flat with as many elements")
     if softmax_lse.device != q.device:
         raise ValueError(f"softmax_lse is on {softmax_lse.device} and Q on {q.device}; they must be on the same device")

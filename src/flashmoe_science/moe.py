@@ -37,7 +37,8 @@ def fused_moe(
 
     Sums are fp32 and in a fixed order: equal inputs give equal results. A token's result may differ in its last bit with the
     number of tokens that come with it, which decides on the kernel and its tiles. Nothing waits for the host, weights are
-    never copied, and a call can be captured in a CUDA graph and replayed with another routing.
+    never copied but where torch.autocast casts them, and a call can be captured in a CUDA graph and replayed with another
+    routing.
 
     Args:
         hidden_states: [..., H], fp16, bf16 or fp32; any leading dimensions, any number of tokens from 0.
@@ -55,7 +56,7 @@ def fused_moe(
         kernel: serve by this kernel or raise; by default the best for the problem.
 
     Returns:
-        [..., H] in the dtype of ``hidden_states``.
+        [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.

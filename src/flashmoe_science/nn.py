@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from flashmoe_science.moe import fused_moe
+from flashmoe_science.ops.calls import without_autocast
 from flashmoe_science.ops.moe.route.route import route
 from flashmoe_science.ops.moe.route.spec import Normalize, Scoring
 
@@ -15,7 +18,8 @@ class FlashMoELayer(nn.Module):
 
     State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
     [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
-    [1, H, S]. The router is computed in fp32.
+    [1, H, S]. The router is computed in fp32, under torch.autocast too, and the selection bias stays so when
+    the layer is cast.
 
     Args:
         hidden_size: H, the model's width.
@@ -31,6 +35,8 @@ class FlashMoELayer(nn.Module):
     Raises:
         ValueError: a size below 1, or ``top_k`` above ``num_experts``.
     """
+
+    selection_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -85,9 +91,18 @@ class FlashMoELayer(nn.Module):
             bound = parameter.shape[-1] ** -0.5
             nn.init.uniform_(parameter, -bound, bound)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FlashMoELayer:
+        """Move or cast the layer by ``fn``, as ``to`` does. The selection bias is moved only: experts are chosen in fp32."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., E] fp32, of [..., H]: what ``balance_loss`` and ``forward`` are given."""
-        return nn.functional.linear(hidden_states.float(), self.router_weight.float())
+        with without_autocast(hidden_states):
+            return nn.functional.linear(hidden_states.float(), self.router_weight.float())
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's output, shaped as ``hidden_states`` [..., H].

@@ -3,7 +3,7 @@
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
 learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
 replayed with other lengths. What is not served is refused in words. Tensors on the CPU, and inputs that require gradients, are
-served by PyTorch's operators.
+served by PyTorch's operators. Under torch.autocast queries, keys and values are cast, new ones to the dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import (
     CACHE_NAMES,
     VARLEN_NAMES,
+    autocast_beside,
     check_dimensions,
     checked_cap,
     concat_qv,
@@ -39,6 +40,7 @@ from flashmoe_science.ops.attention.front.flash import (
 )
 from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
+from flashmoe_science.ops.calls import autocast
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -137,6 +139,8 @@ def flash_attn_varlen_func(
     left, right = window_of(window_size, causal)
     kind = _PACKED if block_table is None else _PAGES
     check_dimensions((("q", q), ("k", k), ("v", v)), (_PACKED, kind, kind))
+    if (cast := autocast((q, k, v, qv))) is not None:
+        (q, k, v, qv), store = cast, None
     if q.dtype not in DTYPES:
         store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)
@@ -273,6 +277,8 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size, causal)
     packed = cu_seqlens_q is not None
     check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    if (cast := autocast_beside(k_cache, v_cache, q, k, v, qv)) is not None:
+        (q, k, v, qv), store = cast, None
     if q.dtype not in DTYPES:
         store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)

@@ -226,6 +226,23 @@ def test_it_compiles_whole(grad: bool) -> None:
         assert given["gate_up_proj"].grad is not None
 
 
+def test_it_compiles_whole_with_sizes_and_numbers_that_change() -> None:
+    given = arguments()
+
+    def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        return fm.fused_moe(
+            x, given["gate_up_proj"], given["down_proj"], weights, ids, activation="clamped_silu", alpha=alpha, limit=limit
+        )
+
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, alpha, limit in ((6, 1.702, 7.0), (4, 1.5, 0.5)):
+        inputs = [given[name][:tokens] for name in ("hidden_states", "top_k_weights", "top_k_ids")]
+        torch.testing.assert_close(compiled(*inputs, alpha, limit), experts(*inputs, alpha, limit))
+    layer = fm.FlashMoELayer(H, F, E, K, activation="clamped_silu", alpha=1.5, scaling_factor=2.5, shared_intermediate_size=8)
+    x = torch.randn(5, H)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")(x), layer(x))
+
+
 def test_the_operator_is_as_pytorch_wants_one() -> None:
     inputs = inputs_of(CASES[1], "cpu")
     rest = (inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids, None, None, "silu", True, False, 1.702, 7.0)
@@ -302,6 +319,21 @@ def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
     torch.testing.assert_close(again(x), layer(x))
     with pytest.raises(ValueError, match="top_k is 9; it must be at most num_experts, 4"):
         fm.FlashMoELayer(H, F, E, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_in_half_precision_chooses_by_an_fp32_bias(dtype: torch.dtype) -> None:
+    layer = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True)
+    bias = torch.tensor([1.0 + 2**-20, 1.0, 1.0 - 2**-20, 0.5])
+    layer.selection_bias.copy_(bias)
+    layer = torch.nn.Sequential(layer).to(dtype)[0]
+    assert layer.gate_up_proj.dtype == dtype
+    assert torch.equal(layer.selection_bias, bias)
+    assert torch.equal(layer.state_dict()["selection_bias"], bias)
+    assert layer(torch.randn(3, H, dtype=dtype)).dtype == dtype
+    layer = layer.to("meta", dtype=torch.float32)
+    assert (layer.selection_bias.device.type, layer.selection_bias.dtype) == ("meta", torch.float32)
+    assert layer.to_empty(device="cpu").selection_bias.device.type == "cpu"
 
 
 def test_the_reference_is_not_the_fallback() -> None:

@@ -189,7 +189,7 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     for name, number in (("alpha", alpha), ("limit", limit)):
         if isinstance(number, bool) or not isinstance(number, float | int):
             raise TypeError(f"{name} is {number!r}; it must be a number")
-        if math.isnan(number):
+        if number != number:  # NaN, in a comparison, which torch.compile can trace
             raise ValueError(f"{name} is {number!r}; it must be a number")
     rows, width = w1.shape[1], w2.shape[2]
     if rows not in (width, 2 * width):

@@ -288,7 +288,7 @@ def checked_scale(scale: object, name: str) -> float:
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} is {_shown(scale)}; it must be a real number or None")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace
         raise ValueError(f"{name} is {scale}; it must be finite")
     return float(scale)
 

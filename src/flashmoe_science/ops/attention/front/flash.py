@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from flashmoe_science.ops.attention.call.checks import check_count, check_dense,
 from flashmoe_science.ops.attention.call.packed import chunk_mask
 from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.calls import autocast
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -96,6 +97,8 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
         raise ValueError(f"qv has shape {tuple(qv.shape)}; it must have q's, with the width of v: {shape}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"v has dtype {v.dtype} and k has {k.dtype}; they must be the same")
     if k.dtype == E4M3:
         raise NotImplementedError(f"qv is given and k has dtype {E4M3}; it is served for other dtypes")
     if qv.dtype != q.dtype or qv.device != q.device:
@@ -167,6 +170,22 @@ def dequantised_query(
     if q_descale is not None:
         k_descale = q_descale if k_descale is None else q_descale * k_descale
     return q.to(torch.bfloat16), k_descale
+
+
+def autocast_beside(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, k: Any, v: Any, qv: Any
+) -> tuple[Any, ...] | None:
+    """(q, k, v, qv) under torch.autocast: queries cast as PyTorch's own operators cast, new keys and values to the caches'
+    dtypes. None where nothing is to be cast, the caches neither: they grow in their own dtype, and are cast to be read."""
+    caches = [one for one in (k_cache, v_cache) if one.dtype != E4M3]
+    if autocast((q, qv, k, v, *caches)) is None:
+        return None
+    k, v = (
+        new.to(held.dtype) if isinstance(new, torch.Tensor) and held.dtype != E4M3 else new
+        for new, held in ((k, k_cache), (v, v_cache))
+    )
+    q, qv = autocast((q, qv)) or (q, qv)
+    return q, k, v, qv
 
 
 def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> Tensors:

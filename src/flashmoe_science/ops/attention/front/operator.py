@@ -21,7 +21,7 @@ from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append,
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
-from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
+from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
 from flashmoe_science.ops.operator import register
 
@@ -81,6 +81,8 @@ def attend(
         if result is not None:
             return result
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    if (cast := _autocast(every)) is not None:
+        return attend(cast, options, softmax_scale, lse)
     if not is_plain(*tensors):
         return _through_operator(every, options, softmax_scale, lse)
     return _serve(every, options, softmax_scale, lse, key, store)
@@ -193,6 +195,7 @@ def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: boo
 def decide(tensors: Given, options: Options, softmax_scale: float | None = None) -> Decision:
     """What ``attend`` would serve the call by, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
     check_call(every, options)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
@@ -204,7 +207,19 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 _FEATURES = Tensors._fields[3:15]
 
 
+def _autocast(tensors: Tensors) -> Tensors | None:
+    """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
+    with any dtype, and stay so."""
+    sinks = tensors.sinks if tensors.sinks is not None and tensors.sinks.dtype != torch.float32 else None
+    cast = autocast((*tensors[:3], sinks, tensors.bias))
+    if cast is None:
+        return None
+    q, k, v, sinks, bias = cast
+    return tensors._replace(q=q, k=k, v=v, sinks=tensors.sinks if sinks is None else sinks, bias=bias)
+
+
 def _through_operator(tensors: Tensors, options: Options, softmax_scale: float | None, lse: torch.Tensor | None) -> Result:
+    tensors = _autocast(tensors) or tensors
     check_call(tensors, options)
     o = options
     out, new_lse = _OPERATOR(

@@ -8,8 +8,6 @@ past a length are replaced before they are used as an address.
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -20,6 +18,7 @@ from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN, Features
+from flashmoe_science.ops.calls import without_autocast
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 _WEIGHTS_AT_ONCE = 2**26  # 256 MiB of fp32 scores, the most that are held at a time where no gradient keeps them
@@ -37,17 +36,10 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
         gradient; None where it is not asked for.
     """
     features = features_of(tensors, options)
-    with _without_autocast(tensors.q):
+    with without_autocast(tensors.q):  # it would give an output of another dtype than the inputs'
         if features == PLAIN:
             return _plain(tensors, options, softmax_scale)
         return _with_features(tensors, options, features, softmax_scale)
-
-
-def _without_autocast(q: torch.Tensor) -> AbstractContextManager[None]:
-    # Autocast would give an output of another dtype than the inputs'.
-    if torch.is_autocast_enabled(q.device.type):
-        return torch.autocast(q.device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 # PyTorch's own attention ------------------------------------------------------------------------------------------------------

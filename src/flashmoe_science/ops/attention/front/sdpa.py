@@ -1,8 +1,6 @@
-"""``scaled_dot_product_attention`` where it is more than a plain call: masks, autocast, and PyTorch's own function."""
+"""``scaled_dot_product_attention`` where it is more than a plain call: masks, and PyTorch's own function."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,7 @@ from flashmoe_science.ops.attention.call.checks import (
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
-from flashmoe_science.ops.calls import is_plain, needs_grad
+from flashmoe_science.ops.calls import autocast, is_plain, needs_grad
 from flashmoe_science.ops.choose import NO_BACKWARD
 
 TORCH_NAMES = ArgNames(q="query", k="key", v="value", scale="scale", bias="attn_mask")
@@ -49,6 +47,8 @@ def masked(
             return found[0]
     if kernel == PYTORCH:
         return None
+    if (cast := autocast((query, key, value, attn_mask))) is not None:
+        (query, key, value, attn_mask), store = cast, None
     bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
     if isinstance(bias, str):
         if kernel is not None:
@@ -78,6 +78,7 @@ def explain_masked(
     """What ``masked`` is served by; where it gives None, why not by our kernel. Raises as ``masked``."""
     if kernel == PYTORCH:
         return "asked for by name"
+    query, key, value, attn_mask = autocast((query, key, value, attn_mask)) or (query, key, value, attn_mask)
     bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
     if isinstance(bias, str):
         return bias
@@ -178,14 +179,3 @@ def explain_by_pytorch(
         q, k, v, mask = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in tensors)
         by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
     return Decision(PYTORCH, Config(), reason, "required")
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast as PyTorch's own function does under torch.autocast: floating tensors other than fp64 to the autocast dtype."""
-    cast_tensors = []
-    for tensor in tensors:
-        eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        if eligible and torch.is_autocast_enabled(tensor.device.type):
-            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
-        cast_tensors.append(tensor)
-    return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", tuple(cast_tensors))
