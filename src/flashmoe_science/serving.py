@@ -2,8 +2,9 @@
 
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
 learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
-replayed with other lengths. What is not served is refused in words. Tensors on the CPU, and inputs that require gradients, are
-served by PyTorch's operators. Under torch.autocast queries, keys and values are cast, new ones to the dtypes of their caches.
+replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be. Tensors
+on the CPU, and inputs that require gradients, are served by PyTorch's operators. Under torch.autocast queries, keys and values
+are cast, new ones to the dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 
 from flashmoe_science.ops.attention.call.append import Append
 from flashmoe_science.ops.attention.call.checks import check_flag, check_table
+from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import used_rows
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, DTYPES, Options, Tensors
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import (
     CACHE_NAMES,
+    USED_NAMES,
     VARLEN_NAMES,
     autocast_beside,
     check_dimensions,
@@ -38,6 +41,7 @@ from flashmoe_science.ops.attention.front.flash import (
     window_of,
     with_chunks,
 )
+from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.calls import autocast
@@ -147,16 +151,20 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q is None; it must be an int32 tensor of batch + 1 numbers")
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
+    check_table(block_table, "block_table", (None, None), q)
     q, k = concat_qv(q, k, v, qv)
     most_q, total_q = max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
     used = None
     if seqused_q is not None:
         check_table(seqused_q, "seqused_q", (cu_seqlens_q.shape[0] - 1,), q)
+        starts, sizes = (cu_seqlens_q, cu_seqlens_q), (total_q, total_q, most_q)
+        refuse_lengths(Lengths(*starts, seqused_q, *(None,) * 5, *sizes, names=USED_NAMES))
         used = used_rows(cu_seqlens_q, seqused_q, total_q)
         q, cu_seqlens_q = q.index_select(0, used.source), used.cu_seqlens
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
             check_table(cu_seqlens_k, "cu_seqlens_k", (cu_seqlens_q.shape[0],), q)
+            refuse_lengths(Lengths(None, cu_seqlens_k, tokens_k=block_table.numel() * k.shape[1]))
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     most_k = max_seqlen(max_seqlen_k, "max_seqlen_k", k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1])
@@ -216,8 +224,8 @@ def flash_attn_with_kvcache(
     """Attention of new queries to a cache of keys and values, with FlashAttention-3's signature and semantics.
 
     With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
-    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is not
-    written.
+    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is refused
+    on the CPU, and not written on a GPU.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] with ``cu_seqlens_q`` and ``max_seqlen_q``.
@@ -288,6 +296,12 @@ def flash_attn_with_kvcache(
         check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
         batch, rows = cu_seqlens_q.shape[0] - 1, packed_view(q)
     page_table = one_table(page_table, block_table)
+    check_table(
+        page_table,
+        "page_table" if block_table is None else "block_table",
+        (None if cache_batch_idx is not None else batch, None),
+        q,
+    )
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
     most_q = queries_of(max_seqlen_q, q, packed)

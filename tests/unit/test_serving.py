@@ -201,35 +201,6 @@ def test_a_length_may_be_an_integer_or_left_out() -> None:
     assert torch.all(with_cache(q, k_cache, v_cache, cache_seqlens=0) == 0.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "where"),
-    [
-        ((2, 8, 2, 16), {}),
-        ((5, 8, 2, 16), {"cache_batch_idx": i32(3, 1)}),
-        ((5, 4, 2, 16), {"page_table": i32(4, 1, 0, 2).view(2, 2)}),
-        ((5, 4, 2, 16), {"page_table": i32(4, 1, 0, 9).view(2, 2)}),  # the second sequence's last page is not there
-    ],
-    ids=["contiguous", "rows of their own", "pages", "a page that is not there"],
-)
-def test_new_keys_past_the_capacity_are_not_written(shape: tuple[int, ...], where: dict[str, torch.Tensor]) -> None:
-    q, k, v = randn(2, 1, 4, 16), randn(2, 3, 2, 16, seed=1), randn(2, 3, 2, 16, seed=2)
-    caches = [randn(*shape, seed=s) for s in (3, 4)]
-    before = [one.clone() for one in caches]
-    out = with_cache(q, *caches, k, v, cache_seqlens=i32(6, 1), **where)
-    rows = where.get("cache_batch_idx", i32(0, 1)).tolist()
-    table = where.get("page_table")
-    for cache, old, new in zip(caches, before, (k, v), strict=True):
-        for sequence, first in enumerate((6, 1)):
-            for n in range(3):
-                place = first + n
-                if place < 8:
-                    at = (rows[sequence], place) if table is None else (int(table[sequence, place // 4]), place % 4)
-                    old[at] = new[sequence, n]
-        assert torch.equal(cache, old)
-    expected = with_cache(q, *before, cache_seqlens=i32(8, 4), **where)
-    assert torch.equal(out, expected)
-
-
 def test_an_e4m3_cache_is_read_by_its_scales_and_appended_to() -> None:
     q = randn(2, 1, 4, 16).bfloat16()
     k_cache, v_cache = (randn(2, 9, 2, 16, seed=s).to(E4M3) for s in (1, 2))

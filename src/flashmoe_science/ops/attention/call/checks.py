@@ -1,7 +1,7 @@
 """Refuses bad arguments of an attention call before anything is launched.
 
 A refusal is one line: the argument, what it was, what is allowed. Sizes are only compared, so the same checks hold for the
-symbolic sizes that torch.compile traces with. Values on a device (lengths, page numbers) are never read.
+symbolic sizes that torch.compile traces with. Values (lengths, page numbers) are not read here: call/lengths.py does.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 
 from flashmoe_science.ops.attention.call.checks import check_count, check_dense, check_flag, check_table
+from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import chunk_mask
 from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.calls import autocast
 
@@ -26,7 +28,8 @@ _NAMES = {
 }
 FLASH_NAMES = ArgNames(**_NAMES)
 CACHE_NAMES = ArgNames(k="k_cache", v="v_cache", **_NAMES)
-VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", **_NAMES)
+VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", page_table="block_table", **_NAMES)
+USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  # of queries that take no part
 
 
 def window_of(window_size: object, causal: bool) -> Window:
@@ -150,8 +153,8 @@ def one_table(page_table: torch.Tensor | None, block_table: torch.Tensor | None)
 
 def rows_of_table(page_table: torch.Tensor, cache_batch_idx: torch.Tensor, batch: int) -> torch.Tensor:
     """The rows of the table that ``cache_batch_idx`` names, as FlashAttention-3 takes both. Raises as ``check_table``."""
-    check_table(page_table, "page_table", (None, None), page_table)
     check_table(cache_batch_idx, "cache_batch_idx", (batch,), page_table)
+    refuse_lengths(Lengths(cache_batch_idx=cache_batch_idx, caches=page_table.shape[0]))
     return page_table.index_select(0, cache_batch_idx)
 
 

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of
+from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN, Features
 from flashmoe_science.ops.calls import without_autocast
@@ -113,6 +115,7 @@ class Dense(NamedTuple):
 
 
 def _with_features(tensors: Tensors, options: Options, features: Features, softmax_scale: float | None) -> Result:
+    refuse_lengths(lengths_of(tensors, options))
     q = tensors.q
     queries = _queries(tensors, options)
     keys, values = _cached(tensors, options, features)
