@@ -41,7 +41,8 @@ def fused_moe(
     routing.
 
     Args:
-        hidden_states: [..., H], fp16, bf16 or fp32; any leading dimensions, any number of tokens from 0.
+        hidden_states: [..., H], fp16, bf16, fp32, or fp64, which PyTorch's operators serve; any leading dimensions, any
+            number of tokens from 0.
         gate_up_proj: [E, 2I, H], the rows of all gates, then of all ups; [E, I, H] for experts without a gate. Any strides.
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.

@@ -137,13 +137,12 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_undisturbed() -> bool:
     """Whether no mode, transform or trace has a part in what is called now."""
-    return (
-        not _function_modes()
-        and not _dispatch_modes()
-        and _function_transform() is None
-        and _jit_trace() is None
-        and forward_ad._current_level < 0
-    )
+    return not (_function_modes() or _dispatch_modes() or is_transformed()) and _jit_trace() is None
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode gradients or a transform of torch.func, which fused operators of PyTorch lack, may be asked for."""
+    return forward_ad._current_level >= 0 or _function_transform() is not None
 
 
 def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -15,7 +15,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.front.choose import bind_call, plan_of
+from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, plan_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.operator import register
@@ -75,7 +75,8 @@ def decide(tensors: Tensors, options: Options) -> Decision:
     views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
     if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")
-    return plan_of(inputs_of(views, activation), options.kernel, needs_grad(*tensors)).decision
+    decision = decide_by_dtype(views.x, options.kernel)
+    return decision or plan_of(inputs_of(views, activation), options.kernel, needs_grad(*tensors)).decision
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------
