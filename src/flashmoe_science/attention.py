@@ -1,9 +1,9 @@
 """The public attention functions: PyTorch's signature, FlashAttention's, and the two of this project's own documents.
 
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
-differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, and inputs
-that require gradients, are served by PyTorch's own attention. Under torch.autocast inputs are cast as PyTorch casts its own
-attention's. ``explain`` says what serves a call, and why.
+differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, inputs that
+require gradients, fp64, dropout and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as
+PyTorch casts its own attention's. ``explain`` says what serves a call, and why.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.operator import attend, decide
+from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout, decide
 from flashmoe_science.ops.attention.front.sdpa import (
     TORCH_NAMES,
     by_pytorch,
@@ -163,18 +163,18 @@ def flash_attn_func(
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         kernel: serve by this kernel or raise; by default the best for the problem.
-        dropout_p, deterministic: only their defaults are served so far (``deterministic`` matters to the backward only, and is
-            allowed where no input requires gradients).
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
+        deterministic: matters to the backward only, and is allowed where no input requires gradients.
 
     Returns:
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
-        NotImplementedError: an option that no kernel serves yet.
+        NotImplementedError: ``deterministic`` where an input requires gradients.
     """
-    if dropout_p != 0.0 or deterministic:
-        _refuse_options((q, k, v), dropout_p, deterministic)
+    if deterministic:
+        _refuse_deterministic(q, k, v)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
@@ -192,14 +192,15 @@ def flash_attn_func(
         options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
         if alibi_slopes is not None:
             tensors = Tensors(*views, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
-    out, lse = attend(tensors, options, softmax_scale)
+    if dropout_p != 0.0:
+        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+    else:
+        out, lse = attend(tensors, options, softmax_scale)
     return (out, lse, None) if lse is not None else out
 
 
-def _refuse_options(tensors: tuple[torch.Tensor, ...], dropout_p: float, deterministic: bool) -> None:
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p is {dropout_p}; no kernel serves dropout yet, so it must be 0.0")
-    if deterministic and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+def _refuse_deterministic(*tensors: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise NotImplementedError(
             "deterministic is True and an input requires gradients; PyTorch's backward, which serves it, does not promise that"
         )

@@ -3,8 +3,8 @@
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
 learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
 replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be. Tensors
-on the CPU, and inputs that require gradients, are served by PyTorch's operators. Under torch.autocast queries, keys and values
-are cast, new ones to the dtypes of their caches.
+on the CPU, inputs that require gradients, fp64, dropout and wider heads are served by PyTorch's operators. Under torch.autocast
+queries, keys and values are cast, new ones to the dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flashmoe_science.ops.attention.front.flash import (
     with_chunks,
 )
 from flashmoe_science.ops.attention.front.lengths import refuse_lengths
-from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, cached_call
+from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, attend_with_dropout, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.calls import autocast
 
@@ -84,6 +84,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of any lengths that lie one after another, with FlashAttention-3's signature and semantics.
@@ -106,6 +107,7 @@ def flash_attn_varlen_func(
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
         kernel: serve by this kernel or raise.
         pack_gqa, deterministic, sm_margin: accepted and without effect; the forward is always deterministic.
         qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
@@ -127,6 +129,7 @@ def flash_attn_varlen_func(
         and max_seqlen_q.__class__ is max_seqlen_k.__class__ is attention_chunk.__class__ is int
         and window_size.__class__ is tuple
         and attention_chunk == 0 <= max_seqlen_k
+        and dropout_p == 0.0
     ):
         given = (
             q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, None, None, k_descale,
@@ -177,7 +180,11 @@ def flash_attn_varlen_func(
         mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, tokens_first=True,
         names=VARLEN_NAMES,
     )  # fmt: skip
-    out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale, store=store)
+    tensors = with_chunks(tensors, options, attention_chunk)
+    if dropout_p != 0.0:
+        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+    else:
+        out, lse = attend(tensors, options, softmax_scale, store=store)
     if used is not None:
         out = torch.where(used.used[:, None, None], out.index_select(0, used.place), 0.0)
         lse = None if lse is None else torch.where(used.used, lse.index_select(1, used.place), -torch.inf)

@@ -325,18 +325,20 @@ def test_parts_of_an_attention_are_combined() -> None:
 
 def test_the_signatures_are_flash_attention_3s_with_keywords_behind() -> None:
     ours = {"block_table", "alibi_slopes", "s_aux", "kernel"}
-    for function, expected in (
-        (varlen, "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale causal qv "
-         "q_descale k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin "
-         "return_attn_probs"),
-        (with_cache, "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
-         "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
-         "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
-         "return_softmax_lse"),
+    for function, more, expected in (
+        (varlen, {"dropout_p"}, (
+         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q seqused_k softmax_scale causal qv q_descale "
+         "k_descale v_descale window_size attention_chunk softcap num_splits pack_gqa deterministic sm_margin return_attn_probs"
+        )),
+        (with_cache, set(), (
+         "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table cu_seqlens_q "
+         "cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal window_size "
+         "attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin return_softmax_lse"
+        )),
     ):  # fmt: skip
         parameters = inspect.signature(function).parameters.values()
         assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == expected.split()
-        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == ours
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == ours | more
 
 
 Q, C = randn(2, 3, 4, 16), randn(2, 8, 4, 16)

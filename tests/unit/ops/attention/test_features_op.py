@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.front import pytorch
+from flashmoe_science.ops.attention.front import padded
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.kernels import ours
 from flashmoe_science.ops.attention.front.operator import attend
@@ -189,7 +189,7 @@ def test_biases_and_prefixes_of_equal_lengths(kind: str, monkeypatch: pytest.Mon
         options = options._replace(mask="causal", softcap=0.0)
     whole = attend(tensors, options)
     LAUNCHES.clear()
-    monkeypatch.setattr(pytorch, "_WEIGHTS_AT_ONCE", 100)  # in parts of a row
+    monkeypatch.setattr(padded, "_WEIGHTS_AT_ONCE", 100)  # in parts of a row
     for out, lse in (whole, attend(tensors, options)):
         assert lse is not None
         for i in range(2):

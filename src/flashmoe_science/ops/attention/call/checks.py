@@ -87,8 +87,8 @@ def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
             raise TypeError(f"{name} has dtype {tensor.dtype} and {names.q} has {q.dtype}; they must be the same")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} and {names.q} on {q.device}; they must be on the same device")
-    if q.dtype not in DTYPES:
-        allowed = "torch.float16, torch.bfloat16 or torch.float32"
+    if q.dtype not in DTYPES and q.dtype != torch.float64:
+        allowed = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise UnsupportedType(f"{names.q} has dtype {q.dtype}; it must be {allowed}")
     if q.device.type not in _DEVICES:
         raise UnsupportedValue(f"{names.q} is on device {q.device}; it must be on a CPU or a CUDA device")

@@ -8,9 +8,16 @@ from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.calls import is_plain
 
 
+def are_readable(*tensors: torch.Tensor | None) -> bool:
+    """Whether values may be read: they are on the CPU, and nothing traces the call."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(one is None or one.device.type == "cpu" for one in tensors)
+        and is_plain(*tensors)
+    )
+
+
 def refuse_lengths(one: Lengths) -> None:
-    """Raise ValueError where a sequence does not lie within what there is, as far as values may be read: on a GPU, and while
-    a tracer looks on, they may not."""
-    given = one.given()
-    if given and not torch.compiler.is_compiling() and given[0].device.type == "cpu" and is_plain(*given):
+    """Raise ValueError where a sequence does not lie within what there is, as far as that may be read."""
+    if are_readable(*one.given()):
         check_lengths(one)

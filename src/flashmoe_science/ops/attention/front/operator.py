@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.append import Append, check_append
-from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_call, check_probability, checked_scale
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
@@ -86,6 +86,20 @@ def attend(
     if not is_plain(*tensors):
         return _through_operator(every, options, softmax_scale, lse)
     return _serve(every, options, softmax_scale, lse, key, store)
+
+
+def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out. Raises as ``attend``."""
+    every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
+    check_probability(dropout_p, "dropout_p")
+    check_call(every, options)
+    if options.kernel is not None:
+        choose_fallback(AttentionProblem.op, options.kernel, f"dropout_p is {dropout_p}, which no kernel of ours takes")
+    if softmax_scale is not None:
+        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
+    return tokens_first(result, every.cu_seqlens_q is not None) if options.tokens_first else result
 
 
 def append_and_attend(
