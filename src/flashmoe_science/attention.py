@@ -8,20 +8,17 @@ PyTorch casts its own attention's. ``explain`` says what serves a call, and why.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout, decide
-from flashmoe_science.ops.attention.front.sdpa import (
-    TORCH_NAMES,
-    by_pytorch,
-    explain_by_pytorch,
-    explain_masked,
-    masked,
-)
+from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
+from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, by_pytorch, masked
+from flashmoe_science.ops.explain import explained
 
 _DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
 # Options of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
@@ -76,53 +73,34 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     options = _torch_options(is_causal, enable_gqa, kernel)
-    refused = None
+    why: Unsupported | str = ""
     if dropout_p == 0.0:
         if attn_mask is None:
             try:
                 return attend((query, key, value), options, scale)[0]
             except Unsupported as refusal:
-                refused = refusal
+                why = refusal
         else:
             out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
-            if out is not None:
+            if not isinstance(out, str):
                 return out
-    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, refused)
+            why = out
+    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, why)
 
 
-def explain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    kernel: str | None = None,
-) -> Decision:
-    """What serves ``scaled_dot_product_attention`` with the same arguments, and why. Compiles the kernel; launches nothing.
+def explain(*arguments: Any, **options: Any) -> Decision:
+    """What serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles the kernel and launches none.
+
+    Args:
+        arguments, options: a function of this package, then all that the call is given; without a function the call is one of
+            ``scaled_dot_product_attention``. Of functions that call ours the first call is explained.
 
     Raises:
-        TypeError, ValueError: what the call itself would raise.
+        TypeError, ValueError, NotImplementedError: what the call itself would raise.
     """
-    options = _torch_options(is_causal, enable_gqa, kernel)
-    refusal = None
-    if dropout_p != 0.0:
-        reason = f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
-    elif attn_mask is not None:
-        found = explain_masked(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
-        if isinstance(found, Decision):
-            return found
-        reason = found
-    else:
-        try:
-            return decide((query, key, value), options, scale)
-        except Unsupported as refused:
-            reason, refusal = f"no kernel of ours takes the input: {refused}", refused
-    tensors = (query, key, value, attn_mask)
-    return explain_by_pytorch(tensors, dropout_p, is_causal, scale, enable_gqa, kernel, refusal, reason)
+    if arguments and callable(arguments[0]):
+        return explained(arguments[0], arguments[1:], options)
+    return explained(scaled_dot_product_attention, arguments, options)
 
 
 def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Options:

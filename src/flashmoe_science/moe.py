@@ -7,11 +7,13 @@ serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.moe.call import Options, Tensors
-from flashmoe_science.ops.moe.front.operator import decide, experts_forward
+from flashmoe_science.ops.explain import explained
+from flashmoe_science.ops.moe.front.operator import experts_forward
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
@@ -68,26 +70,6 @@ def fused_moe(
     return experts_forward(tensors, options)
 
 
-def explain_moe(
-    hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    top_k_ids: torch.Tensor,
-    *,
-    activation: str = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    transposed: bool = False,
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    kernel: str | None = None,
-) -> Decision:
-    """What serves ``fused_moe`` with the same arguments, and why. Compiles the kernel; launches nothing.
-
-    Raises:
-        TypeError, ValueError: what the call itself would raise.
-    """
-    tensors = Tensors(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    return decide(tensors, Options(activation, transposed, interleaved, alpha, limit, kernel))
+def explain_moe(*arguments: Any, **options: Any) -> Decision:
+    """What serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``, which has the details."""
+    return explained(fused_moe, arguments, options)

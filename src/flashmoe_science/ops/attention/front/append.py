@@ -20,6 +20,7 @@ from flashmoe_science.ops.attention.call.outputs import strides_like
 from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.operator import register
 
 
@@ -34,7 +35,7 @@ def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
     """
     check_append(append)
     if torch.compiler.is_compiling() or not is_plain(append.k_cache, append.v_cache, append.q, append.k, append.v):
-        rotated, seqlens = _OPERATOR(*append)
+        rotated, seqlens = _fake(*append) if is_explaining() else _OPERATOR(*append)
     else:
         rotated, seqlens = _forward(*append)
     return (append.q if append.rotary_cos is None else rotated), seqlens

@@ -23,6 +23,7 @@ from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 
 SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
@@ -84,6 +85,8 @@ def attend(
     if (cast := _autocast(every)) is not None:
         return attend(cast, options, softmax_scale, lse)
     if not is_plain(*tensors):
+        if is_explaining():
+            raise Explained(decide(every, options, softmax_scale))
         return _through_operator(every, options, softmax_scale, lse)
     return _serve(every, options, softmax_scale, lse, key, store)
 
@@ -94,8 +97,11 @@ def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float |
     every = _autocast(every) or every
     check_probability(dropout_p, "dropout_p")
     check_call(every, options)
-    if options.kernel is not None:
-        choose_fallback(AttentionProblem.op, options.kernel, f"dropout_p is {dropout_p}, which no kernel of ours takes")
+    if options.kernel is not None or is_explaining():
+        why = f"dropout_p is {dropout_p}, which no kernel of ours takes"
+        decision = choose_fallback(AttentionProblem.op, options.kernel, why)
+        if is_explaining() and decision is not None:
+            raise Explained(decision)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
     result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
@@ -110,12 +116,16 @@ def append_and_attend(
     Args:
         tensors: without what is appended. store: as of ``attend``.
     """
-    if not is_plain(*store.tensors):
+    if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)
     check_append(append)
     new = append.k, append.v, append.rotary_cos, append.rotary_sin, append.rotary_seqlens
-    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    decision, launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    if is_explaining():
+        if decision is not None:
+            raise Explained(decision)
+        return None
     store_launch(store.key, guards_of(store.given()), launch or slow_path)
     return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
 

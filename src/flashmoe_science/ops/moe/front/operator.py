@@ -14,6 +14,7 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
 from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, plan_of
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -38,6 +39,8 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
     if (cast := _autocast(tensors)) is not None:
         return experts_forward(cast, options)
     if not is_plain(*tensors):
+        if is_explaining():
+            raise Explained(decide(Tensors(*tensors), Options(*options)))
         return _through_operator(Tensors(*tensors), Options(*options))
     return _serve(Tensors(*tensors), Options(*options), key)
 

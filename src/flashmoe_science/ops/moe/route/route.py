@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import Config
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
+from flashmoe_science.ops.choose import NO_BACKWARD
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
     Options,
@@ -71,6 +75,8 @@ def route(
         if is_plain(router_logits, selection_bias):
             return _serve(router_logits, selection_bias, options, key)
     checked = checked_options(router_logits, selection_bias, *options)
+    if is_explaining():
+        raise Explained(_decide(router_logits, checked))
     if _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
@@ -80,14 +86,29 @@ def route(
 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
-    logits = like.router_logits
-    differentiated = logits.requires_grad and torch.is_grad_enabled()
-    taken = logits.is_cuda and logits.dtype != torch.float64 and not differentiated
-    served = taken and torch.version.cuda is not None and TRITON_MISSING is None
-    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
+    if _why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
     bound: RouteLaunch = _kernel().bind(like, options)
     return bound
+
+
+def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
+    """Why PyTorch's operators serve a call, in words; None where the kernel does."""
+    if needs_grad(logits):
+        return NO_BACKWARD
+    if logits.dtype == torch.float64:
+        return "router_logits has dtype torch.float64, which the kernel does not take"
+    if not logits.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(logits.device) < (8, 0):
+        return f"router_logits is on {logits.device}, and the kernel needs an NVIDIA GPU, Ampere or newer"
+    refusal: str | None = TRITON_MISSING or _kernel().cannot(options, logits.shape[-1])
+    return refusal
+
+
+def _decide(logits: torch.Tensor, options: Options) -> Decision:
+    why = _why_pytorch(logits, options)
+    if why is None:
+        return Decision("moe_route_triton", Config(), "the router has one kernel", "modelled")
+    return Decision("pytorch", Config(), why, "required")
 
 
 def _is_differentiated(logits: torch.Tensor) -> bool:
