@@ -8,6 +8,7 @@ PyTorch casts its own attention's. ``explain`` says what serves a call, and why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.front.merge import check_parts, merged
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, by_pytorch, masked
 from flashmoe_science.ops.explain import explained
@@ -182,6 +184,28 @@ def _refuse_deterministic(*tensors: torch.Tensor) -> None:
         raise NotImplementedError(
             "deterministic is True and an input requires gradients; PyTorch's backward, which serves it, does not promise that"
         )
+
+
+def merge_attention(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to all keys, of the results of attention to pieces of them, by PyTorch's operators; differentiable.
+
+    Args:
+        outs: of each piece [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
+            ``flash_attn_with_kvcache`` return it; or all in one tensor, the pieces first.
+        lses: of each [..., heads, tokens], the log-sum-exp that they return. A piece is not looked at where it is -inf.
+
+    Returns:
+        (out in the shape and dtype of each piece's, lse fp32); zeros and -inf where no piece has a key.
+
+    Raises:
+        TypeError, ValueError: pieces that do not fit each other.
+    """
+    outs, lses = [*outs], [*lses]
+    check_parts(outs, lses)
+    out, lse = merged(outs, [one.transpose(-1, -2) for one in lses])
+    return out.to(outs[0].dtype), lse.transpose(-1, -2)
 
 
 def flash_attention_science(

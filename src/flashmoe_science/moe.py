@@ -71,5 +71,9 @@ def fused_moe(
 
 
 def explain_moe(*arguments: Any, **options: Any) -> Decision:
-    """What serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``, which has the details."""
+    """What serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``.
+
+    Raises:
+        TypeError, ValueError: what the call itself would raise.
+    """
     return explained(fused_moe, arguments, options)

@@ -35,6 +35,7 @@ from flashmoe_science.ops.attention.front.flash import (
     one_table,
     packed_view,
     queries_of,
+    refuse_other_order,
     rows_of_table,
     slopes_of,
     whole_cache,
@@ -141,6 +142,7 @@ def flash_attn_varlen_func(
         found, store = cached_call(given, ALL_KEYS, others, softmax_scale)
         if found is not None:
             return found if return_attn_probs else found[0]  # type: ignore[return-value]
+    refuse_other_order(seqused_q)
     mask = mask_of(causal)
     check_flag(return_attn_probs, "return_attn_probs")
     left, right = window_of(window_size, causal)

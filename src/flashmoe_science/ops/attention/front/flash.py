@@ -109,6 +109,13 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
+def refuse_other_order(seqused_q: object) -> None:
+    """Raise TypeError where arguments stand in FlashAttention-2's order, in which a number is the eighth."""
+    if isinstance(seqused_q, float | int):
+        order = f"seqused_q is {seqused_q}, as dropout_p stands in FlashAttention-2's order"
+        raise TypeError(f"{order}; from the eighth argument on they must be keywords")
+
+
 def max_seqlen(value: object, name: str, total: int) -> int:
     """A ``max_seqlen`` as an integer. One that is on a GPU is not waited for: no sequence is longer than all together.
 
