@@ -66,7 +66,8 @@ def flash_attn_kvpacked_func(
     """``flash_attn_func`` of keys and values in one tensor, which is not copied.
 
     Args:
-        q: [batch, seqlen_q, heads, head_dim]. kv: [batch, seqlen_k, 2, heads_kv, head_dim]. The others as of ``flash_attn_func``.
+        q: [batch, seqlen_q, heads, head_dim]. kv: [batch, seqlen_k, 2, heads_kv, head_dim].
+            The others as of ``flash_attn_func``.
 
     Returns:
         As that function's; with ``return_attn_probs`` (out, lse, None).

@@ -2,9 +2,10 @@
 
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
 learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
-replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be. Tensors
-on the CPU, inputs that require gradients, fp64, dropout and wider heads are served by PyTorch's operators. Under torch.autocast
-queries, keys and values are cast, new ones to the dtypes of their caches.
+replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be, and on a
+GPU with FLASHMOE_CHECK=1 in the environment: each call then launches a check and waits for it. Tensors on the CPU, inputs that
+require gradients, fp64, dropout and wider heads are served by PyTorch's operators. Under torch.autocast queries, keys and
+values are cast, new ones to the dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def flash_attn_with_kvcache(
 
     With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
     whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is refused
-    on the CPU, and not written on a GPU.
+    on the CPU and with FLASHMOE_CHECK=1, else not written.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] with ``cu_seqlens_q`` and ``max_seqlen_q``.

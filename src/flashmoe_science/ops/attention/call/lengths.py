@@ -6,6 +6,7 @@ A refusal is one line: the argument, what it was and for which sequence, what is
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,13 @@ class Lengths(NamedTuple):
 
     def given(self) -> list[torch.Tensor]:
         return [one for one in self[:8] if isinstance(one, torch.Tensor)]
+
+    def of(self, *tensors: torch.Tensor | None) -> Lengths:
+        """The same sizes with these tensors, None for those that are left out."""
+        return self._replace(**dict(zip_longest(self._fields[:8], tensors)))  # type: ignore[arg-type]
+
+    def on_cpu(self) -> Lengths:
+        return self.of(*(one.cpu() if isinstance(one, torch.Tensor) else None for one in self[:8]))
 
 
 def lengths_of(tensors: Tensors, options: Options) -> Lengths:

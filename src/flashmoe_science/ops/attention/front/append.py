@@ -18,7 +18,7 @@ from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.lengths import lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import strides_like
 from flashmoe_science.ops.attention.call.packed import owners
-from flashmoe_science.ops.attention.front.lengths import refuse_lengths
+from flashmoe_science.ops.attention.front import lengths
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.operator import register
@@ -46,8 +46,8 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: the rotated queries, empty where nothing is rotated, and the lengths after."""
     a = Append(*args)
     on_nvidia = gpu_of(a.q) is not None and not TRITON_MISSING
-    if not on_nvidia:
-        refuse_lengths(lengths_of_append(a))
+    if lengths.CHECK or not on_nvidia:
+        lengths.refuse_lengths(lengths_of_append(a))
     new = a.k.shape[2] if a.cu_seqlens_k_new is None else a.cu_seqlens_k_new[1:] - a.cu_seqlens_k_new[:-1]
     seqlens = a.cache_seqlens + new
     rotated = _kernel().append(a) if on_nvidia else _by_pytorch(a)

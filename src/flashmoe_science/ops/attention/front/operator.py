@@ -15,9 +15,11 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.checks import check_call, check_probability, checked_scale
+from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
+from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
@@ -126,6 +128,8 @@ def append_and_attend(
         if decision is not None:
             raise Explained(decision)
         return None
+    if launch is not None:
+        launch = with_check(launch, lengths_of_append, append)
     store_launch(store.key, guards_of(store.given()), launch or slow_path)
     return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
 
@@ -174,6 +178,8 @@ def _serve(
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
     plan, launch = plan_call(tensors, options, softmax_scale)
+    if plan.launcher is not None:
+        launch = with_check(launch, lengths_of, tensors, options)
     # Launches of aligned tensors refuse others by themselves.
     aligned = not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
     if store is not None and plan.launcher is not None:
