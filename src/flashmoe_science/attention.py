@@ -98,7 +98,7 @@ def explain(*arguments: Any, **options: Any) -> Decision:
             ``scaled_dot_product_attention``. Of functions that call ours the first call is explained.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what the call itself would raise.
+        TypeError, ValueError, NotImplementedError: what the call itself would raise, but for the values of lengths and pages.
     """
     if arguments and callable(arguments[0]):
         return explained(arguments[0], arguments[1:], options)

@@ -125,6 +125,19 @@ def test_packed_sequences_compile_whole_and_have_gradients(backend: str) -> None
         torch.testing.assert_close(a, b)
 
 
+def test_windows_of_other_sizes_compile_whole_and_have_gradients() -> None:
+    torch._dynamo.reset()
+
+    def window(q: torch.Tensor) -> Any:
+        return fm.flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
+
+    compiled = torch.compile(window, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (8, 11):
+        q = randn(2, tokens, 4, 16).requires_grad_()
+        eager, traced = (torch.autograd.grad(function(q).square().sum(), q)[0] for function in (window, compiled))
+        torch.testing.assert_close(traced, eager)
+
+
 @pytest.mark.slow
 def test_one_graph_serves_other_sizes() -> None:
     torch._dynamo.reset()

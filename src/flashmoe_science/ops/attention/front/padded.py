@@ -172,7 +172,7 @@ def _by_pytorchs_own(
         mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     rows, scale = positive_scale(queries.rows[:, :, part].to(keys.rows.dtype), softmax.scale)
     assert scale is not None
-    gqa = rows.shape[1] != keys.rows.shape[1]
+    gqa = bool(rows.shape[1] != keys.rows.shape[1])  # symbolic under torch.compile
     out = F.scaled_dot_product_attention(rows, keys.rows, values, mask, softmax.dropout_p, scale=scale, enable_gqa=gqa)
     return out, None
 
