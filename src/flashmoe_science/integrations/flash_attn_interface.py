@@ -26,6 +26,7 @@ from flashmoe_science.ops.attention.front.flash import (
     window_of,
     with_chunks,
 )
+from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.attention.front.operator import attend
 
 __all__ = [
@@ -111,9 +112,7 @@ def flash_attn_combine(
     Returns:
         (out [..., head_dim], lse [...] fp32); zeros and -inf where all parts are empty.
     """
-    lse = torch.logsumexp(lse_partial, 0)
-    weight = torch.exp(lse_partial - torch.where(lse == -torch.inf, 0.0, lse)).unsqueeze(-1)
-    result = torch.where(weight == 0.0, 0.0, weight * out_partial).sum(0)
+    result, lse = merged([*out_partial], [*lse_partial])
     if out is not None:
         return out.copy_(result), lse
     return result.to(out_dtype or out_partial.dtype), lse

@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.ops.attention.problem import AttentionProblem, Layout, Mask
 from flashmoe_science.ops.attention.problem.features import Bias, Features, Lengths
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.problem import Dtype
+from flashmoe_science.problem import Dtype, ProblemError
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 E4M3 = torch.float8_e4m3fn
@@ -165,9 +165,11 @@ def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
     """The AttentionProblem of a call that has been checked.
 
     Raises:
-        ProblemError: a head dimension above 256, or a size of 0.
+        ProblemError: a head dimension above 256, a size of 0, or fp64.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
+    if q.dtype not in DTYPES:
+        raise ProblemError(f"dtype is {q.dtype}; it must be torch.float16, torch.bfloat16 or torch.float32")
     layout: Layout = "bshd" if q.stride(1) < q.stride(2) else "bhsd"
     rows = q.shape[2] if tensors.cu_seqlens_q is None else options.max_seqlen_q
     return AttentionProblem(

@@ -254,18 +254,20 @@ def _launcher_for(
     return launcher
 
 
-def bind_append(tensors: Tensors, options: Options, scale: float | None) -> AttentionLaunch | None:
-    """The launch that also appends to the cache first; None where an append must be a launch of its own.
+def bind_append(
+    tensors: Tensors, options: Options, scale: float | None
+) -> tuple[Decision, AttentionLaunch] | tuple[None, None]:
+    """The launch that also appends to the cache first, and why it serves; None where an append must be a launch of its own.
 
     Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
     """
     gpu = gpu_of(tensors.q)
     if gpu is None or _why_pytorch(tensors, options) is not None:
-        return None
+        return None, None
     try:
         problem = problem_of(tensors, options)
     except ProblemError:
-        return None
+        return None, None
     kernels = [one for one in operation(problem.op).ours() if options.kernel in (None, one.name)]
     able = [one for one in kernels if one.cannot(problem, gpu) is None]
     for kernel in sorted(able, key=lambda one: not one.suits(problem, gpu)):
@@ -273,10 +275,10 @@ def bind_append(tensors: Tensors, options: Options, scale: float | None) -> Atte
         try:
             plan = _plan(kernel, decision.config, tensors, options, problem, scale)
             assert plan.launcher is not None
-            return plan.bind(tensors, options) if plan.launcher.appends else None
+            return (decision, plan.bind(tensors, options)) if plan.launcher.appends else (None, None)
         except CannotServe:
             continue
-    return None
+    return None, None
 
 
 def key_lengths(tensors: Tensors) -> KeyLengths | None:

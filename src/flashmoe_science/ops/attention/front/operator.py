@@ -15,8 +15,9 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append, check_append
-from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_call, check_probability, checked_scale
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
+from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.choose import (
@@ -28,11 +29,13 @@ from flashmoe_science.ops.attention.front.choose import (
     key_lengths,
     plan_call,
 )
+from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
-from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
+from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 
 SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
@@ -91,9 +94,30 @@ def attend(
         if result is not None:
             return result
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    if (cast := _autocast(every)) is not None:
+        return attend(cast, options, softmax_scale, lse)
     if not is_plain(*tensors):
+        if is_explaining():
+            raise Explained(decide(every, options, softmax_scale))
         return _through_operator(every, options, softmax_scale, lse)
     return _serve(every, options, softmax_scale, lse, key, store)
+
+
+def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out. Raises as ``attend``."""
+    every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
+    check_probability(dropout_p, "dropout_p")
+    check_call(every, options)
+    if options.kernel is not None or is_explaining():
+        why = f"dropout_p is {dropout_p}, which no kernel of ours takes"
+        decision = choose_fallback(AttentionProblem.op, options.kernel, why)
+        if is_explaining() and decision is not None:
+            raise Explained(decision)
+    if softmax_scale is not None:
+        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
+    return tokens_first(result, every.cu_seqlens_q is not None) if options.tokens_first else result
 
 
 def append_and_attend(
@@ -104,12 +128,18 @@ def append_and_attend(
     Args:
         tensors: without what is appended. store: as of ``attend``.
     """
-    if not is_plain(*store.tensors):
+    if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)
     check_append(append)
     new = append.k, append.v, append.rotary_cos, append.rotary_sin, append.rotary_seqlens
-    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    decision, launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    if is_explaining():
+        if decision is not None:
+            raise Explained(decision)
+        return None
+    if launch is not None:
+        launch = with_check(launch, lengths_of_append, append)
     store_launch(store.key, guards_of(store.given()), launch or slow_path)
     return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
 
@@ -158,6 +188,8 @@ def _serve(
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
     plan, launch = plan_call(tensors, options, softmax_scale)
+    if plan.launcher is not None:
+        launch = with_check(launch, lengths_of, tensors, options)
     # Launches of aligned tensors refuse others by themselves.
     aligned = not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
     if store is not None and plan.launcher is not None:
@@ -248,6 +280,7 @@ def _of_lengths(given: list[torch.Tensor], lengths: KeyLengths, aligned: bool) -
 def decide(tensors: Given, options: Options, softmax_scale: float | None = None) -> Decision:
     """What ``attend`` would serve the call by, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
     check_call(every, options)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
@@ -259,7 +292,19 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 _FEATURES = Tensors._fields[3:15]
 
 
+def _autocast(tensors: Tensors) -> Tensors | None:
+    """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
+    with any dtype, and stay so."""
+    sinks = tensors.sinks if tensors.sinks is not None and tensors.sinks.dtype != torch.float32 else None
+    cast = autocast((*tensors[:3], sinks, tensors.bias))
+    if cast is None:
+        return None
+    q, k, v, sinks, bias = cast
+    return tensors._replace(q=q, k=k, v=v, sinks=tensors.sinks if sinks is None else sinks, bias=bias)
+
+
 def _through_operator(tensors: Tensors, options: Options, softmax_scale: float | None, lse: torch.Tensor | None) -> Result:
+    tensors = _autocast(tensors) or tensors
     check_call(tensors, options)
     o = options
     out, new_lse = _OPERATOR(

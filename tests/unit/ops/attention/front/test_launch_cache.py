@@ -158,6 +158,21 @@ def test_results_are_as_a_new_call_gives_them(case: str, monkeypatch: pytest.Mon
     assert all((a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in pairs)
 
 
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_call_is_explained_by_the_kernel_that_it_launches(case: str) -> None:
+    call, make = CASES[case]
+    given = make()
+    before = {name: one.clone() for name, one in given.items() if isinstance(one, torch.Tensor)}
+    decisions = [fm.explain(call, **given)]
+    names = {name for name, *_ in launched(call, given)}
+    STARTED.clear()
+    decisions.append(fm.explain(call, **given))  # though a launch is stored
+    assert STARTED == []
+    assert decisions[0] == decisions[1]
+    assert f"flashmoe_{decisions[0].kernel}" in names
+    assert all(torch.equal(given[name], one) for name, one in before.items())
+
+
 WRONG: dict[str, tuple[Callable[..., Given], str, Callable[[torch.Tensor], Any]]] = {
     "a cache of another dtype": (cached, "k_cache", lambda one: one.half()),
     "a cache of other heads": (cached, "v_cache", lambda one: one.repeat(1, 1, 3, 1)),

@@ -70,6 +70,20 @@ def test_compile_keeps_one_graph_and_the_result(function: Callable[..., object],
     assert all(any(node.target is OPERATOR for node in graph.graph.nodes) for graph in graphs)
 
 
+def test_a_scale_that_changes_is_traced_once() -> None:
+    torch._dynamo.reset()
+    q, k, v = (one.repeat_interleave(4 // one.shape[1], 1) for one in tensors())
+    mask = torch.rand(q.shape[2], k.shape[2]) > 0.3
+
+    def attends(scale: float, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        masked = fm.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        return masked, fm.flash_attention_forward(q, k, v, lse, True, scale)
+
+    compiled = torch.compile(attends, fullgraph=True, dynamic=True, backend="eager")
+    for scale in (0.3, 0.5):
+        torch.testing.assert_close(compiled(scale, q.new_empty(q.shape[:3])), attends(scale, q.new_empty(q.shape[:3])))
+
+
 def test_compiled_gradients_are_those_of_eager() -> None:
     torch._dynamo.reset()
     eager, compiled = tensors(grad=True), tensors(grad=True)

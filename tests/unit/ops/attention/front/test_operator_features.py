@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.front import pytorch
+from flashmoe_science.ops.attention.front import padded
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.kernels import ours
 from flashmoe_science.ops.attention.front.operator import attend
@@ -125,6 +125,19 @@ def test_packed_sequences_compile_whole_and_have_gradients(backend: str) -> None
         torch.testing.assert_close(a, b)
 
 
+def test_windows_of_other_sizes_compile_whole_and_have_gradients() -> None:
+    torch._dynamo.reset()
+
+    def window(q: torch.Tensor) -> Any:
+        return fm.flash_attn_func(q, q, q, causal=True, window_size=(3, 0))
+
+    compiled = torch.compile(window, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (8, 11):
+        q = randn(2, tokens, 4, 16).requires_grad_()
+        eager, traced = (torch.autograd.grad(function(q).square().sum(), q)[0] for function in (window, compiled))
+        torch.testing.assert_close(traced, eager)
+
+
 @pytest.mark.slow
 def test_one_graph_serves_other_sizes() -> None:
     torch._dynamo.reset()
@@ -189,7 +202,7 @@ def test_biases_and_prefixes_of_equal_lengths(kind: str, monkeypatch: pytest.Mon
         options = options._replace(mask="causal", softcap=0.0)
     whole = attend(tensors, options)
     LAUNCHES.clear()
-    monkeypatch.setattr(pytorch, "_WEIGHTS_AT_ONCE", 100)  # in parts of a row
+    monkeypatch.setattr(padded, "_WEIGHTS_AT_ONCE", 100)  # in parts of a row
     for out, lse in (whole, attend(tensors, options)):
         assert lse is not None
         for i in range(2):
