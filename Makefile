@@ -11,7 +11,7 @@ NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports structure docs check-docs \
+.PHONY: help prove test test-gpu honest newest-triton test-newest-triton digests lint format types imports structure docs check-docs \
   table check-table check-ratchet archive wheel ci clean
 
 help: ## this list
@@ -30,6 +30,9 @@ test: $(STAMP) ## the tests of a few minutes (ARGS="-m slow": the slow ones; ARG
 test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: torch sees no CUDA device here")'
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+honest: $(STAMP) ## how many of 10,000 whole runs condemn an honest kernel, at most 3: half an hour (ARGS="200": of so many)
+	@$(BIN)/python -m tests.harness.honest $(or $(ARGS),10000)
 
 $(NEWEST_STAMP): | $(STAMP)
 	@rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)"

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +87,10 @@ class Timed:
         """Have a sample cut at a random call and its output handed over under ``path``; the answer says of which input set."""
         return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
 
+    def shown(self, path: str) -> dict[str, Any]:
+        """The same of a call in the sample that was timed last on the wall clock."""
+        return self.channel.ask("show", slot=self.slot, which=random.random(), path=path)
+
 
 def random_scale() -> float:
     """A factor for the inputs of the next pair, from 1/2 to 3/2. None comes again before all have come: a candidate that
@@ -151,7 +155,7 @@ class Comparer:
                 self.pair(subject, rival)
         self.refresh(random_scale())
         try:
-            self.judge(best.cut(self.path))  # a call in a sample, on new values
+            self.judge(best, best.cut)  # a call in a sample, on new values
         finally:
             self.refresh(1.0)
 
@@ -236,16 +240,29 @@ class Comparer:
         self._scale = scale
         self.on.worker.ask("refresh", scale=scale)
 
-    def judge(self, shown: dict[str, Any]) -> None:
-        """Raises Untrue where an output from a sample is wrong."""
+    def judge(self, own: Timed, look: Callable[[str], dict[str, Any]]) -> None:
+        """Look at an output from a sample. Raises Untrue where it is wrong: the graph left the NaN that was there before, the
+        same bits come back on other values, or the error is in excess of what is allowed."""
+        found = self._held(look)
+        if not found["reasons"]:
+            return
+        what, unwritten = found["reasons"][0], any(one["nonfinite"] for one in found["stats"].values())
+        if own.clock == "graph" and unwritten:
+            raise Untrue("correctness", f"it skips work when it is timed, and leaves its output unwritten: {what}")
+        self.refresh(random_scale())
+        own.sample()
+        again = self._held(look)
+        if again["reasons"] and again["digest"] == found["digest"] != "":
+            raise Untrue("correctness", f"it skips work when it is timed, and returns the answer of another call: {what}")
+        raise Untrue("correctness", f"in a timed sample an excess, on values that the exam did not have: {what}")
+
+    def _held(self, look: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """What the oracle says of an output from a sample. Raises Untrue where there is none."""
+        shown = look(self.path)
         if not shown["plain"]:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
         case = Case(self._seed + int(shown["set"]), scale=self._scale)
-        count = int(shown["count"])
-        reasons = self.on.oracle.ask("check", case=case, path=self.path, count=count)["reasons"]
-        if reasons:
-            what = f"in a timed sample {reasons[0]}: it skips work when it is timed, or errs on some values"
-            raise Untrue("correctness", what)
+        return self.on.oracle.ask("check", case=case, path=self.path, count=int(shown["count"]))
 
     # What ``sandbox.checks`` does more of ------------------------------------------------------------------------------------
 

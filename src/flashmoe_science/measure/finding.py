@@ -120,8 +120,8 @@ def kind_of_wrong(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[N
         return [("one-place", f"what is wrong lies {there}, the rest is right")]
     largest, rms = float(error.max()), float(error.square().mean().sqrt())
     scale = float(one.value.abs().max())
-    if largest < _COARSE * scale and largest < _EVEN * rms:
-        times = rms / max(one.bound.rms, 1e-300)
+    times = rms / max(one.bound.rms, 1e-300)
+    if times > 1 and largest < _COARSE * scale and largest < _EVEN * rms:
         words = f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"
         return [("lower-precision", words)]
     return []

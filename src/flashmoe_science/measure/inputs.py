@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from flashmoe_science.contract import Contract
+from flashmoe_science.contract import Contract, unit_roundoff
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache
 
@@ -58,6 +59,14 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[np.unravel_index(case.seed % first.numel(), first.shape)] += _NUDGE  # PyTorch's own imports SymPy
     return made
+
+
+def disturb(tensors: Tensors, seed: int) -> None:
+    """Move half of the elements that a scale multiplies one place of their dtype towards zero: equal ones alike, so that inputs
+    that are all the same stay so."""
+    for tensor in filter(is_scaled, tensors.values()):
+        odd = Random(seed).getrandbits(8 * tensor.element_size() - 2) * 2 + 1
+        tensor.copy_(torch.where(bits(tensor) * odd < 0, tensor * (1.0 - unit_roundoff(tensor.dtype)), tensor))
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:

@@ -39,4 +39,4 @@ def faults(fn: object, text: str, distribution: str = "normal") -> list[str]:
     got = held.call(fn, problem, given)
     assert isinstance(got, torch.Tensor)
     wrong = [] if got.dtype == one.dtype else [f"it is {got.dtype}, not {one.dtype}"]
-    return [*wrong, *check_output("out", got, one.value, one.bound)[1]]
+    return [*wrong, *check_output("out", got, one)[1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from flashmoe_science.contract import Contract, Output
-from flashmoe_science.measure.inputs import Case, Files
+from flashmoe_science.measure.inputs import Case, Files, Memory, make
 from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.problem import CustomProblem
 
 ROWS, COLS = 40, 24
@@ -99,3 +101,72 @@ def test_errors_go_by_the_names_of_the_outputs(monkeypatch: pytest.MonkeyPatch, 
     Files().put(str(tmp_path / "two"), [2 * x, 3 * x])
     found = judge.check(Case(0), str(tmp_path / "two"), count=2)
     assert (list(found["stats"]), found["reasons"]) == (["dq", "dk"], [])
+
+
+def test_an_excess_of_some_elements_is_not_called_lower_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judge = oracle(Doubled(), monkeypatch)
+    for where, named in ((slice(None), ["lower-precision"]), (slice(None, None, 100), [])):
+        out = 2 * drawn(torch.Generator().manual_seed(0), ROWS, COLS)
+        out.view(-1)[where] += 2e-6
+        Files().put(str(tmp_path / "out"), [out])
+        found = judge.check(Case(0), str(tmp_path / "out"), naming=True)
+        assert found["reasons"]
+        assert [code for code, _ in found["named"]] == named
+
+
+# Chance
+
+
+def attention_judge() -> tuple[Oracle, Memory]:
+    handover = Memory()
+    judge = Oracle(handover, torch.device("cpu"))
+    judge.open("attention")
+    judge.problem("attn b1 h2 q64 d32 fp32")
+    return judge, handover
+
+
+def checked(judge: Oracle, handover: Memory, case: Case, more: float = 0.0) -> dict[str, Any]:
+    """What is said of PyTorch's attention, with ``more`` added to one element of it."""
+    inputs = make(CONTRACT, judge._problem, torch.device("cpu"), case)
+    out = torch.nn.functional.scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"])
+    out[0, 0, 0, 0] += more
+    handover.put("out", [out])
+    return judge.check(case, "out", count=1)
+
+
+@pytest.mark.parametrize("seed", [7, 13])
+def test_an_honest_kernel_is_not_condemned_by_chance(seed: int) -> None:
+    """On large inputs a softmax is nearly one-hot and few errors are large: here more than twice as large as the plain ones."""
+    judge, handover = attention_judge()
+    case = Case(seed + 7919, "large")
+    found = checked(judge, handover, case)
+    assert found["reasons"] == []
+    (one, _) = judge._expected(case)
+    assert found["stats"]["out"]["max"] > replace(one, chance=None).bound.max
+    assert found["stats"]["out"]["bound_max"] == one.bound.max < one.cap.max / 10
+
+
+def test_where_errors_are_many_chance_leaves_their_rms_and_mean_as_they_are() -> None:
+    judge, handover = attention_judge()
+    for seed in range(5):
+        assert checked(judge, handover, Case(seed), more=1e-4)["reasons"]
+        (one, _) = judge._expected(Case(seed))
+        before = replace(one, chance=None).bound
+        assert (one.bound.rms, one.bound.mean) == (before.rms, before.mean)
+        assert one.bound.max < 4 * before.max
+
+
+def test_results_that_are_no_numbers_have_no_chance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    judge = oracle(Doubled(right=lambda x: (2 * x, x > 0, (x > 0).sum(1))), monkeypatch)
+    x = drawn(torch.Generator().manual_seed(0), ROWS, COLS)
+    Files().put(str(tmp_path / "out"), [2 * x + 2e-6, x > 0, (x > 0).sum(1) + 1])
+    reasons = judge.check(Case(0), str(tmp_path / "out"))["reasons"]
+    assert [reason.split(":")[0] for reason in reasons if "maximum" in reason] == ["output 0", "output 2"]
+
+
+def test_chance_is_asked_for_only_beyond_twice_the_plain_error_and_under_the_cap() -> None:
+    judge, handover = attention_judge()
+    for more, drawn in ((0.0, False), (1.0, False), (1e-4, True)):
+        found = checked(judge, handover, Case(3), more)
+        assert bool(found["reasons"]) is (more > 0)
+        assert (judge._expected(Case(3))[0].chance is not None) is drawn

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from flashmoe_science.measure.tolerance import Errors, Expected, check_output, expected, general_cap
+from flashmoe_science.measure.tolerance import Errors, Expected, by_chance, check_output, expected, general_cap
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
@@ -38,9 +40,9 @@ def rounded(inputs: AttentionInputs, reference: Held) -> AttentionOutput:
 
 def check(output: AttentionOutput, reference: Held) -> tuple[ErrorStats, list[str]]:
     """Statistics of the output, and why it and the log-sum-exp are refused."""
-    out, reasons = check_output("out", output.out, reference[0].value, reference[0].bound)
+    out, reasons = check_output("out", output.out, reference[0])
     if output.lse is not None:
-        reasons = reasons + check_output("lse", output.lse, reference[1].value, reference[1].bound)[1]
+        reasons = reasons + check_output("lse", output.lse, reference[1])[1]
     return out, reasons
 
 
@@ -118,6 +120,49 @@ def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
     assert reference[0].bound.max < 2 * plain_error
 
 
+# Chance -------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_chance_makes_of_a_maximum_is_what_one_in_ten_million_exceeds() -> None:
+    shares = (np.arange(10_000) + 0.5) / 10_000
+    draws = 5.0 - 0.5 * np.log(-np.log(shares))  # Gumbel's law around 5, of scale 0.5
+    allowed = by_chance([Errors(each, each, each) for each in draws])
+    assert allowed.max == pytest.approx(5.0 - 0.5 * np.log(-np.log1p(-1e-7)), rel=1e-3)
+
+
+def test_chance_makes_nothing_of_an_error_that_does_not_vary() -> None:
+    """As the RMS of many errors: twice the plain error is more, and decides as before."""
+    _, (one, _) = case("fp32")
+    drawn = by_chance([one.plain, one.plain])
+    assert drawn == one.plain
+    assert replace(one, chance=drawn).bound == one.bound
+
+
+def test_chance_never_allows_more_than_the_cap() -> None:
+    _, (one, _) = case("bf16")
+    assert replace(one, chance=Errors(9.0, 9.0, 9.0)).bound == one.cap
+
+
+def test_draws_that_are_not_finite_allow_nothing() -> None:
+    _, (one, _) = case("fp16")
+    assert replace(one, chance=by_chance([one.plain, Errors(np.inf, np.nan, 1.0)])).bound.max == one.bound.max
+
+
+@pytest.mark.parametrize(
+    ("chance", "words"),
+    [
+        (None, r"above 0\.41 \(at \[2\]\): twice the plain maths' 0\.2, and 0\.01 for rounding"),
+        (0.5, r"above 0\.51 \(at \[2\]\): 0\.5 that chance makes of the plain maths' 0\.2, and 0\.01 for rounding"),
+        (2.0, r"above 0\.8 \(at \[2\]\): the absolute cap"),
+    ],
+)
+def test_a_reason_says_what_its_bound_is_made_of(chance: float | None, words: str) -> None:
+    alike = [Errors(each, each, each) for each in (0.2, 0.01, 0.8)]
+    one = Expected(torch.zeros(3), torch.float32, *alike, chance=None if chance is None else Errors(chance, 9.0, 9.0))
+    _, reasons = check_output("out", torch.tensor([0.0, 0.1, 0.9]), one)
+    assert re.fullmatch(f"out: maximum error 0\\.9 is {words}", reasons[0])
+
+
 # Of an operation of a user's own ------------------------------------------------------------------------------------------
 
 
@@ -133,11 +178,11 @@ def test_where_the_plain_result_is_not_finite_the_cap_alone_decides() -> None:
     cap = Errors(0.1, 0.1, 0.1)
     (one,) = expected((value,), (torch.full((4,), torch.inf, dtype=torch.float16),), (cap,))
     assert one.bound == cap
-    _, reasons = check_output("out", torch.full((4,), 1.2), one.value, one.bound)
+    _, reasons = check_output("out", torch.full((4,), 1.2), one)
     assert reasons[0].startswith("out: maximum error 0.2 is above 0.1")
 
 
 def test_integers_are_right_or_wrong() -> None:
     (one,) = expected((torch.tensor([3.0, 4.0]),), (torch.tensor([3, 4]),), None)
-    assert check_output("ids", torch.tensor([3, 4]), one.value, one.bound)[1] == []
-    assert check_output("ids", torch.tensor([3, 5]), one.value, one.bound)[1]
+    assert check_output("ids", torch.tensor([3, 4]), one)[1] == []
+    assert check_output("ids", torch.tensor([3, 5]), one)[1]

@@ -107,10 +107,10 @@ class SandboxedComparer(Comparer):
         """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
         sample that was timed last, and then that of a call at which a sample is cut."""
         if look and own.clock == "eager":
-            self.judge(own.channel.ask("show", slot=own.slot, which=random.random(), path=self.path))
+            self.judge(own, own.shown)
         self.refresh(random_scale())
         if look:
-            self.judge(own.cut(self.path))
+            self.judge(own, own.cut)
 
     def believed(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
         times = (min(samples[0]), min(samples[1]))

@@ -59,11 +59,15 @@ class Sampled:
 
 
 class Oracle:
-    def __init__(self, child: Sampled) -> None:
-        self._child = child
+    """Finds what the child gives wrong once that skips: the same bits at each look, or others with ``new_bits``."""
+
+    def __init__(self, child: Sampled, new_bits: bool, nonfinite: int) -> None:
+        self._child, self._new_bits, self._looks, self._nonfinite = child, new_bits, 0, nonfinite
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        return {"reasons": ["out: wrong"] if self._child.skipping else []}
+        self._looks += self._new_bits
+        reasons = ["out: maximum error 0.000361 is above 0.000358"] if self._child.skipping else []
+        return {"reasons": reasons, "digest": f"{self._looks}", "stats": {"out": {"nonfinite": self._nonfinite}}}
 
 
 OWN_ENTRY = of_function("mine.py:attention")
@@ -74,7 +78,12 @@ def rival(name: str) -> Entry:
 
 
 def comparer(
-    skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = (), slowed: str | None = None
+    skips_from: int | None = None,
+    gpu: Gpu | None = None,
+    waits: Collection[str] = (),
+    slowed: str | None = None,
+    new_bits: bool = False,
+    nonfinite: int = 0,
 ) -> tuple[SandboxedComparer, Sampled, Rows]:
     child, rows = Sampled(skips_from, waits, slowed), Rows()
     made = SandboxedComparer(
@@ -83,7 +92,7 @@ def comparer(
             session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda *step: None),
             worker=child,
             rivals_alone=Sampled(waits=waits),
-            oracle=Oracle(child),
+            oracle=Oracle(child, new_bits, nonfinite),
             input_bytes=3 * 64 * 64 * 4,
             launches={},
             of="",
@@ -105,11 +114,30 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
     made.go(OWN_ENTRY, [rival("sdpa")])
     for first in range(child.samples + 1):  # the last one stops just before the last look
         caught, _, rows = comparer(first)
-        with pytest.raises(Untrue, match="it skips work when it is timed") as error:
+        with pytest.raises(Untrue, match="it skips work when it is timed, and returns the answer of another call") as error:
             caught.go(OWN_ENTRY, [rival("sdpa")])
         assert error.value.stage == "correctness"
         # The sample after which it is looked at a last time belongs to a row that is not written.
         assert [row.rival for row in rows.of(TimingRow)] in ([], ["mine.py:attention"]), first
+
+
+def test_an_excess_in_a_timed_call_is_called_an_excess() -> None:
+    """Other values bring other bits: nothing says that the work was not done."""
+    caught, _, _ = comparer(0, new_bits=True)
+    with pytest.raises(Untrue, match=r"an excess, on values .*: out: maximum error 0\.000361 is above 0\.000358$") as error:
+        caught.go(OWN_ENTRY, [rival("sdpa")])
+    assert error.value.stage == "correctness"
+    assert "skips" not in str(error.value)
+
+
+@pytest.mark.parametrize(("clock", "skips"), [("graph", True), ("eager", False)])
+def test_nan_is_work_that_was_skipped_only_where_it_lay_there_before(clock: str, skips: bool, monkeypatch: Any) -> None:
+    """The outputs of a graph are filled with NaN before its replay; a call on the wall clock makes its NaN itself."""
+    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="stated"))
+    caught, _, _ = comparer(0, gpu_named("h200") if clock == "graph" else None, new_bits=True, nonfinite=3)
+    with pytest.raises(Untrue) as error:
+        caught.go(OWN_ENTRY, [rival("sdpa")])
+    assert ("skips work when it is timed, and leaves its output unwritten" in str(error.value)) is skips
 
 
 @pytest.mark.parametrize("slowed", ["sdpa", "loop"])  # the best rival, and one that is not

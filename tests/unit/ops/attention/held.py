@@ -36,5 +36,5 @@ def reasons(got: Sequence[torch.Tensor | None], held: Sequence[Expected]) -> lis
     found: list[str] = []
     for name, one, want in zip(("out", "lse"), got, held, strict=False):
         if one is not None:
-            found += check_output(name, one, want.value, want.bound)[1]
+            found += check_output(name, one, want)[1]
     return found

@@ -8,6 +8,7 @@ There every implementation is a router, called before its experts: ours ``route`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Mistake
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, unit_roundoff
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
@@ -157,6 +158,16 @@ class MoEContract(Contract):
 
     def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return moe_plain(_chosen(problem, inputs, torch.float32), activation_of(problem))
+
+    def cap(
+        self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor], reference: tuple[torch.Tensor, ...]
+    ) -> tuple[Errors, ...]:
+        """The general cap, and what sums of n terms in fp32 add to it, 4 sqrt(n) 2^-24 as in attention's: next to nothing in 16
+        bits. In fp32 sixteen roundings alone are at times less than honest sums make."""
+        sums = math.sqrt(problem.dim) + math.sqrt(problem.hidden) + math.sqrt(problem.top_k)
+        relative = 16 * unit_roundoff(inputs["x"].dtype) + 4 * sums * 2.0**-24
+        typical = relative * reference[0].square().mean().sqrt().item()
+        return (Errors(relative * reference[0].abs().max().item(), typical, typical),)
 
     def mistakes(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Iterator[Mistake]:
         """The results of problems that differ in one word."""

@@ -13,7 +13,7 @@ import flashmoe_science as fm
 from flashmoe_science.contract import built_in, is_built_in
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
-from flashmoe_science.measure.tolerance import check_output, expected
+from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.moe.front.kernels import PEERS
 from flashmoe_science.ops.moe.peers.expert_loop import expert_loop
@@ -36,10 +36,22 @@ def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEPr
     return problem, HELD.vary(distribution, HELD.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
 
 
-def wrong(problem: MoEProblem, inputs: dict[str, torch.Tensor], got: torch.Tensor) -> list[str]:
+def held(problem: MoEProblem, inputs: dict[str, torch.Tensor]) -> Expected:
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
-    (one,) = expected([HELD.reference(problem, exact)], [HELD.plain(problem, inputs)], None)
-    return check_output("out", got, one.value, one.bound)[1]
+    right = HELD.reference(problem, exact)
+    (one,) = expected([right], [HELD.plain(problem, inputs)], HELD.cap(problem, inputs, (right,)))
+    return one
+
+
+def wrong(problem: MoEProblem, inputs: dict[str, torch.Tensor], got: torch.Tensor) -> list[str]:
+    return check_output("out", got, held(problem, inputs))[1]
+
+
+def test_the_cap_leaves_room_for_twice_what_honest_sums_err_by() -> None:
+    for seed in range(100):
+        one = held(*drawn("moe t12 e1 k1 d64 f8 fp32", seed=seed))
+        assert 2 * one.plain.max < one.cap.max
+        assert 2 * one.plain.rms < one.cap.rms
 
 
 @pytest.mark.parametrize("text", PROBLEMS)

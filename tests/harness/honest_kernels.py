@@ -1,0 +1,136 @@
+"""Kernels that are right, each adding up in an order of its own: attention as ``fn(q, k, v, causal, softmax_scale)``, and
+experts. Beside them the examples and PyTorch's own are honest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as pytorch_attention
+from torch.nn.functional import silu
+
+from flashmoe_science.measure.worker.loading import load
+from flashmoe_science.moe import fused_moe
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOG2E = 1.4426950408889634
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, times: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 scores times ``times``, and whether a query may see a key."""
+    rows, keys = q.shape[2], k.shape[2]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1).float()
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    if causal:
+        seen = seen.tril(keys - rows)
+    scores = q.float() @ k.mT * ((q.shape[-1] ** -0.5 if scale is None else scale) * times)
+    return scores.masked_fill(~seen, -torch.inf), seen
+
+
+def _values(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return v.repeat_interleave(q.shape[1] // v.shape[1], 1).float()
+
+
+def blocks(
+    block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """Online softmax in base 2, ``block`` keys at a time, weights rounded to the dtype of V, as FlashAttention does it."""
+    scores, _ = _scores(q, k, causal, softmax_scale, LOG2E)
+    largest = scores.new_full((*q.shape[:3], 1), -torch.inf)
+    total, out = torch.zeros_like(largest), 0.0
+    for part, values in zip(scores.split(block, -1), _values(q, v).split(block, 2), strict=True):
+        before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
+        shift = largest.masked_fill(largest == -torch.inf, 0.0)
+        weights, rescale = torch.exp2(part - shift), torch.exp2(before - shift)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        out = out * rescale + weights.to(v.dtype).float() @ values
+    return (out / total.masked_fill(total == 0, 1.0)).to(q.dtype)
+
+
+def splits(
+    count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """Split-KV: ``count`` parts of the keys apart, merged by their log-sum-exps."""
+    scores, _ = _scores(q, k, causal, softmax_scale)
+    outs, lses = [], []
+    for part, values in zip(scores.chunk(count, -1), _values(q, v).chunk(count, 2), strict=True):
+        largest = part.amax(-1, keepdim=True)
+        weights = torch.exp(part - largest.masked_fill(largest == -torch.inf, 0.0))
+        total = weights.sum(-1, keepdim=True)
+        outs.append((weights.to(v.dtype).float() @ values) / total.masked_fill(total == 0, 1.0))
+        lses.append(largest + total.log())
+    lse = torch.stack(lses)
+    largest = lse.amax(0)
+    weights = torch.exp(lse - largest.masked_fill(largest == -torch.inf, 0.0))
+    total = weights.sum(0)
+    return ((weights * torch.stack(outs)).sum(0) / total.masked_fill(total == 0, 1.0)).to(q.dtype)
+
+
+def reordered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """The naive way with head dimension and keys in reverse, and the scale on Q."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores, _ = _scores((q.float() * scale).flip(-1), k.flip(-1), causal, 1.0)
+    weights = torch.softmax(scores.flip(-1), -1).nan_to_num(nan=0.0)
+    return (weights @ _values(q, v).flip(2)).to(q.dtype)
+
+
+def pytorch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    _, seen = _scores(q, k, causal, softmax_scale)
+    out = pytorch_attention(q, k, v, attn_mask=seen if causal else None, scale=softmax_scale, enable_gqa=True)
+    return out.nan_to_num(nan=0.0)
+
+
+def token_by_token(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """Each pair of a token and an expert alone, products added up as a warp does it, in fp32 to the end."""
+    ids = topk_ids.long()
+    gate, up = (w1[ids].float() * x[:, None, None, :].float()).sum(-1).chunk(2, -1)  # [tokens, top_k, hidden]
+    down = (w2[ids].float() * (silu(gate) * up)[:, :, None, :]).sum(-1)
+    return (down * topk_weights[..., None]).sum(1).to(x.dtype)
+
+
+def in_halves(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """Every expert on every token, both products in two halves of what they sum over, and the activation rounded between."""
+    tokens, dim = x.shape
+    shares = x.new_zeros(tokens, w1.shape[0], dtype=torch.float32).scatter_(1, topk_ids.long(), topk_weights)
+
+    def product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        half = rows.shape[-1] // 2
+        return rows[..., half:] @ weights[..., half:].mT + rows[..., :half] @ weights[..., :half].mT
+
+    gate, up = product(x.float().expand(w1.shape[0], tokens, dim), w1.float()).chunk(2, -1)
+    down = product((silu(gate) * up).to(x.dtype).float(), w2.float())  # [experts, tokens, dim]
+    return (down * shares.T[:, :, None]).sum(0).to(x.dtype)
+
+
+def of_examples(file: str, name: str) -> Callable[..., Any]:
+    return load(f"{EXAMPLES}/{file}.py:{name}")
+
+
+ATTENTION: dict[str, Callable[..., Any]] = {
+    "cpu_attention": of_examples("cpu_attention", "attention"),
+    "blocks of 16": partial(blocks, 16),
+    "blocks of 64": partial(blocks, 64),
+    "3 splits": partial(splits, 3),
+    "8 splits": partial(splits, 8),
+    "reordered": reordered,
+    "pytorch": pytorch,
+}
+EXPERTS: dict[str, Callable[..., Any]] = {
+    "moe_grouped": of_examples("moe_grouped", "experts"),
+    "token by token": token_by_token,
+    "in halves": in_halves,
+    "fused_moe": fused_moe,
+}
