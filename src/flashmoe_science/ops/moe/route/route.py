@@ -100,9 +100,7 @@ def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
         return NO_BACKWARD
     if logits.dtype == torch.float64:
         return "router_logits has dtype torch.float64, which the kernel does not take"
-    if (why := why_no_triton(gpu_of(logits))) is not None:
-        return f"router_logits is on {logits.device}: {why}"
-    refusal: str | None = TRITON_MISSING or _kernel().cannot(options, logits.shape[-1])
+    refusal: str | None = TRITON_MISSING or why_no_triton(gpu_of(logits)) or _kernel().cannot(options, logits.shape[-1])
     return refusal
 
 
