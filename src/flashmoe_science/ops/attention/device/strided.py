@@ -21,7 +21,7 @@ class Strided(NamedTuple):
 
 @triton.jit
 def in_units(one, UNIT: tl.constexpr):
-    """The Strided, [batch, heads, rows, width], whose strides the compiler knows to be multiples of ``UNIT`` (see stride_unit)."""
+    """A Strided of rows, whose strides the compiler then knows to be multiples of ``UNIT`` (see stride_unit)."""
     if UNIT > 1:
         return Strided(one.base, one.stride_b // UNIT * UNIT, one.stride_h // UNIT * UNIT, one.stride_m // UNIT * UNIT)
     else:
