@@ -20,9 +20,6 @@ class Strided(NamedTuple):
 
 
 @triton.jit
-def in_units(one, UNIT: tl.constexpr):
-    """A Strided of rows, whose strides the compiler then knows to be multiples of ``UNIT`` (see stride_unit)."""
-    if UNIT > 1:
-        return Strided(one.base, one.stride_b // UNIT * UNIT, one.stride_h // UNIT * UNIT, one.stride_m // UNIT * UNIT)
-    else:
-        return one
+def in_units(of_batch, of_head, of_row, UNIT: tl.constexpr):
+    """Strides, which the compiler then knows to be multiples of ``UNIT`` (see stride_unit)."""
+    return of_batch // UNIT * UNIT, of_head // UNIT * UNIT, of_row // UNIT * UNIT

@@ -14,6 +14,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.tile import (
     load_tile,
     place_of,
     probabilities,
+    seen_only,
 )
 from flashmoe_science.ops.attention.device.product_triton import product
 from flashmoe_science.ops.attention.device.strided import Strided, in_units
@@ -39,10 +40,15 @@ def flashmoe_bwd_dbias_triton(
 ):  # fmt: skip
     """dBias [batches or 1, heads or 1, Sq or 1 (ONE_ROW), Sk or 1 (ONE_COLUMN)] of a tile, which is of ``own_batches`` batches,
     ``own_heads`` heads and so on: one each, or all."""
-    q = in_units(Strided(q_base, stride_qb, stride_qh, stride_qm), UNIT)
-    k = in_units(Strided(k_base, stride_kb, stride_kh, stride_kn), UNIT)
-    v = in_units(Strided(v_base, stride_vb, stride_vh, stride_vn), UNIT)
-    dout = in_units(Strided(dout_base, stride_dob, stride_doh, stride_dom), UNIT)
+    if UNIT > 1:
+        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
+        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
+        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
+        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
+    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
+    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
+    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
+    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(None, None, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
@@ -72,12 +78,11 @@ def flashmoe_bwd_dbias_triton(
         v_tile = load_tile(
             v, place.batch, head // group, 0, tl.cast(first_k, tl.int64), column, seqlen_k, dims_v, DV, BLOCK_DV, WIDE
         )  # fmt: skip
-        lse, delta = load_sums(rows, place, head, first_q + row)
+        lse, delta = load_sums(rows, place, head, first_q, row)
         factors = factors_of(scores, place.batch, head, traits)
-        p, _ = probabilities(
-            q_tile, k_tile, (first_q + row)[:, None], (first_k + column)[None, :], lse[:, None], place, scores, factors,
-            True, traits,
-        )  # fmt: skip
+        query, key = (first_q + row)[:, None], (first_k + column)[None, :]
+        p, _ = probabilities(q_tile, k_tile, query, key, lse[:, None], place, scores, factors, traits)
+        p = seen_only(p, query, key, place.band, traits)
         total += p * (product(do_tile, tl.trans(v_tile), None, PRECISION, INTERPRET) - delta[:, None])
     height, width = 1 if ONE_ROW else seqlen_q, 1 if ONE_COLUMN else seqlen_k
     corner = dbias + (tl.cast(of_batch, tl.int64) * all_heads + of_head) * height * width

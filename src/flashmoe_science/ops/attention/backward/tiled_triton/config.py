@@ -44,22 +44,27 @@ def tile_of(config: Config, kernel: str) -> Tile:
 
 
 def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Tile, Tile]]:
-    """Tiles of dK and dV, and of dQ: in a loop over queries, and over keys, of so many at a time."""
+    """Tiles of dK and dV, and of dQ; the first that fits a GPU spills none of its registers, but of fp32."""
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    wgmma = gpu is not None and gpu.compute_capability[0] == 9
     if problem.dtype == "fp32":
-        return [((16, 16, 4, 1), (16, 16, 4, 1))]
+        if width <= 128:
+            return [((16, 32, 4 if width <= 64 else 8, 1), (32 if width <= 64 else 16, 16, 4, 1)), ((16, 16, 4, 1),) * 2]
+        return [((16, 16, 8, 1),) * 2]
     if width <= 64:
-        return [((64, 64, 4, 2), (64, 64, 4, 2)), ((32, 64, 4, 2), (64, 32, 4, 2))]
+        hopper = [((64, 64, 8, 2), (64, 64, 4, 2)), ((64, 64, 8, 2), (128, 64, 8, 2))] if wgmma else []
+        return [*hopper, ((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 4, 2), (64, 32, 4, 2))]
     if width <= 128:
-        return [((64, 64, 8, 2), (64, 64, 8, 2)), ((32, 64, 4, 1), (64, 32, 4, 1))]
-    return [((32, 32, 8, 1), (32, 32, 8, 1))]
+        return [((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 8, 2), (64, 64, 8, 2)), ((32, 64, 8, 1), (64, 32, 4, 2))]
+    return [((32, 64, 8, 1), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 2)), ((32, 32, 8, 1),) * 2]
 
 
 def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: int) -> bool:
+    """Whether K, V and stages of Q and dO, or the other way round, fit, and P and dS of dK and dV beside them."""
     width = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
     size = DTYPE_BYTES[problem.dtype]
     (m, n, _, stages), (m_q, n_q, _, stages_q) = keys, queries
-    return max(n + stages * m, m_q + stages_q * n_q) * width * size <= limit
+    return size * max((n + stages * m) * width + 2 * m * n, (m_q + stages_q * n_q) * width) <= limit
 
 
 def right_of(problem: AttentionBackwardProblem, seqlen_q: int) -> int | None:

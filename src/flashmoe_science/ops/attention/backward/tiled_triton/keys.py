@@ -1,7 +1,6 @@
 """dK and dV: a program for each tile of keys, which loops over the queries of all heads that share its key head.
 
 dV = P^T dO and dK = scale dS^T Q are summed in registers, in one order: head after head, and of each the queries as they come.
-Tiles are [keys, queries], so that P^T and dS^T are operands as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.tile import (
     load_tile,
     place_of,
     probabilities,
+    seen_only,
     store_tile,
 )
 from flashmoe_science.ops.attention.device.mask_triton import tiles_of_queries
@@ -33,8 +33,8 @@ SIZES = (
 
 @triton.jit
 def _add_queries(
-    dk, dv, k, v, q, dout, rows, place, head, first, key, scores, factors,
-    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, MASKED: tl.constexpr, traits: tl.constexpr,
+    dk, dv, k, v, q, dout, rows, place, head, first, key, scores, factors, seen,
+    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """dK and dV with what a tile of a head's queries, from ``first`` on, adds. K is [BLOCK_N, BLOCK_D], ``key`` [BLOCK_N]."""
     row = tl.arange(0, traits.BLOCK_M)
@@ -46,18 +46,22 @@ def _add_queries(
         dout, place.batch, head, place.first_q, first, row, queries, dims_v, traits.DV, traits.BLOCK_DV, traits.WIDE
     )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
     query = first + row
-    lse, delta = load_sums(rows, place, head, query)  # [BLOCK_M]
+    lse, delta = load_sums(rows, place, head, first, row)  # [BLOCK_M]
     p, slope = probabilities(
-        k, q_tile, query[None, :], key[:, None], lse[None, :], place, scores, factors, MASKED, traits
-    )  # [BLOCK_N, BLOCK_M]  # fmt: skip
+        q_tile, k, query[:, None], key[None, :], lse[:, None], place, scores, factors, traits
+    )  # [BLOCK_M, BLOCK_N]  # fmt: skip
+    # In a branch: with a loop for each of the tiles that have a mask and those that have none, registers spill.
+    if traits.LEFT or traits.RIGHT:
+        if (first < seen.whole) | (first >= seen.beyond):
+            p = seen_only(p, query[:, None], key[None, :], place.band, traits)
     if WITH_DV:
-        dv = product(p.to(do_tile.dtype), do_tile, dv, traits.PRECISION, traits.INTERPRET)
+        dv = product(tl.trans(p.to(do_tile.dtype)), do_tile, dv, traits.PRECISION, traits.INTERPRET)
     if WITH_DK:
-        dp = product(v, tl.trans(do_tile), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_N, BLOCK_M]
-        ds = p * (dp - delta[None, :])
+        dp = product(do_tile, tl.trans(v), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_M, BLOCK_N]
+        ds = p * (dp - delta[:, None])
         if traits.SOFTCAP:
             ds = ds * slope
-        dk = product(ds.to(q_tile.dtype), q_tile, dk, traits.PRECISION, traits.INTERPRET)
+        dk = product(tl.trans(ds.to(q_tile.dtype)), q_tile, dk, traits.PRECISION, traits.INTERPRET)
     return dk, dv
 
 
@@ -75,12 +79,19 @@ def flashmoe_bwd_dkdv_triton(
     WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys of a key head; of the two those whose address is given."""
-    q = in_units(Strided(q_base, stride_qb, stride_qh, stride_qm), UNIT)
-    k = in_units(Strided(k_base, stride_kb, stride_kh, stride_kn), UNIT)
-    v = in_units(Strided(v_base, stride_vb, stride_vh, stride_vn), UNIT)
-    dout = in_units(Strided(dout_base, stride_dob, stride_doh, stride_dom), UNIT)
-    dk_out = in_units(Strided(dk_base, stride_dkb, stride_dkh, stride_dkn), UNIT)
-    dv_out = in_units(Strided(dv_base, stride_dvb, stride_dvh, stride_dvn), UNIT)
+    if UNIT > 1:
+        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
+        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
+        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
+        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
+        stride_dkb, stride_dkh, stride_dkn = in_units(stride_dkb, stride_dkh, stride_dkn, UNIT)
+        stride_dvb, stride_dvh, stride_dvn = in_units(stride_dvb, stride_dvh, stride_dvn, UNIT)
+    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
+    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
+    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
+    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
+    dk_out = Strided(dk_base, stride_dkb, stride_dkh, stride_dkn)
+    dv_out = Strided(dv_base, stride_dvb, stride_dvh, stride_dvn)
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
@@ -109,24 +120,11 @@ def flashmoe_bwd_dkdv_triton(
     seen = tiles_of_queries(first, first + BLOCK_N - 1, place.band, BLOCK_M, LEFT, RIGHT, PREFIX)
     for head in range(head_kv * group, head_kv * group + group):
         factors = factors_of(scores, place.batch, head, traits)
-        if RIGHT:
-            for query in tl.range(seen.start, seen.whole, BLOCK_M, num_stages=NUM_STAGES):
-                dk, dv = _add_queries(
-                    dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors,
-                    WITH_DK, WITH_DV, True, traits,
-                )  # fmt: skip
-        # Keys past the last have sums of their own, which are not stored. A query past the last has no probability.
-        for query in tl.range(seen.whole, seen.beyond if LEFT else seen.end, BLOCK_M, num_stages=NUM_STAGES):
+        for query in tl.range(seen.start, seen.end, BLOCK_M, num_stages=NUM_STAGES):
             dk, dv = _add_queries(
-                dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors,
-                WITH_DK, WITH_DV, False, traits,
+                dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors, seen,
+                WITH_DK, WITH_DV, traits,
             )  # fmt: skip
-        if LEFT:
-            for query in tl.range(seen.beyond, seen.end, BLOCK_M, num_stages=NUM_STAGES):
-                dk, dv = _add_queries(
-                    dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors,
-                    WITH_DK, WITH_DV, True, traits,
-                )  # fmt: skip
     if WITH_DK:
         dk = dk * softmax_scale
         store_tile(dk_out, place.batch, head_kv, place.first_k, first, row, keys, dims, dk, D, BLOCK_D, WIDE)

@@ -16,6 +16,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.tile import (
     load_tile,
     place_of,
     probabilities,
+    seen_only,
     store_tile,
 )
 from flashmoe_science.ops.attention.device.mask_triton import tiles_of_keys
@@ -38,8 +39,10 @@ def _add_keys(
     )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
     key = first + row
     p, slope = probabilities(
-        q, k_tile, query[:, None], key[None, :], lse[:, None], place, scores, factors, MASKED, traits
+        q, k_tile, query[:, None], key[None, :], lse[:, None], place, scores, factors, traits
     )  # [BLOCK_M, BLOCK_N]  # fmt: skip
+    if MASKED:
+        p = seen_only(p, query[:, None], key[None, :], place.band, traits)
     dp = product(dout, tl.trans(v_tile), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_M, BLOCK_N]
     ds = p * (dp - delta[:, None])
     if traits.SOFTCAP:
@@ -61,11 +64,17 @@ def flashmoe_bwd_dq_triton(
     WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries of a head."""
-    q = in_units(Strided(q_base, stride_qb, stride_qh, stride_qm), UNIT)
-    k = in_units(Strided(k_base, stride_kb, stride_kh, stride_kn), UNIT)
-    v = in_units(Strided(v_base, stride_vb, stride_vh, stride_vn), UNIT)
-    dout = in_units(Strided(dout_base, stride_dob, stride_doh, stride_dom), UNIT)
-    dq_out = in_units(Strided(dq_base, stride_dqb, stride_dqh, stride_dqm), UNIT)
+    if UNIT > 1:
+        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
+        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
+        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
+        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
+        stride_dqb, stride_dqh, stride_dqm = in_units(stride_dqb, stride_dqh, stride_dqm, UNIT)
+    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
+    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
+    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
+    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
+    dq_out = Strided(dq_base, stride_dqb, stride_dqh, stride_dqm)
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
@@ -90,7 +99,7 @@ def flashmoe_bwd_dq_triton(
     q_tile = load_tile(q, place.batch, head, place.first_q, first, row, queries, dims, D, BLOCK_D, WIDE)
     do_tile = load_tile(dout, place.batch, head, place.first_q, first, row, queries, dims_v, DV, BLOCK_DV, WIDE)
     query = first + row
-    lse, delta = load_sums(rows, place, head, query)
+    lse, delta = load_sums(rows, place, head, first, row)
     factors = factors_of(scores, place.batch, head, traits)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     seen = tiles_of_keys(first, tl.minimum(first + BLOCK_M, queries) - 1, place.band, BLOCK_N, LEFT, RIGHT, PREFIX)

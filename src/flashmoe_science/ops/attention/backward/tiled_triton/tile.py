@@ -1,8 +1,5 @@
-"""Of a tile of scores their probabilities and gradients, anew from Q, K and the log-sum-exp.
-
-A tile is [queries, keys] or [keys, queries]: the first operand has its rows. ``query`` and ``key`` are numbers within a
-sequence, the one [rows, 1] and the other [1, columns].
-"""
+"""What the kernels share: loads and stores of tiles, and of a tile of scores [queries, keys] the probabilities, anew from Q, K
+and the log-sum-exp. ``query`` [queries, 1] and ``key`` [1, keys] are numbers within a sequence."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ def place_of(batch, cu_seqlens_q, cu_seqlens_k, seqused_k, seqlen_q, seqlen_k, s
 @triton.jit
 def factors_of(scores, batch, head, traits: tl.constexpr):
     """The Factors of a head of a sequence."""
-    bias, slope = None, None
+    bias, slope = 0, 0.0
     if traits.BIAS == "alibi":
         slope = tl.load(scores.slopes.base + batch * scores.slopes.stride_b + head) * 1.4426950408889634
     elif traits.BIAS != "none":
@@ -125,19 +122,19 @@ def store_tile(
 
 
 @triton.jit
-def load_sums(rows, place, head, query):
-    """The log-sum-exp, of base 2, and delta of queries of a head. A row that sees nothing, or is past the last, has an infinite
-    log-sum-exp: none of its probabilities is NaN, all are 0."""
-    at = lse_rows(place.batch, tl.cast(head, tl.int64), place.first_q + query, rows.heads, rows.stride, rows.cu_seqlens_q)
-    inside = query < place.band.seqlen_q
-    lse = tl.load(rows.lse + at, mask=inside, other=float("-inf"))
-    delta = tl.load(rows.delta + at, mask=inside, other=0.0)
+def load_sums(rows, place, head, first, row):
+    """The log-sum-exp, of base 2, and delta of a head's queries ``first`` + ``row`` [BLOCK_M]. A row that sees nothing, or is
+    past the last, has an infinite log-sum-exp: none of its probabilities is NaN, all are 0."""
+    at = lse_rows(place.batch, tl.cast(head, tl.int64), place.first_q + first, rows.heads, rows.stride, rows.cu_seqlens_q)
+    inside = row < place.band.seqlen_q - first
+    lse = tl.load(rows.lse + at + row, mask=inside, other=float("-inf"))
+    delta = tl.load(rows.delta + at + row, mask=inside, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
 
 
 @triton.jit
-def probabilities(a, b, query, key, lse, place, scores, factors, MASKED: tl.constexpr, traits: tl.constexpr):
-    """Probabilities of scores a b^T, and what a soft cap multiplies their gradients by."""
+def probabilities(a, b, query, key, lse, place, scores, factors, traits: tl.constexpr):
+    """Probabilities of scores a b^T, of keys that are not seen too, and what a soft cap multiplies their gradients by."""
     band = place.band
     s = product(a, tl.trans(b), None, traits.PRECISION, traits.INTERPRET)
     slope = 1.0
@@ -156,11 +153,14 @@ def probabilities(a, b, query, key, lse, place, scores, factors, MASKED: tl.cons
             s = tl.where(bias != 0, s, float("-inf"))
         else:
             s += bias_log2(bias)
-    p = tl.exp2(s - lse)
-    if MASKED:
-        seen = in_band(
-            query, key, band.seqlen_k, band.diagonal, band.left, band.right_end, band.prefix,
-            traits.LEFT, traits.RIGHT, traits.PREFIX,
-        )  # fmt: skip
-        p = tl.where(seen, p, 0.0)
-    return p, slope
+    return tl.exp2(s - lse), slope
+
+
+@triton.jit
+def seen_only(p, query, key, band, traits: tl.constexpr):
+    """Probabilities, 0 where a query does not see a key."""
+    seen = in_band(
+        query, key, band.seqlen_k, band.diagonal, band.left, band.right_end, band.prefix,
+        traits.LEFT, traits.RIGHT, traits.PREFIX,
+    )  # fmt: skip
+    return tl.where(seen, p, 0.0)
