@@ -63,10 +63,10 @@ class Outputs(NamedTuple):
 
 def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
     """The Outputs of a call."""
-    of_qkv = [
+    of_q, of_k, of_v = (
         TensorLike(tuple(one.shape), strides_like(one.shape, one.stride(), one.shape[3]), one.dtype) if needed else None
         for one, needed in zip(tensors[:3], wanted, strict=False)
-    ]
+    )
     sinks, bias, of_sinks, of_bias = tensors.sinks, tensors.bias, None, None
     if wanted.dsinks and sinks is not None:
         of_sinks = TensorLike(tuple(sinks.shape), (1,), sinks.dtype)
@@ -74,7 +74,7 @@ def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
         batch, heads, rows, columns = summed_shape(bias)
         strides = (heads * rows * columns, rows * columns, columns, 1)
         of_bias = TensorLike((batch, heads, rows, columns), strides, bias.dtype)
-    return Outputs(*of_qkv, of_sinks, of_bias)
+    return Outputs(of_q, of_k, of_v, of_sinks, of_bias)
 
 
 def summed_shape(bias: torch.Tensor) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ class BackwardInputs:
 
 
 BackwardKernel = Kernel[AttentionBackwardProblem, BackwardInputs, Gradients]
-# launch(tensors, saved, softmax_scale) -> Gradients: of tensors in the order of Tensors and of Saved like those that it was bound
-# to, of which only the addresses are used.
+# launch(tensors, saved, softmax_scale) -> Gradients: of tensors in the order of Tensors and of Saved like those that it was
+# bound to, of which only the addresses are used.
 BackwardLaunch = Callable[[Given, Given, float], Gradients]
 
 

@@ -16,8 +16,8 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_triton, splits
-from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
 from flashmoe_science.ops.attention.device.softcap_triton import tanh
+from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.suites_serving import small

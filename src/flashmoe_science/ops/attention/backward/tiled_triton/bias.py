@@ -67,17 +67,17 @@ def flashmoe_bwd_dbias_triton(
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for number in range(0, own_batches * own_heads * own_tiles_m * own_tiles_n):
+    for number in range(own_batches * own_heads * own_tiles_m * own_tiles_n):
         first_k, rest = (tile_n + number % own_tiles_n) * BLOCK_N, number // own_tiles_n
         first_q, rest = (tile_m + rest % own_tiles_m) * BLOCK_M, rest // own_tiles_m
         head, batch = of_head + rest % own_heads, of_batch + rest // own_heads
         place = place_of(batch, None, None, None, seqlen_q, seqlen_k, scores, traits)
-        q_tile = load_tile(q, place.batch, head, 0, tl.cast(first_q, tl.int64), row, seqlen_q, dims, D, BLOCK_D, WIDE)
-        do_tile = load_tile(dout, place.batch, head, 0, tl.cast(first_q, tl.int64), row, seqlen_q, dims_v, DV, BLOCK_DV, WIDE)
-        k_tile = load_tile(k, place.batch, head // group, 0, tl.cast(first_k, tl.int64), column, seqlen_k, dims, D, BLOCK_D, WIDE)
-        v_tile = load_tile(
-            v, place.batch, head // group, 0, tl.cast(first_k, tl.int64), column, seqlen_k, dims_v, DV, BLOCK_DV, WIDE
-        )  # fmt: skip
+        query_row = tl.cast(first_q, tl.int64)
+        q_tile = load_tile(q, place.batch, head, 0, query_row, row, seqlen_q, dims, D, BLOCK_D, WIDE)
+        do_tile = load_tile(dout, place.batch, head, 0, query_row, row, seqlen_q, dims_v, DV, BLOCK_DV, WIDE)
+        head_kv, key_row = head // group, tl.cast(first_k, tl.int64)
+        k_tile = load_tile(k, place.batch, head_kv, 0, key_row, column, seqlen_k, dims, D, BLOCK_D, WIDE)
+        v_tile = load_tile(v, place.batch, head_kv, 0, key_row, column, seqlen_k, dims_v, DV, BLOCK_DV, WIDE)
         lse, delta = load_sums(rows, place, head, first_q, row)
         factors = factors_of(scores, place.batch, head, traits)
         query, key = (first_q + row)[:, None], (first_k + column)[None, :]

@@ -49,14 +49,16 @@ def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Til
     wgmma = gpu is not None and gpu.compute_capability[0] == 9
     if problem.dtype == "fp32":
         if width <= 128:
-            return [((16, 32, 4 if width <= 64 else 8, 1), (32 if width <= 64 else 16, 16, 4, 1)), ((16, 16, 4, 1),) * 2]
-        return [((16, 16, 8, 1),) * 2]
+            first = ((16, 32, 4, 1), (32, 16, 4, 1)) if width <= 64 else ((16, 32, 8, 1), (16, 16, 4, 1))
+            return [first, ((16, 16, 4, 1), (16, 16, 4, 1))]
+        return [((16, 16, 8, 1), (16, 16, 8, 1))]
     if width <= 64:
         hopper = [((64, 64, 8, 2), (64, 64, 4, 2)), ((64, 64, 8, 2), (128, 64, 8, 2))] if wgmma else []
         return [*hopper, ((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 4, 2), (64, 32, 4, 2))]
     if width <= 128:
         return [((32, 64, 8, 2), (64, 64, 8, 2)), ((64, 64, 8, 2), (64, 64, 8, 2)), ((32, 64, 8, 1), (64, 32, 4, 2))]
-    return [((32, 64, 8, 1), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1)), ((32, 32, 8, 1), (32, 32, 8, 2)), ((32, 32, 8, 1),) * 2]
+    tall = [((32, 64, 8, 1), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1))]
+    return [*tall, ((32, 32, 8, 1), (32, 32, 8, 2)), ((32, 32, 8, 1), (32, 32, 8, 1))]
 
 
 def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: int) -> bool:

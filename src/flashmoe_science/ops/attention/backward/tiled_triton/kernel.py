@@ -4,9 +4,9 @@ Shapes (problem/features.py has those of packed sequences): Q, dQ [B, H, Sq, D],
 O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq], dSinks [H], dBias [B, H, Sq, Sk]; D and Dv from 1 to 256, padded to a
 power of two in registers only. fp16, bf16 and fp32 (as six bf16 products); sm_80 and up.
 
-With P = exp(scores - LSE), dP = dO V^T and delta = rowsum(dO O) - dLSE the gradient of scores is dS = P (dP - delta). Scores are
-computed twice, for dK and dV (keys.py) and for dQ (queries.py), so that no two programs add to one result: all sums are fp32, in
-registers and in one order, and equal calls give equal bits. Gradients that are not asked for are not computed.
+With P = exp(scores - LSE), dP = dO V^T and delta = rowsum(dO O) - dLSE the gradient of scores is dS = P (dP - delta). Scores
+are computed twice, for dK and dV (keys.py) and for dQ (queries.py), so that no two programs add to one result: all sums are
+fp32, in registers and in one order, and equal calls give equal bits. Gradients that are not asked for are not computed.
 
 The algebra: Dao et al. 2022 (FlashAttention); two loops in place of atomic adds: Triton's tutorial "Fused Attention".
 """

@@ -98,7 +98,9 @@ def factors_of(scores, batch, head, traits: tl.constexpr):
 
 
 @triton.jit
-def load_tile(tensor, batch, head, first, first_row, row, rows, dims, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+def load_tile(
+    tensor, batch, head, first, first_row, row, rows, dims, D: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
     """Rows ``first_row`` + ``row`` [ROWS] of a sequence that begins at ``first`` and has ``rows``, [ROWS, BLOCK_D]; zeros past
     them, where memory may hold NaN."""
     at = tensor.base + batch * tensor.stride_b + tl.cast(head, tl.int64) * tensor.stride_h

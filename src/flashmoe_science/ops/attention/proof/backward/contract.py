@@ -8,9 +8,9 @@ The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|
 round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add one
 each. Scores accumulated in fp32 err by ``s`` as in the forward, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With
 ``e = 6 u + 2 s + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by
-``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums. RMS
-and mean are held to half of it. ``f`` alone is added to the rounding floor: where all else is exact, as with inputs that are all
-alike, sums in fp32 differ with their order.
+``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums.
+RMS and mean are held to half of it. ``f`` alone is added to the rounding floor: where all else is exact, as with inputs that
+are all alike, sums in fp32 differ with their order.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _FP32 = 2.0**-24
 
 
 class AttentionBackwardContract(Contract):
-    """Gradients of softmax(Q K^T * scale + mask) V; see the module. ``stretch``, ``explicit`` and ``sliced`` as of the forward's
-    contract; with ``of_lse`` the log-sum-exp has a gradient too, which a candidate is not asked for."""
+    """Gradients of softmax(Q K^T * scale + mask) V; see the module. ``stretch``, ``explicit`` and ``sliced`` are those of the
+    forward's contract; with ``of_lse`` the log-sum-exp has a gradient too, which a candidate is not asked for."""
 
     name: ClassVar[str] = "attention_backward"
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
@@ -187,7 +187,12 @@ def _of_call(inputs: Inputs) -> Inputs:
 
 
 def _widened(tensors: Tensors) -> Tensors:
-    return Tensors(*(one.double() if one is not None and one.is_floating_point() else one for one in tensors))
+    wide = {
+        name: one.double()
+        for name, one in zip(tensors._fields, tensors, strict=True)
+        if one is not None and one.is_floating_point()
+    }
+    return tensors._replace(**wide)
 
 
 CONTRACT = AttentionBackwardContract()

@@ -10,7 +10,16 @@ import torch
 
 from flashmoe_science.ops.attention.call.backward import BackwardInputs, Wanted
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
-from flashmoe_science.ops.attention.proof.oracle import CHUNK_SCORES, Chunk, Rules, Sequence, chunks_of, grouped, scores_of, sequences
+from flashmoe_science.ops.attention.proof.oracle import (
+    CHUNK_SCORES,
+    Chunk,
+    Rules,
+    Sequence,
+    chunks_of,
+    grouped,
+    scores_of,
+    sequences,
+)
 
 Made = tuple[torch.Tensor, ...]  # those of a Wanted that are, in its order
 
@@ -95,7 +104,9 @@ def _weights(
     scores = scores.masked_fill(empty, 0.0)
     columns = chunk.high - chunk.low
     weights = torch.softmax(scores, -1)[..., :columns].masked_fill(empty, 0.0)
-    norm = torch.logsumexp(scores.float() if wide != torch.float64 else scores, -1, keepdim=True) if scores.shape[-1] else empty * 0.0
+    if not scores.shape[-1]:
+        return weights, empty * 0.0
+    norm = torch.logsumexp(scores if wide == torch.float64 else scores.float(), -1, keepdim=True)
     return weights, norm.masked_fill(empty, 0.0)
 
 

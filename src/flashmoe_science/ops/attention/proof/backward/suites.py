@@ -41,7 +41,8 @@ def small() -> tuple[str, ...]:
 
 def sweep() -> tuple[str, ...]:
     """Tiny problems for a function that is differentiable."""
-    dims = (*(f"b1 h2 q70 d{dim}{mask}" for dim in (16, 32, 64, 128) for mask in ("", " causal")), "b1 h2 q70 d80", "b1 h2 q70 d256")
+    usual = (f"b1 h2 q70 d{dim}{mask}" for dim in (16, 32, 64, 128) for mask in ("", " causal"))
+    dims = (*usual, "b1 h2 q70 d80", "b1 h2 q70 d256")
     shapes = ("b2 h4 hk2 q40 d64 causal", "b1 h6 hk1 q70 d32", "b1 h2 q24 k40 d64 causal", "b1 h2 q129 d64 causal bshd")
     return tuple(f"attnbwd {one} {_DTYPES[place % 2]}" for place, one in enumerate((*dims, *shapes)))
 
@@ -61,9 +62,9 @@ def _train() -> Iterator[str]:
             yield f"attnbwd b{_TOKENS // seqlen} h32 hk8 q{seqlen} d128 bf16{mask} bshd"
             yield f"attnbwd b{_TOKENS // seqlen} h32 hk4 q{seqlen} d128 bf16{mask} bshd"
             yield f"attnbwd b{_TOKENS // seqlen} h64 hk8 q{seqlen} d64 bf16{mask} bshd"
-    for heads in ("h16", "h32 hk8"):
-        yield f"attnbwd b8 {heads} q4096 d128 bf16 causal bshd packed"
-        yield f"attnbwd b2 {heads} q8192 d128 bf16 causal bshd left1023"
+    for shared in ("h16", "h32 hk8"):
+        yield f"attnbwd b8 {shared} q4096 d128 bf16 causal bshd packed"
+        yield f"attnbwd b2 {shared} q8192 d128 bf16 causal bshd left1023"
     yield "attnbwd b8 h32 q4096 d64 bf16 causal bshd packed"
     yield "attnbwd b2 h64 hk8 q8192 d64 bf16 causal bshd left1023"
     for text in ("b1 h16 q32768 d128", "b1 h8 q65536 d128"):
