@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 
 from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.ops.attention.call.outputs import TensorLike, strides_like
-from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, problem_of
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 
@@ -80,6 +80,12 @@ def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
 def summed_shape(bias: torch.Tensor) -> tuple[int, ...]:
     """The shape of a bias without what it is expanded by."""
     return tuple(1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True))
+
+
+def backward_problem_of(tensors: Tensors, options: Options) -> AttentionBackwardProblem:
+    """The problem of a call's backward. Raises ProblemError: as ``problem_of``; keys in a cache."""
+    problem = problem_of(tensors, options)
+    return AttentionBackwardProblem(**{one.name: getattr(problem, one.name) for one in fields(problem)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Kernel, Launch
 from flashmoe_science.ops.attention.peers import sdpa
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _FLASH, _CUDNN = "pytorch_flash::flash_bwd", "cudnn.*(sdpa|attention|flash|bprop
 
 def _plain(problem: AttentionBackwardProblem, supported: str | None) -> str | None:
     """Why a backend's backward cannot serve a problem that its forward ``supported`` serves or not."""
-    return supported or unserved(problem.features, (), "the backward of one of PyTorch's backends")
+    return supported or unsupported(problem.features, (), "the backward of one of PyTorch's backends")
 
 
 def _flash_supports(problem: AttentionBackwardProblem, device: Device) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashmoe_science.ops.attention.problem import problem as forward
-from flashmoe_science.ops.attention.problem.features import PLAIN, unserved
+from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
 from flashmoe_science.ops.attention.problem.problem import AttentionProblem
 from flashmoe_science.problem import DTYPE_BYTES, ProblemError
 
@@ -27,7 +27,7 @@ class AttentionBackwardProblem(AttentionProblem):
 
     def __post_init__(self) -> None:
         AttentionProblem.__post_init__(self)
-        if self.features != PLAIN and (reason := unserved(self.features, DIFFERENTIABLE, "a backward")) is not None:
+        if self.features != PLAIN and (reason := unsupported(self.features, DIFFERENTIABLE, "a backward")) is not None:
             raise ProblemError(reason)
 
     def flops(self) -> int:

@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import DIFFERENTIABLE, AttentionBackwardProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -20,7 +20,7 @@ KEYS, QUERIES = "dkdv", "dq"  # the kernels that have tiles of their own: dBias 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    return unserved(problem.features, DIFFERENTIABLE) or why_no_triton(device)
+    return unsupported(problem.features, DIFFERENTIABLE) or why_no_triton(device)
 
 
 def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:

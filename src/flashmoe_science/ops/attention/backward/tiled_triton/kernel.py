@@ -47,17 +47,22 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    """Those that dQ, dK and dV take."""
-    keys, queries = tile_of(config, KEYS), tile_of(config, QUERIES)
-    rows, batches = (problem.queries(), 1) if problem.features.lengths == "packed" else (problem.seqlen_q, problem.batch)
+    """Those of a call that asks for every gradient."""
+    keys, queries, features = tile_of(config, KEYS), tile_of(config, QUERIES), problem.features
+    rows, batches = (problem.queries(), 1) if features.lengths == "packed" else (problem.seqlen_q, problem.batch)
     of_delta = cdiv(rows, DELTA_ROWS) * problem.heads * batches
     of_keys = cdiv(problem.seqlen_k, keys[1]) * problem.heads_kv * problem.batch
     of_queries = cdiv(problem.seqlen_q, queries[0]) * problem.heads * problem.batch
-    return (
-        Launch("^flashmoe_bwd_delta_triton$", (of_delta, 1, 1), 32 * DELTA_WARPS),
+    made = [
         Launch("^flashmoe_bwd_dkdv_triton$", (of_keys, 1, 1), 32 * keys[2]),
         Launch("^flashmoe_bwd_dq_triton$", (of_queries, 1, 1), 32 * queries[2]),
-    )
+        Launch("^flashmoe_bwd_delta_triton$", (of_delta, 1, 1), 32 * DELTA_WARPS),
+    ]
+    if features.sinks:
+        made.append(Launch("^flashmoe_bwd_dsinks_triton$", (problem.heads, 1, 1), 32 * DELTA_WARPS))
+    if features.bias == "additive":  # of what it is expanded by, there is one tile
+        made.append(Launch("^flashmoe_bwd_dbias_triton$", None, 32 * queries[2]))
+    return tuple(made)
 
 
 KERNEL = BackwardKernel(

@@ -43,7 +43,7 @@ from flashmoe_science.ops.launch import (
     Pointer,
     allocator,
     argument,
-    between,
+    workspace_allocator,
     cdiv,
     stride_class,
     stride_unit,
@@ -80,7 +80,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         of_gradients, packed = gradients_like(tensors, wanted), tensors.cu_seqlens_q is not None
         sizes = _sizes_of(tensors, saved, options)
         parts = cdiv(sizes.rows, DELTA_ROWS) * (1 if packed else sizes.batch)
-        take = between(
+        take = workspace_allocator(
             tensors.q.device.type == "cuda",
             [(tensors.q.shape[0] * sizes.heads * sizes.rows, torch.float32), (sizes.heads * parts, torch.float32)],
         )
@@ -101,8 +101,10 @@ class TiledBackwardLauncher(BackwardLauncher):
             q, k, v, cu_q, cu_k, used, *_, sinks, slopes, bias, prefixes, _, _ = given
             out, lse, dout, dlse = map(argument, saved)
             held, sums, partials = take()
-            delta(out, dout, lse, dlse, sinks if add_sinks else None, cu_q, sums, partials if add_sinks else None)
-            if add_sinks is not None:
+            if add_sinks is None:
+                delta(out, dout, lse, dlse, None, cu_q, sums, None)
+            else:
+                delta(out, dout, lse, dlse, sinks, cu_q, sums, partials)
                 add_sinks(partials, dsinks)
             if of_keys is not None:
                 of_keys(q, k, v, dout, lse, sums, dk, dv, cu_q, cu_k, used, slopes, bias, prefixes, scale, softcap)
@@ -136,7 +138,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         start = build.bound(_grid(programs), *numbers, *constexprs)
         if of_sinks is None or sinks is None:
             return start, None
-        build = self._build(flashmoe_bwd_dsinks_triton, (self._sums, Pointer(sinks.dtype)), (parts,), (_PARTS_AT_ONCE,), 4, 1)
+        build = self._build(flashmoe_bwd_dsinks_triton, (self._sums, _pointer(sinks)), (parts,), (_PARTS_AT_ONCE,), DELTA_WARPS, 1)
         return start, build.bound((sizes.heads, 1, 1), parts, _PARTS_AT_ONCE)
 
     def _bind_keys(self, tensors: Tensors, options: Options, sizes: _Sizes, with_dk: bool, with_dv: bool) -> _Start | None:
