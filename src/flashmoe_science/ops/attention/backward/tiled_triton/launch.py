@@ -138,7 +138,8 @@ class TiledBackwardLauncher(BackwardLauncher):
         start = build.bound(_grid(programs), *numbers, *constexprs)
         if of_sinks is None or sinks is None:
             return start, None
-        build = self._build(flashmoe_bwd_dsinks_triton, (self._sums, _pointer(sinks)), (parts,), (_PARTS_AT_ONCE,), DELTA_WARPS, 1)
+        adding = (self._sums, _pointer(sinks)), (parts,), (_PARTS_AT_ONCE,)
+        build = self._build(flashmoe_bwd_dsinks_triton, *adding, DELTA_WARPS, 1)
         return start, build.bound((sizes.heads, 1, 1), parts, _PARTS_AT_ONCE)
 
     def _bind_keys(self, tensors: Tensors, options: Options, sizes: _Sizes, with_dk: bool, with_dv: bool) -> _Start | None:

@@ -6,6 +6,7 @@ It is called by the autograd rule of ``flashmoe::attention_forward`` (autograd.p
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -88,15 +89,15 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
     leaves = [
         one.detach().requires_grad_(needed) if one is not None else None for one, needed in zip(every, wanted, strict=True)
     ]
-    with torch.enable_grad():
+    with torch.enable_grad(), _autograd():
         q, k, v, sinks, bias = leaves
         if bias is not None and tensors.bias is not None:
             bias = bias.expand(tensors.bias.shape)
         call = tensors._replace(q=q, k=k, v=v, sinks=sinks, bias=bias)  # type: ignore[arg-type]  # q, k and v are not None
         out, lse = pytorch_attention(call, options._replace(return_lse=saved.dlse is not None), scale)
-    asked = [one for one, needed in zip(leaves, wanted, strict=True) if one is not None and needed]
-    results, into = ([out, lse], [saved.dout, saved.dlse]) if saved.dlse is not None else ([out], [saved.dout])
-    found = iter(torch.autograd.grad(results, asked, into, allow_unused=True))  # type: ignore[arg-type]  # none is None
+        asked = [one for one, needed in zip(leaves, wanted, strict=True) if one is not None and needed]
+        results, into = ([out, lse], [saved.dout, saved.dlse]) if saved.dlse is not None else ([out], [saved.dout])
+        found = iter(torch.autograd.grad(results, asked, into, allow_unused=True))  # type: ignore[arg-type]  # none is None
     like = gradients_like(tensors, wanted)
     made = []
     for shape in like:
@@ -106,6 +107,11 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
             gradient = new.zero_() if gradient is None else new.copy_(gradient.expand(shape.shape))
         made.append(gradient)
     return Gradients(*made)
+
+
+def _autograd() -> AbstractContextManager[None]:
+    """A context in which PyTorch's operators are recorded, as they are not within an operator's kernel."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # type: ignore[no-any-return]
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------

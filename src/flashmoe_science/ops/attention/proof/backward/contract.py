@@ -9,8 +9,9 @@ round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand,
 each. Scores accumulated in fp32 err by ``s`` as in the forward, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With
 ``e = 6 u + 2 s + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by
 ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums.
-RMS and mean are held to half of it. ``f`` alone is added to the rounding floor: where all else is exact, as with inputs that
-are all alike, sums in fp32 differ with their order.
+RMS and mean are held to half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts:
+gradients as small as that are lost without a loss scale. ``f`` alone is added to the rounding floor: where all else is exact,
+as with inputs that are all alike, sums in fp32 differ with their order.
 """
 
 from __future__ import annotations
@@ -132,7 +133,12 @@ class AttentionBackwardContract(Contract):
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), taken.softmax_scale)
         relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + _sums(problem)
-        return tuple(Errors(one, 0.5 * one, 0.5 * one) for one in _errors(taken, relative))
+        info = torch.finfo(inputs["q"].dtype)
+        lost = _lost(problem, taken, 0.5 * info.tiny * info.eps)
+        return tuple(
+            Errors(one + least, 0.5 * one + least, 0.5 * one + least)
+            for one, least in zip(_errors(taken, relative), lost, strict=False)
+        )
 
     def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
         return _errors(self._taken(problem, inputs), _sums(problem))
@@ -180,6 +186,14 @@ def _errors(taken: BackwardInputs, relative: float) -> tuple[float, ...]:
     if taken.wanted.dbias and x.bias is not None:
         every.append(mass.element * math.prod(x.bias.shape[dim] for dim in range(4) if x.bias.stride(dim) == 0))
     return tuple(relative * one for one in every)
+
+
+def _lost(problem: AttentionBackwardProblem, taken: BackwardInputs, least: float) -> tuple[float, ...]:
+    """The most that each gradient errs by where every P, dS and result errs by ``least``."""
+    x, scale, queries = taken.tensors, abs(taken.softmax_scale), problem.seqlen_q * problem.heads // problem.heads_kv
+    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, taken.saved.dout))
+    sums = (problem.seqlen_k * of_k * scale, queries * of_q * scale, queries * of_dout, 0.0, 0.0)
+    return tuple(least * (1.0 + one) for one in sums)
 
 
 def _of_call(inputs: Inputs) -> Inputs:
