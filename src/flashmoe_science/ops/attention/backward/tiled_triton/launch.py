@@ -43,10 +43,10 @@ from flashmoe_science.ops.launch import (
     Pointer,
     allocator,
     argument,
-    workspace_allocator,
     cdiv,
     stride_class,
     stride_unit,
+    workspace_allocator,
 )
 
 _PARTS_AT_ONCE = 128  # partials of a sink's gradient that are added at a time

@@ -111,7 +111,7 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
 
 def _autograd() -> AbstractContextManager[None]:
     """A context in which PyTorch's operators are recorded, as they are not within an operator's kernel."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # type: ignore[no-any-return]
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------
