@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashmoe_science.ops.attention.proof import suites as forward
+
 SMOKE, SMOKE_CPU = "attnbwd b1 h2 q64 d64 fp16", "attnbwd b1 h2 q64 d64 fp32"
 BUILD = ("attnbwd b4 h16 q4096 d128 bf16 causal", "attnbwd b8 h4 q128 d64 fp16", "attnbwd b4 h8 q4096 d256 bf16")
 COMMON = ("attnbwd b8 h8 q512 d64 fp16 causal", "attnbwd b4 h16 q4096 d128 bf16", "attnbwd b4 h16 q4096 d128 bf16 causal")
@@ -40,11 +42,8 @@ def small() -> tuple[str, ...]:
 
 
 def sweep() -> tuple[str, ...]:
-    """Tiny problems for a function that is differentiable."""
-    usual = (f"b1 h2 q70 d{dim}{mask}" for dim in (16, 32, 64, 128) for mask in ("", " causal"))
-    dims = (*usual, "b1 h2 q70 d80", "b1 h2 q70 d256")
-    shapes = ("b2 h4 hk2 q40 d64 causal", "b1 h6 hk1 q70 d32", "b1 h2 q24 k40 d64 causal", "b1 h2 q129 d64 causal bshd")
-    return tuple(f"attnbwd {one} {_DTYPES[place % 2]}" for place, one in enumerate((*dims, *shapes)))
+    """The forward's tiny problems."""
+    return tuple(text.replace("attn ", "attnbwd ", 1) for text in forward.sweep())
 
 
 def _train() -> Iterator[str]:
@@ -71,4 +70,4 @@ def _train() -> Iterator[str]:
         yield f"attnbwd {text} bf16 causal bshd"
 
 
-SUITES: dict[str, tuple[str, ...]] = {"train": tuple(_train()), "quick-backward": COMMON, "cpu": CPU}
+SUITES: dict[str, tuple[str, ...]] = {"train": tuple(_train()), "quick-backward": COMMON, "cpu-backward": CPU}
