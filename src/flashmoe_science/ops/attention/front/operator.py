@@ -112,7 +112,7 @@ def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float |
     every = _autocast(every) or every
     check_probability(dropout_p, "dropout_p")
     if options.deterministic and every.needs_grad():
-        raise CannotServe(f"deterministic is True, {GRADIENTS}, and dropout_p is {dropout_p}, which only PyTorch's operators take")
+        raise CannotServe(f"deterministic is True, {GRADIENTS}, and dropout_p is {dropout_p}, which no kernel of ours takes")
     check_call(every, options)
     if options.kernel is not None or is_explaining():
         why = f"dropout_p is {dropout_p}, which no kernel of ours takes"
@@ -293,6 +293,7 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------
+
 
 def _autocast(tensors: Tensors) -> Tensors | None:
     """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
