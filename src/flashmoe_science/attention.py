@@ -150,17 +150,14 @@ def flash_attn_func(
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         kernel: serve by this kernel or raise; by default the best for the problem.
         dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
-        deterministic: matters to the backward only, and is allowed where no input requires gradients.
+        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
 
     Returns:
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
-        NotImplementedError: ``deterministic`` where an input requires gradients.
     """
-    if deterministic:
-        _refuse_deterministic(q, k, v)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
@@ -173,6 +170,9 @@ def flash_attn_func(
     if kernel is not None:
         check_name(kernel, "kernel")
         options = options._replace(kernel=kernel)
+    if deterministic is not False:
+        check_flag(deterministic, "deterministic")
+        options = options._replace(deterministic=True)
     if not (type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None):
         left, right = window_of(window_size, causal)
         options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
@@ -183,13 +183,6 @@ def flash_attn_func(
     else:
         out, lse = attend(tensors, options, softmax_scale)
     return (out, lse, None) if lse is not None else out
-
-
-def _refuse_deterministic(*tensors: torch.Tensor) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise NotImplementedError(
-            "deterministic is True and an input requires gradients; PyTorch's backward, which serves it, does not promise that"
-        )
 
 
 def merge_attention(

@@ -111,7 +111,8 @@ def flash_attn_varlen_func(
         s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
         dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
         kernel: serve by this kernel or raise.
-        pack_gqa, deterministic, sm_margin: accepted and without effect; the forward is always deterministic.
+        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
+        pack_gqa, sm_margin: accepted and without effect.
         qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
             (head_dim + head_dim_v) ** -0.5. k and v are copied beside each other for it.
 
@@ -139,7 +140,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         # One launch serves a class of ``max_seqlen_k``, which decides nothing but the number of splits.
         most = (max_seqlen_q, -(-max_seqlen_k // KEY_CLASS))
-        others = ("varlen", causal, softcap, num_splits, return_attn_probs, kernel, *most, *window_size)
+        others = ("varlen", causal, softcap, num_splits, return_attn_probs, deterministic, kernel, *most, *window_size)
         found, store = cached_call(given, ALL_KEYS, others, softmax_scale)
         if found is not None:
             return found if return_attn_probs else found[0]  # type: ignore[return-value]
@@ -179,9 +180,10 @@ def flash_attn_varlen_func(
         packed_view(q), keys, values, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks=s_aux,
         alibi_slopes=slopes_of(alibi_slopes, cu_seqlens_q.shape[0] - 1), k_scale=k_descale, v_scale=v_descale,
     )  # fmt: skip
+    check_flag(deterministic, "deterministic")
     options = Options(
-        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, tokens_first=True,
-        names=VARLEN_NAMES,
+        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, deterministic,
+        tokens_first=True, names=VARLEN_NAMES,
     )  # fmt: skip
     tensors = with_chunks(tensors, options, attention_chunk)
     if dropout_p != 0.0:

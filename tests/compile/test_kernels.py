@@ -47,11 +47,20 @@ PROBLEMS = (
     "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
     "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
     "attn b4 h8 hk2 q128 k2048 d96 fp16 causal bshd ragged page8",
+    "attnbwd b2 h16 q4096 d64 bf16",
+    "attnbwd b2 h16 q4096 d128 bf16 causal",
+    "attnbwd b2 h16 q4096 d256 fp16 causal",
+    "attnbwd b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
+    "attnbwd b2 h16 q4096 d64 fp32 causal",
     *operation("moe").contract().build_problems(),
 )
 # What differs between two configs, or two GPUs, is their tile: a problem of each operation that none divides; for another GPU
 # the widest head and each dtype too.
-UNEVEN = ("attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal", "moe t1 e128 k8 d2048 f768 bf16")
+UNEVEN = (
+    "attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
+    "attnbwd b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
+    "moe t1 e128 k8 d2048 f768 bf16",
+)
 SOME = (
     *UNEVEN,
     "attn b2 h16 q4096 d256 bf16",

@@ -94,9 +94,15 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), ValueError, "alibi_slopes has shape (2, 4); it must be (2, 8)"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(8).half()), TypeError, "alibi_slopes has dtype torch.float16; it must be"),
     (
-        lambda: flash(Q, t(2, 4, 8, 16, requires_grad=True), Q, deterministic=True),
-        NotImplementedError,
-        "deterministic is True and an input requires gradients",
+        lambda: flash(t(2, 4, 8, 16, requires_grad=True), Q, Q, 0.5, deterministic=True),
+        ValueError,
+        "deterministic is True, an input requires gradients, and dropout_p is 0.5, which no kernel of ours takes",
+    ),
+    (lambda: flash(Q, Q, Q, deterministic="yes"), TypeError, "deterministic is 'yes'; it must be True or False"),  # type: ignore[arg-type]
+    (
+        lambda: flash(Q, Q, Q, alibi_slopes=t(8, requires_grad=True)),
+        ValueError,
+        "alibi_slopes requires gradients, and is not differentiable: pass alibi_slopes.detach()",
     ),
     (lambda: forward(Q, Q, Q, None, False, 1.0), TypeError, "softmax_lse is a NoneType"),  # type: ignore[arg-type]
     (lambda: forward(Q, Q, Q, t(2, 4, 8).half(), False, 1.0), TypeError, "softmax_lse has dtype torch.float16"),

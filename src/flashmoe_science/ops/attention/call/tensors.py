@@ -99,6 +99,7 @@ class Options(NamedTuple):
     num_splits: into how many parts the keys of a sequence are split; 0 for the kernel's choice, 1 for a result that does not
         depend on the batch.
     max_seqlen_q, max_seqlen_k: of packed queries, and of keys of unequal lengths: no sequence is longer; 0 where not given.
+    deterministic: the backward too gives equal bits in equal calls, or is refused; the forward always does.
     gqa: whether K and V may have fewer heads than Q.
     allow_empty: whether a batch, head count or length of 0 is served (zeros, and -inf in the log-sum-exp).
     rotary_interleaved: pairs (0, 1), (2, 3)... of a head are rotated; else (i, i + half).
@@ -117,6 +118,7 @@ class Options(NamedTuple):
     num_splits: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: bool = False
     gqa: bool = True
     allow_empty: bool = True
     rotary_interleaved: bool = True

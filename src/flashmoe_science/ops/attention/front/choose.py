@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.select import Basis, Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config
@@ -32,13 +32,21 @@ from flashmoe_science.ops.attention.call.tensors import (
     problem_of,
     sequences,
 )
+from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
+from flashmoe_science.ops.attention.front.backward.choose import (
+    GRADIENTS,
+    check_gradients,
+    choose_backward,
+    why_no_backward,
+)
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK as BACKWARD_BY_PYTORCH
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import alignment, device_guard, needs_grad
-from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
+from flashmoe_science.ops.choose import choose, choose_fallback
 from flashmoe_science.problem import ProblemError, rounded_up
 
 
@@ -78,6 +86,8 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
             key = None
     if key is None:
         check_call(tensors, options)
+        if tensors.needs_grad():
+            return plan_training(tensors, options, scale)
         required = _why_pytorch(tensors, options)
         if required is not None or options.kernel == PYTORCH:
             decision = choose_fallback(AttentionProblem.op, options.kernel, required)
@@ -96,14 +106,45 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
 
 
+def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
+    """The plan for a call whose inputs require gradients, until PyTorch's switch for deterministic algorithms is turned."""
+    switch = torch.are_deterministic_algorithms_enabled()
+    decision = decide_training(tensors, options, scale)
+
+    def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
+            if torch.are_deterministic_algorithms_enabled() != switch:
+                return None
+            given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+            return _finished(differentiable(given, options, scale), given, options, lse)
+
+        return launch
+
+    return Plan(decision, bind), bind(tensors, options)
+
+
+def decide_training(tensors: Tensors, options: Options, scale: float | None) -> Decision:
+    """What serves the forward of such a call, its reason with what serves the backward."""
+    check_gradients(tensors, options)
+    refusal = why_no_backward(tensors, options)
+    if refusal is None:
+        chosen = choose_backward(tensors, options)
+        if chosen.kernel == BACKWARD_BY_PYTORCH:
+            basis: Basis = "requested" if chosen.basis == "requested" else "required"
+            return Decision(PYTORCH, Config(), f"{GRADIENTS}; {chosen.reason}", basis, None, chosen.others)
+        options = options._replace(kernel=forward_kernel(options), return_lse=True)
+    with torch.no_grad():
+        plan, _ = plan_call(tensors, options, scale)
+    by = f"no backward: {refusal}" if refusal else f"its backward by {chosen.kernel}({chosen.config}): {chosen.reason}"
+    return replace(plan.decision, reason=f"{plan.decision.reason}; {GRADIENTS}, {by}")
+
+
 NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 
 
 def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
     """Why PyTorch's operators must serve the call, whatever our kernels support; None where they need not."""
     q, k = tensors.q, tensors.k
-    if tensors.needs_grad():
-        return NO_BACKWARD
     if 0 in q.shape or 0 in k.shape or sequences(tensors) == 0:
         return "a size is 0, so there is nothing to compute"
     if q.is_cuda and gpu_of(q) is None and options.kernel is None:
@@ -162,7 +203,7 @@ def _measured_sizes() -> frozenset[tuple[int, ...]]:
     return frozenset(
         (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
         for one in problems
-        if isinstance(one, AttentionProblem)
+        if type(one) is AttentionProblem
     )
 
 
@@ -262,7 +303,7 @@ def bind_append(
     Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
     """
     gpu = gpu_of(tensors.q)
-    if gpu is None or _why_pytorch(tensors, options) is not None:
+    if gpu is None or tensors.needs_grad() or _why_pytorch(tensors, options) is not None:
         return None, None
     try:
         problem = problem_of(tensors, options)

@@ -20,6 +20,9 @@ from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
+from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, of_features, unpacked
+from flashmoe_science.ops.attention.front.backward.autograd import differentiable
+from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
 from flashmoe_science.ops.attention.front.choose import (
     NO_FEATURES,
     KeyLengths,
@@ -31,10 +34,10 @@ from flashmoe_science.ops.attention.front.choose import (
 )
 from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
-from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
-from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.choose import choose_fallback
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 
@@ -108,6 +111,8 @@ def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float |
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
     check_probability(dropout_p, "dropout_p")
+    if options.deterministic and every.needs_grad():
+        raise CannotServe(f"deterministic is True, {GRADIENTS}, and dropout_p is {dropout_p}, which no kernel of ours takes")
     check_call(every, options)
     if options.kernel is not None or is_explaining():
         why = f"dropout_p is {dropout_p}, which no kernel of ours takes"
@@ -289,8 +294,6 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 
 # The operator -----------------------------------------------------------------------------------------------------------------
 
-_FEATURES = Tensors._fields[3:15]
-
 
 def _autocast(tensors: Tensors) -> Tensors | None:
     """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
@@ -307,31 +310,16 @@ def _through_operator(tensors: Tensors, options: Options, softmax_scale: float |
     tensors = _autocast(tensors) or tensors
     check_call(tensors, options)
     o = options
-    out, new_lse = _OPERATOR(
-        *tensors[:3], o.mask, softmax_scale, o.return_lse, o.kernel, *tensors.of_features(), o.window_left, o.window_right,
-        o.softcap, o.num_splits, o.max_seqlen_q, o.max_seqlen_k,
-    )  # fmt: skip
+    out, new_lse = _OPERATOR(*tensors[:3], o.mask, softmax_scale, o.return_lse, o.kernel, *of_features(tensors, options))
     if lse is not None and o.return_lse:
         new_lse = lse.copy_(new_lse)
     result = (out, new_lse if o.return_lse else None)
     return tokens_first(result, tensors.cu_seqlens_q is not None) if o.tokens_first else result
 
 
-def _unpacked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    kernel_name: str | None = None,
-    *rest: Any,
-) -> tuple[Tensors, Options, float | None]:
+def _unpacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[Tensors, Options, float | None]:
     """The operator's arguments."""
-    if softmax_scale is not None:
-        softmax_scale = checked_scale(softmax_scale, "softmax_scale")
-    count = len(_FEATURES)
-    return Tensors(q, k, v, *rest[:count]), Options(mask, return_lse, kernel_name, *rest[count:]), softmax_scale
+    return unpacked((q, k, v), *rest)
 
 
 @torch.no_grad()
@@ -355,11 +343,10 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _differentiable(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator by PyTorch's operators, which have derivatives."""
+    """The operator as a part of PyTorch's graph."""
     tensors, options, softmax_scale = _unpacked(*args)
     check_call(tensors, options)
-    choose_fallback(AttentionProblem.op, options.kernel, NO_BACKWARD)
-    out, lse = pytorch_attention(tensors, options, softmax_scale)
+    out, lse = differentiable(tensors, options, softmax_scale)
     return out, _or_empty(tensors.q, lse)
 
 
@@ -370,10 +357,8 @@ def _or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
 
 _OPERATOR = register(
     "attention_forward(Tensor q, Tensor k, Tensor v, str mask, float? softmax_scale=None, bool return_lse=False, "
-    "str? kernel_name=None, "  # Inductor has a parameter "kernel" of its own
-    + "".join(f"Tensor? {name}=None, " for name in _FEATURES)
-    + "int? window_left=None, int? window_right=None, float softcap=0.0, int num_splits=0, SymInt max_seqlen_q=0, "
-    "SymInt max_seqlen_k=0) -> (Tensor out, Tensor lse)",
+    # Inductor has a parameter "kernel" of its own.
+    f"str? kernel_name=None, {SCHEMA_OF_FEATURES}) -> (Tensor out, Tensor lse)",
     _forward,
     _fake,
     _differentiable,

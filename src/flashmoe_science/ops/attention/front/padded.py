@@ -204,11 +204,12 @@ def _by_scores(
     if tensors.sinks is not None:  # a column more, which has no value
         sink = tensors.sinks.to(scores.dtype)[:, None, None].expand(batch, heads, count, 1)
         scores = torch.cat((scores, sink), -1)
-    with torch.no_grad():
-        lse = scores.logsumexp(-1)
-        empty = (lse == -torch.inf).unsqueeze(-1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and options.return_lse):
+        lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
     # PyTorch's softmax, whose gradient is exact where one key has all the weight.
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :columns]
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)[..., :columns]
     if softmax.dropout_p:
         weights = F.dropout(weights, softmax.dropout_p)
     out = weights.reshape(*grouped, columns) @ values.to(weights.dtype).unsqueeze(2)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result
@@ -22,7 +23,7 @@ from flashmoe_science.ops.attention.front.lengths import are_readable, refuse_le
 from flashmoe_science.ops.attention.front.padded import padded_attention, positive_scale
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN
-from flashmoe_science.ops.calls import without_autocast
+from flashmoe_science.ops.calls import needs_grad, without_autocast
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 _SCORES_OF_A_CALL = 2**15  # what a call costs beside its scores, as so many scores
@@ -37,8 +38,8 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
 
     Returns:
         out in the shape of ``q`` with the width of ``v`` and the dtype of ``q``; a row that sees no key gets zeros. lse as
-        ``out`` without its last dimension, fp32, natural log, -inf for a row that sees neither a key nor a sink, without a
-        gradient; None where it is not asked for.
+        ``out`` without its last dimension, fp32, natural log, -inf for a row that sees neither a key nor a sink; None where it
+        is not asked for.
     """
     features = features_of(tensors, options)
     with without_autocast(tensors.q):  # it would give an output of another dtype than the inputs'
@@ -132,7 +133,11 @@ def _plain(tensors: Tensors, options: Options, softmax_scale: float | None, drop
     if 0 in (*q.shape, *k.shape):
         return _nothing(q, k, v, options.return_lse)
     out = _output(q, k, v, mask, softmax_scale, dropout_p)
-    return out, _log_sum_exp(q, k, mask, softmax_scale) if options.return_lse else None
+    if not options.return_lse:
+        return out, None
+    if needs_grad(q, k) and torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+        return out, _LogSumExp.apply(q, k, mask, softmax_scale)  # type: ignore[no-untyped-call]
+    return out, _log_sum_exp(q, k, mask, softmax_scale)
 
 
 def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Result:
@@ -164,7 +169,6 @@ def _output(
     return attend(q, k, v, attn_mask=visible)
 
 
-@torch.no_grad()
 def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None) -> torch.Tensor:
     batch, heads, queries, width = q.shape
     heads_kv, keys = k.shape[1], k.shape[2]
@@ -180,5 +184,27 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
         if mask != "full":
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first + offset)
             scores = scores.masked_fill_(~visible, float("-inf"))
-        chunks.append(scores.logsumexp(-1))
+        empty = (scores == -torch.inf).all(-1)  # which has no gradient, and else would have NaN
+        chunks.append(scores.masked_fill(empty[..., None], 0.0).logsumexp(-1).masked_fill(empty, -torch.inf))
     return torch.cat(chunks, dim=-1).flatten(1, 2)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """``_log_sum_exp``, whose scores are computed again for its gradients and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None) -> torch.Tensor:
+        ctx.save_for_backward(q, k)
+        ctx.call = mask, scale
+        return _log_sum_exp(q, k, mask, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        q, k = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # else the gradient is to be differentiated, of these very tensors
+            q, k = (one.detach().requires_grad_() for one in (q, k))
+        with torch.enable_grad():
+            lse = _log_sum_exp(q, k, *ctx.call)
+        needed = [one for one, wanted in zip((q, k), ctx.needs_input_grad, strict=False) if wanted]
+        found = iter(torch.autograd.grad(lse, needed, gradient, create_graph=torch.is_grad_enabled()))
+        return (*(next(found) if wanted else None for wanted in ctx.needs_input_grad[:2]), None, None)

@@ -17,10 +17,10 @@ from flashmoe_science.ops.attention.call.checks import (
     checked_scale,
 )
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
 from flashmoe_science.ops.calls import autocast, is_plain, needs_grad
-from flashmoe_science.ops.choose import NO_BACKWARD
 from flashmoe_science.ops.explain import Explained, is_explaining
 
 TORCH_NAMES = ArgNames(q="query", k="key", v="value", scale="scale", bias="attn_mask")
@@ -52,7 +52,7 @@ def masked(
         return "asked for by name"
     if (cast := autocast((query, key, value, attn_mask))) is not None:
         (query, key, value, attn_mask), store = cast, None
-    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
+    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
     if isinstance(bias, str):
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {bias}; {PYTORCH!r} can")
@@ -75,7 +75,13 @@ def _is_on_nvidia(tensor: torch.Tensor) -> bool:
 
 
 def _bias(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, is_causal: bool, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    is_causal: bool,
+    enable_gqa: bool,
+    kernel: str | None,
 ) -> torch.Tensor | str:
     """The mask, broadcast to [batch, heads, seqlen_q, seqlen_k]; or why no kernel of ours takes it."""
     tensors = (query, key, value, attn_mask)
@@ -85,8 +91,9 @@ def _bias(
         return "attn_mask is given, and an argument is not a tensor"
     if not (_is_on_nvidia(query) and all(one.dim() == 4 for one in tensors[:3])):
         return "attn_mask is given, which no kernel of ours takes but with 4-D tensors on an NVIDIA GPU"
-    if needs_grad(*tensors):
-        return f"attn_mask is given; {NO_BACKWARD}"
+    asked = kernel is not None or torch.are_deterministic_algorithms_enabled()
+    if needs_grad(*tensors) and torch.compiler.is_compiling() and not asked:
+        return f"attn_mask is given, and {GRADIENTS}"
     if attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, query.dtype):
         return f"attn_mask is {attn_mask.dtype} on {attn_mask.device}, which no kernel of ours takes"
     if not enable_gqa and query.shape[1] != key.shape[1]:

@@ -16,8 +16,8 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_triton, splits
+from flashmoe_science.ops.attention.device.softcap_triton import tanh
 from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
-from flashmoe_science.ops.attention.forward.splitkv.tile import _tanh
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.suites_serving import small
@@ -209,16 +209,16 @@ def test_the_workspace_holds_the_partials() -> None:
 
 
 @triton.jit
-def tanh(x, out, count: tl.constexpr):
+def store_tanh(x, out, count: tl.constexpr):
     at = tl.arange(0, count)
-    tl.store(out + at, _tanh(tl.load(x + at)))
+    tl.store(out + at, tanh(tl.load(x + at)))
 
 
 def main() -> None:
     """Prints the largest errors of the kernel's tanh, of 1 and of itself, by fp64's."""
     x = torch.cat((torch.linspace(-30, 30, 2**15), torch.linspace(-1, 1, 2**15)))
     out = torch.empty_like(x)
-    tanh[(1,)](x, out, 2**16)
+    store_tanh[(1,)](x, out, 2**16)
     right = x.double().tanh()
     error = (out.double() - right).abs()
     near = (x.abs() < 0.6) & (x != 0)
