@@ -101,6 +101,13 @@ def test_there_is_a_tile_for_every_gpu(gpu: str) -> None:
         assert KERNEL.configs(problem, gpu_named(gpu))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 256])
+def test_the_tile_that_is_wrong_on_hopper_is_none_of_its_configs(dim: int) -> None:
+    problem = parse_problem(f"attnbwd b1 h2 q512 d{dim} bf16")
+    for config in KERNEL.configs(problem, gpu_named("h100")):  # type: ignore[arg-type]
+        assert (config["block_m_dkdv"], config["warps_dkdv"], config["stages_dkdv"]) != (32, 8, 2)
+
+
 @pytest.mark.parametrize("word", ["ragged", "packed page16", "ragged leftpad", "packed page16 fp8kv"])
 def test_keys_in_a_cache_have_no_backward(word: str) -> None:
     with pytest.raises(ProblemError, match="a backward does not serve"):
