@@ -61,8 +61,7 @@ def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Til
         return [((32, 64, 8, 2), (64, 32, 4, 2)), small]
     if width <= 128:
         tall = [((64, 64, 8, 2), (64, 64, 8, 2))] if gpu is not None and gpu.compute_capability[0] <= 9 else []
-        low = [] if wgmma else [((32, 64, 8, 2), (64, 64, 8, 2))]
-        return [*low, *tall, ((32, 64, 8, 1), (64, 32, 4, 2))]
+        return [((32, 64, 8, 1 if wgmma else 2), (64, 64, 8, 2)), *tall, ((32, 64, 8, 1), (64, 32, 4, 2))]
     tall = [((32, 64, 8, 1), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1))]
     return [*tall, ((32, 32, 8, 1), (32, 32, 8, 2)), ((32, 32, 8, 1), (32, 32, 8, 1))]
 
