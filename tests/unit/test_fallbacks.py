@@ -25,8 +25,6 @@ HEADS_FIRST = (randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 6))
 TOKENS_FIRST = tuple(one.transpose(1, 2).contiguous() for one in HEADS_FIRST)
 PACKED = (randn(9, 4, 8), randn(12, 2, 8), randn(12, 2, 6))
 STARTS = (i32(0, 4, 4, 9), i32(0, 7, 9, 12), 5, 7)
-PAGED = (PACKED[0], randn(6, 2, 2, 8), randn(6, 2, 2, 6))
-PAGES = {"block_table": i32(5, 0, 2, 1, 3, 4).view(3, 2), "seqused_k": i32(3, 0, 4)}
 SINKS, SLOPES = randn(4), randn(4).abs().float()
 EXPERTS = (randn(5, 6), randn(3, 16, 6), randn(3, 6, 8), randn(5, 2).abs())
 IDS = torch.tensor([[0, 2], [1, 0], [2, 2], [-1, 1], [3, 0]])
@@ -34,10 +32,6 @@ IDS = torch.tensor([[0, 2], [1, 0], [2, 2], [-1, 1], [3, 0]])
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     return fm.flash_attn_varlen_func(q, k, v, *STARTS, **options)
-
-
-def from_pages(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    return fm.flash_attn_varlen_func(q, k, v, STARTS[0], None, 5, 4, **PAGES)
 
 
 def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> Any:
@@ -74,7 +68,6 @@ CASES: dict[str, tuple[Call, tuple[torch.Tensor, ...]]] = {
     "packed, causal": (lambda q, k, v: packed(q, k, v, causal=True), PACKED),
     "packed, window": (lambda q, k, v: packed(q, k, v, window_size=(2, 1)), PACKED),
     "packed, sinks": (with_sinks, (*PACKED, SINKS)),
-    "pages": (from_pages, PAGED),
     "cache": (from_cache, TOKENS_FIRST),
     "cache, chunks": (lambda q, k, v: from_cache(q, k, v, causal=True, attention_chunk=3), TOKENS_FIRST),
     "experts": (experts, EXPERTS),

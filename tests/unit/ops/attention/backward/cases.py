@@ -50,7 +50,7 @@ def examine(
         if got.dtype != one.dtype or got.shape != one.value.shape:
             reasons.append(f"{name} is {got.dtype} {tuple(got.shape)}; it must be {one.dtype} {tuple(one.value.shape)}")
         else:
-            reasons += check_output(name, got, one.value, one.bound)[1]
+            reasons += check_output(name, got, one)[1]
     reasons += [f"{name} was changed" for name, one in around.items() if not same_bits(one.placed, made[name])]
     reasons += [f"it wrote around {name}" for name, one in around.items() if one.touched()]
     return reasons + (["it wrote past what it allocated"] if guards is not None and guards.overrun() else [])
