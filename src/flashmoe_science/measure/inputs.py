@@ -62,11 +62,17 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
 
 
 def disturb(tensors: Tensors, seed: int) -> None:
-    """Move half of the elements that a scale multiplies one place of their dtype towards zero: equal ones alike, so that inputs
-    that are all the same stay so."""
+    """Make half of the elements that a scale multiplies smaller, in fp32 by 2^-17, so that a sum fifty times as large as its
+    terms is rounded anew, and in 16 bits by one place. There equal ones are moved alike: what is exact for inputs that are all
+    the same stays so, as a kernel's sums are in fp32."""
     for tensor in filter(is_scaled, tensors.values()):
-        odd = Random(seed).getrandbits(8 * tensor.element_size() - 2) * 2 + 1
-        tensor.copy_(torch.where(bits(tensor) * odd < 0, tensor * (1.0 - unit_roundoff(tensor.dtype)), tensor))
+        if tensor.dtype == torch.float32:
+            generator = torch.Generator(tensor.device).manual_seed(seed)
+            moved = torch.rand(tensor.shape, device=tensor.device, generator=generator) < 0.5
+        else:
+            moved = bits(tensor) * (2 * Random(seed).getrandbits(14) + 1) < 0
+        smaller = tensor * (1.0 - max(2.0**-17, unit_roundoff(tensor.dtype)))
+        tensor.copy_(torch.where(moved, smaller, tensor))
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:

@@ -15,9 +15,9 @@ result. Where the plain result is not finite (scores that overflow fp16), the ca
 are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
 often more than twice the other. What chance makes of the plain error is the quantile of Gumbel's law, which maxima of many
 errors approach, that one question in ten million exceeds (``by_chance``). Its two parameters come from the moments of the plain
-errors on the same inputs, moved in their last places (``inputs.disturb``), which draws all roundings anew. A run asks a hundred
-to a thousand questions: of ten thousand runs about one is condemned by chance. An RMS over many errors hardly varies from draw
-to draw: twice the plain error is more, and decides. docs/design/0015 derives it.
+errors on the same inputs, a little disturbed (``inputs.disturb``), which draws all roundings anew. A run asks a hundred to a
+thousand questions: of ten thousand runs about one is condemned by chance. An RMS over many errors hardly varies from draw to
+draw: twice the plain error is more, and decides. docs/design/0015 derives it.
 """
 
 from __future__ import annotations
