@@ -101,7 +101,7 @@ def flash_attn_varlen_func(
         causal: the last query of a sequence sees its last key; a query that sees no key gets zeros.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors. The output is then bf16 or q's dtype.
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
-        attention_chunk: above 0, queries see only keys of their own chunk of so many positions.
+        attention_chunk: above 0, queries see only keys of their own chunk of that many positions.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         num_splits: into how many pieces the keys are split; 1 for a result that does not depend on the batch; 0 for our choice,
             by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.

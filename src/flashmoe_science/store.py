@@ -33,7 +33,7 @@ __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "records_u
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_MOST_FAULTS = 3  # of a row, that are told
+_MOST_FAULTS = 3  # of a row, that are listed
 
 
 class StoreError(ValueError):
@@ -161,8 +161,8 @@ def _row(line: bytes, path: Path, number: int) -> Row:
         written = None if problem is None else str(parse_problem(problem))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)[:_MOST_FAULTS]
-        told = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
-        raise StoreError(f"{where}: not a record row: {'; '.join(told)}") from None
+        complaints = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
+        raise StoreError(f"{where}: not a record row: {'; '.join(complaints)}") from None
     except ProblemError as error:
         raise StoreError(f"{where}: {error}") from None
     if problem != written:  # two spellings would count as two problems
@@ -226,10 +226,10 @@ def read_runs(folder: Path | str) -> list[Run]:
 
 def _refuse_copied(runs: Sequence[Run]) -> None:
     """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
-    met: dict[tuple[tuple[int, ...], ...], Run] = {}
+    first_with: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
         for row in (row for row in run.rows if isinstance(row, TimingRow) and row.is_telling):
-            first = met.setdefault(row.samples, run)
+            first = first_with.setdefault(row.samples, run)
             if first is not run:
                 raise StoreError(
                     f"{run.path} and {first.path} hold the same samples of {row.kernel} beside {row.rival} on "
@@ -239,7 +239,7 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
 
 def records_under(folder: Path) -> Iterator[Path]:
     """The files of runs under a folder. Raises StoreError for a folder that cannot be looked into: what it holds would be
-    missing, and nobody told."""
+    missing, and nobody would know."""
 
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None

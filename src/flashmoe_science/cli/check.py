@@ -18,7 +18,7 @@ from flashmoe_science.operations import parse_problem
 if TYPE_CHECKING:
     from flashmoe_science.measure.check import Answer, Checked, CheckResult
 
-_SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are told in words
+_SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are printed
 
 
 def check(
@@ -93,13 +93,13 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
 
     parts = []
     for answer in ANSWERS:
-        told = []
+        shown = []
         for value in sorted(values, key=lambda value: (value.isdigit(), int(value) if value.isdigit() else 0)):
             count, total = values[value][answer], sum(values[value].values())
             if count and (answer != "right" or count == total):
-                told.append(value if count == total else f"{value} ({count} of {total})")
-        if told:
-            parts.append(f"{answer}: {', '.join(told)}")
+                shown.append(value if count == total else f"{value} ({count} of {total})")
+        if shown:
+            parts.append(f"{answer}: {', '.join(shown)}")
     put_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
 
 

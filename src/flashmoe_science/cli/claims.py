@@ -75,9 +75,9 @@ def claims(
         verdicts = standing(every)
         return [_plain(judge_claim(claim, verdicts, every)) for claim in asked], np.zeros(0)
 
-    told, _ = remembered(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
+    kept, _ = remembered(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
     results = [
-        ClaimResult(claim, **values | {"runs": tuple(values["runs"])}) for claim, values in zip(asked, told, strict=True)
+        ClaimResult(claim, **values | {"runs": tuple(values["runs"])}) for claim, values in zip(asked, kept, strict=True)
     ]
     if as_json:
         typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))

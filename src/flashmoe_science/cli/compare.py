@@ -59,17 +59,17 @@ def compare(
         totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
         return {"rows": cells, "totals": totals}, np.zeros(0)
 
-    told, _ = remembered(evidence, ("compare", *versions, "of", suite or ""), judged)
+    kept, _ = remembered(evidence, ("compare", *versions, "of", suite or ""), judged)
     if as_json:
-        shown = [row | {"cells": dict(zip(versions, row["cells"], strict=True))} for row in told["rows"]]
+        shown = [row | {"cells": dict(zip(versions, row["cells"], strict=True))} for row in kept["rows"]]
         typer.echo(json.dumps({"versions": versions, "rows": shown}, indent=1))
         return
     out = console(_PIPED_WIDTH)
-    if rows or fits_a_screen(len(told["rows"]) * len(versions)):
-        _print_rows(out, versions, told["rows"])
+    if rows or fits_a_screen(len(kept["rows"]) * len(versions)):
+        _print_rows(out, versions, kept["rows"])
     else:
-        _print_totals(out, versions[0], told["totals"])
-        put_wrapped(out, f"{count(len(told['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
+        _print_totals(out, versions[0], kept["totals"])
+        put_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
 
 
 def _plain(one: versions_of.Total) -> dict[str, Any]:

@@ -50,20 +50,20 @@ def standing_under(folder: Path, gpu: str | None = None, suite: str | None = Non
         rows = standing([JudgedRun(run) for run in runs])
         fronts = [row for group in groups(rows) for row in group.front if row.interval is not None]
         place = {id(row): at for at, row in enumerate(fronts)}  # those whose geometric mean is asked for
-        told = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
-        return told, np.array([row.interval.resamples for row in fronts if row.interval is not None])
+        plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
+        return plain, np.array([row.interval.resamples for row in fronts if row.interval is not None])
 
-    told, numbers = remembered(folder, ("standing",), judged)
-    runs = [(name, of) for name, of in told["runs"]]
+    plain, numbers = remembered(folder, ("standing",), judged)
+    runs = [(name, of) for name, of in plain["runs"]]
     gpu, suite = machine_named(gpu, [name for name, _ in runs]), suite_named(suite, [of for _, of in runs], folder)
-    rows = (_verdict(values, numbers) for values in told["rows"])
+    rows = (_verdict(values, numbers) for values in plain["rows"])
     wanted = [(name, of) for name, of in runs if gpu in (None, name) and suite in (None, of)]
     return Standing([row for row in rows if gpu in (None, row.gpu) and suite in (None, row.suite)], wanted)
 
 
 def remembered(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Kept]) -> Kept:
     """What ``judge`` makes of the runs under a folder, from the cache where it was made before of the same records by the same
-    program with the same ``words``. A run that is torn is told, and its folder judged each time. Raises ValueError."""
+    program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises ValueError."""
     path = _cache() / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
     with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
         with np.load(path, allow_pickle=False) as found:

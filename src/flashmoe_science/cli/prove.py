@@ -134,8 +134,8 @@ def prove(
     verdicts = standing(judged)
     code = worst([code_of(verdicts), *(outcome.exit_code for outcome in outcomes)])
     if as_json:
-        told = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost_line([one.run for one in judged])}
-        typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **_found(outcomes), **told}, indent=2))
+        extra = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost_line([one.run for one in judged])}
+        typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **_found(outcomes), **extra}, indent=2))
     else:
         _print(code, folder, judged, verdicts, outcomes, plan.found)
     return code

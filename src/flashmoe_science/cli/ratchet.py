@@ -101,5 +101,5 @@ def _print(checks: Sequence[Check]) -> None:
         for words in [*found[:most], *([f"and {len(found) - most} more"] if len(found) > most > 0 else ())]:
             out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
     counts = Counter(one.outcome for one in checks)
-    told = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
-    out.print(", ".join(told) or "nothing to hold", markup=False)
+    totals = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
+    out.print(", ".join(totals) or "nothing to hold", markup=False)

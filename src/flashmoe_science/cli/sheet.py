@@ -42,7 +42,7 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 
 def fits_a_screen(rows: int) -> bool:
-    """Whether so many rows are printed unasked."""
+    """Whether that many rows are printed unasked."""
     return rows <= _MOST_ROWS
 
 

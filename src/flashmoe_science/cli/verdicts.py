@@ -113,5 +113,5 @@ def _cells(group: Group | None) -> tuple[str, str, str]:
     if group is None:
         return "", "", ""
     counts, least = group.counts, group.measured[0].ratio if group.measured else None
-    told = (counts["faster"], counts["equivalent"], counts["slower"], counts["undecided"] + counts["refused"])
-    return "/".join(map(str, told)), times(group.mean.ratio) if group.mean else "", times(least)
+    totals = (counts["faster"], counts["equivalent"], counts["slower"], counts["undecided"] + counts["refused"])
+    return "/".join(map(str, totals)), times(group.mean.ratio) if group.mean else "", times(least)

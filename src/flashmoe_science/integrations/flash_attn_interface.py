@@ -83,7 +83,7 @@ def flash_attn_func(
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     q, k = concat_qv(q, k, v, qv)
     if num_splits == 1 and q.shape[1] > _FEW_QUERIES:
-        num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
+        num_splits = 0  # no kernel splits the keys of this many queries, and any may serve
     options = Options(
         mask, return_attn_probs, None, left, right, checked_cap(softcap), num_splits, tokens_first=True, names=FLASH_NAMES
     )

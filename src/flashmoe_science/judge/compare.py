@@ -154,8 +154,8 @@ def _version(word: str, known: Sequence[JudgedRun]) -> tuple[list[JudgedRun], st
         return having, kernel
     runs = ", ".join(sorted(judged.run.header.run for judged in known)[:4])
     kernels = ", ".join(sorted({name for judged in known for name in judged.kernels})[:12])
-    told = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
-    raise ValueError(f"{word!r} names no run, commit or kernel on record; {told}")
+    on_record = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
+    raise ValueError(f"{word!r} names no run, commit or kernel on record; {on_record}")
 
 
 def _runs_named(word: str, known: Sequence[JudgedRun]) -> list[JudgedRun]:
@@ -198,11 +198,11 @@ def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
             if (pair.rival, pair.rival_config) == same[1:]:
                 return pair.interval, "paired"
     # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
-    met = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
+    shared = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
     found = [
-        (quotient(pair.interval, met[key].interval), f"through {pair.rival}")
+        (quotient(pair.interval, shared[key].interval), f"through {pair.rival}")
         for pair in beside
-        if (key := (pair.rival, pair.rival_config)) in met and _is_same_there(pair, first.judged, cell.judged)
+        if (key := (pair.rival, pair.rival_config)) in shared and _is_same_there(pair, first.judged, cell.judged)
     ]
     return min(found, key=lambda one: one[0].half_width, default=(None, None))
 

@@ -59,17 +59,17 @@ def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:
     if not own:
         return one.headline
     said, _, found = one.headline.partition(": ")
-    told = f"{found}, on {f'{len(problems)} problems' if len(problems) > 1 else ''.join(problems)}"
+    result = f"{found}, on {f'{len(problems)} problems' if len(problems) > 1 else ''.join(problems)}"
     if len(problems) == 1 and len({row.clock for row in own}) == 1:
         time = next(row.time_ns for row in own if row.ratio is not None)
-        told = f"{microseconds(time)} us a call, {told}"
+        result = f"{microseconds(time)} us a call, {result}"
     if one.said == "undecided":
-        told += f"; {_again(own[0])}"
+        result += f"; {_again(own[0])}"
     if not lost:
-        return f"{said}: {one.name}: {told}"
+        return f"{said}: {one.name}: {result}"
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     why = f"{_code(lost[0]).word}: {_reason(lost[0])} ({one.name} on {lost[0].problem}{more})"
-    return f"{why}; otherwise {said}: {told}" if problems else why
+    return f"{why}; otherwise {said}: {result}" if problems else why
 
 
 def _of_group(group: Group) -> str:

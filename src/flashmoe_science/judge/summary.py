@@ -88,10 +88,10 @@ def disagreements(rows: Iterable[Verdict]) -> list[str]:
             found[row.gpu, row.suite, row.run, row.problem, row.kernel].setdefault(row.clock, row)
     sentences = []
     for one in (by_clock for by_clock in found.values() if {row.verdict for row in by_clock.values()} == {"faster", "slower"}):
-        told = ", ".join(
+        by_clock = ", ".join(
             f"{one[clock].verdict} {by} ({times(one[clock].ratio)} of {one[clock].rival})" for clock, by in _BY.items()
         )
-        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {told}")
+        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {by_clock}")
     return sentences
 
 

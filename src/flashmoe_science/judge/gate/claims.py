@@ -101,8 +101,8 @@ class Claim(Entry):
 
     def figure(self, *values: float | None) -> str:
         """What was measured, or its interval, with the unit: "1.2x", "11.98 to 12.29 us"."""
-        told = [microseconds(one) if self.quantity == "time_ns" else ratio(one) for one in values if one is not None]
-        return f"{' to '.join(told)}{_UNITS[self.quantity]}" if told else ""
+        figures = [microseconds(one) if self.quantity == "time_ns" else ratio(one) for one in values if one is not None]
+        return f"{' to '.join(figures)}{_UNITS[self.quantity]}" if figures else ""
 
     def is_about(self, problem: Problem) -> bool:
         """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""

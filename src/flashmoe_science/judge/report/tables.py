@@ -37,8 +37,8 @@ def group_table(groups: Sequence[Group]) -> Table:
             extremes = (ratio(group.measured[place].ratio) for place in (0, -1))
             figures = [ratio(mean.ratio), within(mean.low, mean.high), *extremes]
         where = Cell(titles[group.anchor], _controls_in_words(group))
-        told = Cell(counts, group.corrected if differs else None, state)
-        rows.append(Row((where, told, *map(Cell, (*figures, str(len(group.front)))))))
+        cell = Cell(counts, group.corrected if differs else None, state)
+        rows.append(Row((where, cell, *map(Cell, (*figures, str(len(group.front)))))))
     return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
 
@@ -118,18 +118,18 @@ def claim_table(claims: Sequence[ClaimResult]) -> Table:
     """Each claim beside what was measured, the runs that give its number, and what is wrong or lacking."""
     rows = []
     for one in claims:
-        told = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
+        details = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
         if one.worst_problem:
-            told.append(f"worst is {one.worst_problem}")
+            details.append(f"worst is {one.worst_problem}")
         if one.runs:
-            told.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
+            details.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
         cells = (
             Cell(f"{one.claim.id}: {' '.join(one.claim.text.split())}", claim_scope(one.claim)),
             Cell(f"{one.claim.statistic} {one.claim.demand}"),
             Cell(one.claim.figure(one.measured)),
             Cell(one.claim.figure(one.low, one.high)),
             Cell(str(one.problems or "")),
-            Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
+            Cell(one.outcome, "; ".join(details), one.outcome.split()[0]),
         )
         rows.append(Row(cells))
     return Table("claims", "Claims", _CLAIMS, rows)

@@ -39,7 +39,7 @@ from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock
 
 SAMPLES = 12
 _SAMPLE_NS = 3_000_000
-_DRAM_L2S = 16  # a stream so many times the L2 is not served by it
+_DRAM_L2S = 16  # a stream of that many times the L2 is not served by it
 _LEAST_STREAM = 512 * MIB
 _MATRIX = 8192
 _CPU_BYTES = 256 * MIB  # above the caches of most machines

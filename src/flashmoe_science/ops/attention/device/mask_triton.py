@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 class Band(NamedTuple):
-    """The mask of a sequence of so many queries and keys; ``diagonal``: keys less queries."""
+    """The mask of a sequence of that many queries and keys; ``diagonal``: keys less queries."""
 
     seqlen_q: tl.tensor
     seqlen_k: tl.tensor

@@ -26,7 +26,7 @@ from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.calls import needs_grad, without_autocast
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
-_SCORES_OF_A_CALL = 2**15  # what a call costs beside its scores, as so many scores
+_SCORES_OF_A_CALL = 2**15  # what a call costs apart from its scores, in scores
 
 
 def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float = 0.0) -> Result:

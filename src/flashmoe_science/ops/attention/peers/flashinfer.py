@@ -33,7 +33,7 @@ SMALLEST_PAGE = _OF_CONTIGUOUS[-1]
 _SHARED = (*range(1, 17), 32, 64)  # query heads a key head for which it compiles
 _QUERY_BYTES = 16384  # of those heads at the most, each padded to a power of two
 _BLOCK_KEYS = 256  # that a block takes at a time: no sequence is split finer
-_ROUNDS = (1, 2, 4, 8)  # splits of the keys for so many blocks a processor; 1 is FlashInfer's own choice
+_ROUNDS = (1, 2, 4, 8)  # splits of the keys for that many blocks a processor; 1 is FlashInfer's own choice
 _SEMAPHORES = 2**21  # of 4 bytes, one for each sequence and key head: as many as FlashInfer's own decoding reserves
 _SCRATCH_BYTES = 2**25  # more than 17 KiB for each of 8 times 188 blocks: queries as above, with their maxima and sums
 

@@ -1,7 +1,7 @@
 """FlashInfer's decoding on tensor cores (``BatchDecodeWithPagedKVCacheWrapper``, FlashAttention-2's algorithm), keys split.
 
 FlashInfer plans on the host, once a step for all layers of a model: here once for each page table and problem, when they are
-first met, and outside of what is timed. A table whose numbers change would need another plan. Lengths are the problem's own.
+first seen, and outside of what is timed. A table whose numbers change would need another plan. Lengths are the problem's own.
 """
 
 from __future__ import annotations

@@ -301,7 +301,7 @@ def _compared_alike(problem: Any) -> tuple[str, ...]:
 
 
 def tile_rows(rows: int, most: int) -> int:
-    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
+    """The rows of a tile that holds that many packed rows, or the most that a tile is made of."""
     return max(16, min(most, 1 << (rows - 1).bit_length()))
 
 

@@ -89,7 +89,7 @@ def options_of(
     top_k_groups: object,
     scaling_factor: object,
 ) -> Options:
-    """The options of calls of ``route`` for so many experts, with a selection bias or without, where they are allowed.
+    """The options of calls of ``route`` for that many experts, with a selection bias or without, where they are allowed.
 
     Raises:
         TypeError, ValueError: one that is not, in one line.

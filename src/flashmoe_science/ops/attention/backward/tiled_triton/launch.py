@@ -239,13 +239,13 @@ def _pointer(tensor: torch.Tensor | None) -> Pointer | None:
 
 
 def _strides_of(made: Any, tensors: Tensors) -> tuple[int, ...]:
-    """Strides by batch, head and row. Packed sequences are told apart by their rows."""
+    """Strides by batch, head and row. Packed sequences differ by their rows alone."""
     of_batch, *others = made.stride()[:3] if isinstance(made, torch.Tensor) else made.strides[:3]
     return (of_batch if tensors.cu_seqlens_q is None else 0, *others)
 
 
 def _is_wide(strides: tuple[tuple[int, ...], ...], rows: int) -> bool:
-    """Whether a tile of so many rows may span 2^31 elements."""
+    """Whether a tile of that many rows may span 2^31 elements."""
     return max(one[2] for one in strides) * rows >= 2**31
 
 
