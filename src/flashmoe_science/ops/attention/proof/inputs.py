@@ -3,7 +3,8 @@
 All of them are inputs by name, so that whoever examines a kernel can guard, change and hand over each. Lengths are those of
 ``AttentionProblem.sequence_lengths``. What a call must not use is there to be read by mistake: a cache has more pages than its
 sequences need, rows past a length hold large numbers (NaN, once ``fill_unused`` says so), and page numbers past it are of no
-page. The longest sequence fills its cache, as a call in FlashAttention's names knows no other bound on the lengths; not so if ``sliced``.
+page. The longest sequence fills its cache, as a call in FlashAttention's names knows no other bound on the lengths; not so if
+``sliced``.
 """
 
 from __future__ import annotations
