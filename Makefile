@@ -61,7 +61,7 @@ types: $(STAMP) ## mypy, strict
 imports: $(STAMP) ## the import contracts
 	@$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache --no-logo
 
-structure: $(STAMP) ## print rooms, arrows, floors, long files and lines of code (ARGS="--against REVISION": the change too)
+structure: $(STAMP) ## print rooms, arrows, floors, long files, lines of code; fail above a limit (ARGS="--against REVISION": the change too)
 	@$(BIN)/python tools/structure.py $(ARGS)
 
 docs: $(STAMP) ## write the generated pages and the README's numbers

@@ -17,13 +17,14 @@ from pathlib import Path
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.formats import significant
+from flashmoe_science.judge.formats import microseconds, significant
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.proof.suites import SUITES
 from flashmoe_science.store import Run, read_runs, refuse_torn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -44,7 +45,7 @@ SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suite
 DECODE, PAGED = "decode", "decode-paged"
 BY_NAME = "custom"  # the suite of a run whose problems were named on the command line
 LONG_DRAWN, DECODE_DRAWN = ("long-draw",), ("decode-draw", "decode-paged-draw")
-EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
+ROUTED = "logits"  # the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
 
@@ -123,7 +124,7 @@ class Numbers:
         graph = {key: rows for key, rows in self.groups.items() if key[2] == "graph"}
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
-        experts = [(key[1], row) for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows if _routed(row)]
+        experts = [(key[1], row) for key, rows in graph.items() for row in rows if _is_layer(key[1], row)]
         drawn, drawn_decode = (
             [row for key, rows in graph.items() if key[1] in suites for row in rows] for suites in (LONG_DRAWN, DECODE_DRAWN)
         )
@@ -163,11 +164,9 @@ class Numbers:
         """A mixture's layer from router logits, device time: a row a model, a column a number of tokens."""
         found: dict[str, dict[int, Verdict]] = defaultdict(dict)
         for (gpu, suite, clock, _), rows in self.groups.items():
-            if clock != "graph" or not suite.startswith(EXPERTS) or is_drawn(suite):
-                continue
-            for row in rows:
+            for row in rows if clock == "graph" and not is_drawn(suite) else ():
                 problem = parse_problem(row.problem)
-                if isinstance(problem, MoEProblem) and problem.routing == ROUTED and row.time_ns is not None:
+                if isinstance(problem, MoEProblem) and _is_layer(suite, row) and row.time_ns is not None:
                     found[f"{suite}, {gpu}"][problem.tokens] = row
         if not found:
             return NO_RECORDS
@@ -318,9 +317,13 @@ def _summarised(what: str, against: str, intervals: Sequence[Interval]) -> str:
     return f"| {what} | {len(intervals)} | {against} | {ratios} | {_short(min(one.ratio for one in intervals))}x |"
 
 
-def _routed(row: Verdict) -> bool:
-    """Whether the problem begins with a router's logits."""
-    return ROUTED in row.problem.split()
+def _is_layer(suite: str, row: Verdict) -> bool:
+    """Whether the row is of experts as the suite has them now, from router logits. Its older rows may be of others."""
+    problem = parse_problem(row.problem)
+    if not isinstance(problem, MoEProblem) or problem.routing != ROUTED:
+        return False
+    near = [parse_problem(text) for text in SUITES.get(suite.removesuffix("-draw"), ())]
+    return problem.words() in [one.words() for one in near if isinstance(one, MoEProblem)]
 
 
 def _work(row: Verdict) -> tuple[str, ...]:
@@ -373,11 +376,12 @@ def _time(row: Verdict) -> float:
 
 
 def _claim(result: ClaimResult) -> str:
-    measured = "-" if result.measured is None else _short(result.measured)
-    if result.low is not None and result.high is not None and result.low != result.high:
-        measured += f" [{_short(result.low)}, {_short(result.high)}]"
-    told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     claim = result.claim
+    show = microseconds if claim.quantity == "time_ns" else _short  # in the unit of what it asks
+    measured = "-" if result.measured is None else show(result.measured)
+    if result.low is not None and result.high is not None and result.low != result.high:
+        measured += f" [{show(result.low)}, {show(result.high)}]"
+    told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     cells = (
         f"{claim.text} ({claim.gpu}, {claim.suite})",
         f"{claim.statistic} {claim.demand}",

@@ -2,8 +2,8 @@
 
     python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER] [--kernel NAME ...]
 
-A case is drawn from its number alone (tests/unit/ops/attention/random_features.py), so that FILE says all that was run: the
-first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
+A case is drawn from its number alone (tests/unit/ops/attention/forward/random_features.py), so that FILE says all that was
+run: the first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = ("split_triton", "decode_gluon", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm90", "fwd_triton", "short_gluon")
-_CASES = Path(__file__).resolve().parent.parent / "tests" / "unit" / "ops" / "attention"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[str]) -> dict[str, Any]:
     """Cases from ``first`` on, of one build in ``jobs``, by each of the kernels that serves them, until the time is over."""
-    sys.path.insert(0, str(_CASES))
+    sys.path.insert(0, str(ROOT))
     import torch
-    from random_features import OF_A_BUILD, tried  # type: ignore[import-not-found]  # which tests/ holds
+    from tests.unit.ops.attention.forward.random_features import OF_A_BUILD, tried
 
     from flashmoe_science.hardware.probe import current_gpu
     from flashmoe_science.operations import kernel_named

@@ -4,7 +4,7 @@
 
 A room is a first-level subfolder of FOLDER, or a module that lies in FOLDER itself. Imports within functions count, those for
 type checkers do not. Floors are the rooms of the longest chain of imports; a circle of rooms is on one floor. Code is what is
-no blank line, comment or docstring.
+no blank line, comment or docstring. The exit code is 1 where a measure is above its limit.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ ORDER = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 MOST_LINES, MOST_PARAMETERS = 400, 45
+# Of what may be: what should not be has the limit 0.
+LIMITS = {f"{FOLDERS[1]}: {name}": most for name, most in (("rooms", 8), ("floors", 6), ("arrows from room to room", 30))}
 
 Arrows = Set[tuple[str, str]]
 Measures = dict[str, tuple[int, list[str]]]  # by name: a number, and what it counts where that should be none
@@ -176,6 +178,8 @@ def main() -> None:
         change = f"  ({count - before[name][0]:+})" if name in before else ""
         print(f"{count:6}  {name}{change}")
         print("".join(f"          {one}\n" for one in what), end="")
+    above = [name for name, (count, what) in now.items() if what or count > LIMITS.get(name, count)]
+    sys.exit(f"structure: above the limit: {', '.join(above)}" if above else None)
 
 
 if __name__ == "__main__":

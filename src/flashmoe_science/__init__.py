@@ -8,10 +8,17 @@ if _typing.TYPE_CHECKING:
         flash_attention_forward,
         flash_attention_science,
         flash_attn_func,
+        merge_attention,
         scaled_dot_product_attention,
     )
     from flashmoe_science.moe import balance_loss, expert_load, explain_moe, fused_moe, route
     from flashmoe_science.nn import FlashMoELayer
+    from flashmoe_science.packed import (
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
     from flashmoe_science.serving import flash_attn_varlen_func, flash_attn_with_kvcache
 
     __version__: str
@@ -21,12 +28,20 @@ _ATTENTION = (
     "flash_attention_forward",
     "flash_attention_science",
     "flash_attn_func",
+    "merge_attention",
     "scaled_dot_product_attention",
 )
 _MOE = ("balance_loss", "expert_load", "explain_moe", "fused_moe", "route")
+_PACKED = (
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+)
 _SERVING = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
 _HOMES = (
     dict.fromkeys(_ATTENTION, "attention")
+    | dict.fromkeys(_PACKED, "packed")
     | dict.fromkeys(_SERVING, "serving")
     | dict.fromkeys(_MOE, "moe")
     | {"FlashMoELayer": "nn"}
@@ -41,9 +56,14 @@ __all__ = [
     "flash_attention_forward",
     "flash_attention_science",
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "fused_moe",
+    "merge_attention",
     "route",
     "scaled_dot_product_attention",
 ]

@@ -1,27 +1,27 @@
 """The public attention functions: PyTorch's signature, FlashAttention's, and the two of this project's own documents.
 
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
-differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, and inputs
-that require gradients, are served by PyTorch's own attention. ``explain`` says what serves a call, and why.
+differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, inputs that
+require gradients, fp64, dropout and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as
+PyTorch casts its own attention's. ``explain`` says what serves a call, and why.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
-from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.operator import attend, decide
-from flashmoe_science.ops.attention.front.sdpa import (
-    TORCH_NAMES,
-    autocast,
-    by_pytorch,
-    explain_by_pytorch,
-    explain_masked,
-    masked,
-)
+from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.front.merge import check_parts, merged
+from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
+from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, by_pytorch, masked
+from flashmoe_science.ops.explain import explained
 
 _DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
 # Options of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
@@ -75,58 +75,35 @@ def scaled_dot_product_attention(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
     options = _torch_options(is_causal, enable_gqa, kernel)
-    refused = None
+    why: Unsupported | str = ""
     if dropout_p == 0.0:
         if attn_mask is None:
             try:
                 return attend((query, key, value), options, scale)[0]
             except Unsupported as refusal:
-                refused = refusal
+                why = refusal
         else:
             out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
-            if out is not None:
+            if not isinstance(out, str):
                 return out
-    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, refused)
+            why = out
+    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, why)
 
 
-def explain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    kernel: str | None = None,
-) -> Decision:
-    """What serves ``scaled_dot_product_attention`` with the same arguments, and why. Compiles the kernel; launches nothing.
+def explain(*arguments: Any, **options: Any) -> Decision:
+    """What serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles the kernel and launches none.
+
+    Args:
+        arguments, options: a function of this package, then all that the call is given; without a function the call is one of
+            ``scaled_dot_product_attention``. Of functions that call ours the first call is explained.
 
     Raises:
-        TypeError, ValueError: what the call itself would raise.
+        TypeError, ValueError, NotImplementedError: what the call itself would raise, but for the values of lengths and pages.
     """
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
-    options = _torch_options(is_causal, enable_gqa, kernel)
-    refusal = None
-    if dropout_p != 0.0:
-        reason = f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
-    elif attn_mask is not None:
-        found = explain_masked(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
-        if isinstance(found, Decision):
-            return found
-        reason = found
-    else:
-        try:
-            return decide((query, key, value), options, scale)
-        except Unsupported as refused:
-            reason, refusal = f"no kernel of ours takes the input: {refused}", refused
-    tensors = (query, key, value, attn_mask)
-    return explain_by_pytorch(tensors, dropout_p, is_causal, scale, enable_gqa, kernel, refusal, reason)
+    if arguments and callable(arguments[0]):
+        return explained(arguments[0], arguments[1:], options)
+    return explained(scaled_dot_product_attention, arguments, options)
 
 
 def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Options:
@@ -137,6 +114,11 @@ def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Opt
     if kernel is None:
         return _TORCH[is_causal, enable_gqa]
     check_name(kernel, "kernel")
+    return _named_options(is_causal, enable_gqa, kernel)
+
+
+@lru_cache(maxsize=64)
+def _named_options(is_causal: bool, enable_gqa: bool, kernel: str) -> Options:
     return _TORCH[is_causal, enable_gqa]._replace(kernel=kernel)
 
 
@@ -167,18 +149,15 @@ def flash_attn_func(
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         kernel: serve by this kernel or raise; by default the best for the problem.
-        dropout_p, deterministic: only their defaults are served so far (``deterministic`` matters to the backward only, and is
-            allowed where no input requires gradients).
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
+        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
 
     Returns:
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
-        NotImplementedError: an option that no kernel serves yet.
     """
-    if dropout_p != 0.0 or deterministic:
-        _refuse_options((q, k, v), dropout_p, deterministic)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
@@ -191,22 +170,41 @@ def flash_attn_func(
     if kernel is not None:
         check_name(kernel, "kernel")
         options = options._replace(kernel=kernel)
+    if deterministic is not False:
+        check_flag(deterministic, "deterministic")
+        options = options._replace(deterministic=True)
     if not (type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None):
         left, right = window_of(window_size, causal)
         options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
         if alibi_slopes is not None:
             tensors = Tensors(*views, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
-    out, lse = attend(tensors, options, softmax_scale)
+    if dropout_p != 0.0:
+        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+    else:
+        out, lse = attend(tensors, options, softmax_scale)
     return (out, lse, None) if lse is not None else out
 
 
-def _refuse_options(tensors: tuple[torch.Tensor, ...], dropout_p: float, deterministic: bool) -> None:
-    if dropout_p != 0.0:
-        raise NotImplementedError(f"dropout_p is {dropout_p}; no kernel serves dropout yet, so it must be 0.0")
-    if deterministic and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise NotImplementedError(
-            "deterministic is True and an input requires gradients; PyTorch's backward, which serves it, does not promise that"
-        )
+def merge_attention(
+    outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to all keys, of the results of attention to pieces of them, by PyTorch's operators; differentiable.
+
+    Args:
+        outs: of each piece [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
+            ``flash_attn_with_kvcache`` return it; or all in one tensor, the pieces first.
+        lses: of each [..., heads, tokens], the log-sum-exp that they return. A piece is not looked at where it is -inf.
+
+    Returns:
+        (out in the shape and dtype of each piece's, lse fp32); zeros and -inf where no piece has a key.
+
+    Raises:
+        TypeError, ValueError: pieces that do not fit each other.
+    """
+    outs, lses = [*outs], [*lses]
+    check_parts(outs, lses)
+    out, lse = merged(outs, [one.transpose(-1, -2) for one in lses])
+    return out.to(outs[0].dtype), lse.transpose(-1, -2)
 
 
 def flash_attention_science(
@@ -250,7 +248,7 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
-    check_tensors(Q, K, V, _DOCUMENT_NAMES)
+    check_dimensions((("Q", Q),), (("batch, heads, sequence, head_dim", 4),))
     lse = _lse_view(softmax_lse, Q)
     check_flag(causal, "causal")
     if torch.compiler.is_compiling() or lse.data_ptr() % 16 == 0:
@@ -272,8 +270,8 @@ def _lse_view(softmax_lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"softmax_lse is a {type(softmax_lse).__name__}; it must be a torch.Tensor")
     if softmax_lse.dtype != torch.float32:
         raise TypeError(f"softmax_lse has dtype {softmax_lse.dtype}; it must be torch.float32")
-    shape = tuple(q.shape[:3])
-    if tuple(softmax_lse.shape) not in (shape, (q.shape[0] * q.shape[1] * q.shape[2],)):
+    shape, flat = tuple(q.shape[:3]), (q.shape[0] * q.shape[1] * q.shape[2],)
+    if softmax_lse.shape != shape and softmax_lse.shape != flat:  # what torch.compile traces, not "in"
         raise ValueError(f"softmax_lse has shape {tuple(softmax_lse.shape)}; it must be {shape}, or flat with as many elements")
     if softmax_lse.device != q.device:
         raise ValueError(f"softmax_lse is on {softmax_lse.device} and Q on {q.device}; they must be on the same device")

@@ -83,21 +83,14 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class CompileJob:
-    """All that a compiler needs to build one kernel for a GPU that is not here (see hardware/target.py).
+    """What Triton is given to compile one kernel: here for a launch, or for a GPU that is not here (hardware/target.py).
 
-    ``signature`` maps argument names to Triton types ("*bf16", "i32", "fp32", "constexpr", "tensordesc<...>"),
-    ``constexprs`` maps argument names to values, ``divisible_by_16`` names the arguments known to be so.
+    ``arguments`` are all of the function's parameters in order. What has a dtype and an address stands for a tensor.
     """
 
     function: Any  # triton.JITFunction or gluon's; typed Any to keep triton out of this module
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    divisible_by_16: tuple[str, ...]
-    num_warps: int
-    num_stages: int
-    threads: int  # a block's, with the warps that warp specialisation adds
-    maxnreg: int | None = None
-    gluon: bool = False
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]  # num_warps and the like
 
 
 @dataclass(frozen=True)  # no slots: in Python 3.11 a generic class with both cannot be made by its alias
@@ -112,7 +105,6 @@ class Kernel(Generic[P, I, O]):
         to prepare. Raises CannotServe.
     workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
     launches(problem, config, gpu): the promise that the call-path check holds it to.
-    compile_job(problem, config, gpu): how to build it without a GPU; None for peers.
     absent(): None if it can be imported here, else why not (a peer that is not installed).
     """
 
@@ -126,7 +118,6 @@ class Kernel(Generic[P, I, O]):
     launches: Callable[[P, Config, Gpu], tuple[Launch, ...]]
     plan: Callable[[I, Config], Launcher] | None = None
     workspace: Callable[[P, Config], int] = field(default=lambda problem, config: 0)
-    compile_job: Callable[[P, Config, Gpu], CompileJob] | None = None
     suits: Callable[[P, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
     slow: bool = False  # a peer that is measured only when asked for: the plain maths, or minutes of compilation

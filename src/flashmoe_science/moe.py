@@ -7,11 +7,13 @@ serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.moe.call import Options, Tensors
-from flashmoe_science.ops.moe.front.operator import decide, experts_forward
+from flashmoe_science.ops.explain import explained
+from flashmoe_science.ops.moe.front.operator import experts_forward
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
@@ -37,10 +39,12 @@ def fused_moe(
 
     Sums are fp32 and in a fixed order: equal inputs give equal results. A token's result may differ in its last bit with the
     number of tokens that come with it, which decides on the kernel and its tiles. Nothing waits for the host, weights are
-    never copied, and a call can be captured in a CUDA graph and replayed with another routing.
+    never copied but where torch.autocast casts them, and a call can be captured in a CUDA graph and replayed with another
+    routing.
 
     Args:
-        hidden_states: [..., H], fp16, bf16 or fp32; any leading dimensions, any number of tokens from 0.
+        hidden_states: [..., H], fp16, bf16, fp32, or fp64, which PyTorch's operators serve; any leading dimensions, any
+            number of tokens from 0.
         gate_up_proj: [E, 2I, H], the rows of all gates, then of all ups; [E, I, H] for experts without a gate. Any strides.
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
@@ -55,7 +59,7 @@ def fused_moe(
         kernel: serve by this kernel or raise; by default the best for the problem.
 
     Returns:
-        [..., H] in the dtype of ``hidden_states``.
+        [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
@@ -66,26 +70,10 @@ def fused_moe(
     return experts_forward(tensors, options)
 
 
-def explain_moe(
-    hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    top_k_ids: torch.Tensor,
-    *,
-    activation: str = "silu",
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    transposed: bool = False,
-    interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    kernel: str | None = None,
-) -> Decision:
-    """What serves ``fused_moe`` with the same arguments, and why. Compiles the kernel; launches nothing.
+def explain_moe(*arguments: Any, **options: Any) -> Decision:
+    """What serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``.
 
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    tensors = Tensors(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    return decide(tensors, Options(activation, transposed, interleaved, alpha, limit, kernel))
+    return explained(fused_moe, arguments, options)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from flashmoe_science.moe import fused_moe
+from flashmoe_science.ops.calls import without_autocast
+from flashmoe_science.ops.moe.call import check_activation
 from flashmoe_science.ops.moe.route.route import route
-from flashmoe_science.ops.moe.route.spec import Normalize, Scoring
+from flashmoe_science.ops.moe.route.spec import Normalize, Scoring, options_of
 
 
 class FlashMoELayer(nn.Module):
@@ -15,7 +19,8 @@ class FlashMoELayer(nn.Module):
 
     State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
     [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
-    [1, H, S]. The router is computed in fp32.
+    [1, H, S]. The router is computed in fp32, under torch.autocast too, and the selection bias stays so when
+    the layer is cast.
 
     Args:
         hidden_size: H, the model's width.
@@ -29,8 +34,10 @@ class FlashMoELayer(nn.Module):
         dtype, device: of the weights.
 
     Raises:
-        ValueError: a size below 1, or ``top_k`` above ``num_experts``.
+        TypeError, ValueError: a size below 1, ``top_k`` above ``num_experts``, what ``fused_moe`` or ``route`` would refuse.
     """
+
+    selection_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -59,6 +66,13 @@ class FlashMoELayer(nn.Module):
                 raise ValueError(f"{name} is {size!r}; it must be an integer above 0")
         if top_k > num_experts:
             raise ValueError(f"top_k is {top_k}; it must be at most num_experts, {num_experts}")
+        shared = shared_intermediate_size
+        if not isinstance(shared, int) or isinstance(shared, bool) or shared < 0:
+            raise ValueError(f"shared_intermediate_size is {shared!r}; it must be an integer of at least 0")
+        if not isinstance(selection_bias, bool):
+            raise TypeError(f"selection_bias is {selection_bias!r}; it must be True or False")
+        check_activation(activation, alpha, limit)
+        options_of(num_experts, selection_bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
         self.top_k = top_k
         self._activation = {"activation": activation, "alpha": alpha, "limit": limit}
         self._router = {
@@ -74,7 +88,6 @@ class FlashMoELayer(nn.Module):
         self.register_buffer("selection_bias", bias)
         self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
         self.down_proj = weight(num_experts, hidden_size, intermediate_size)
-        shared = shared_intermediate_size
         self.shared_gate_up_proj = weight(1, 2 * shared, hidden_size) if shared else None
         self.shared_down_proj = weight(1, hidden_size, shared) if shared else None
         self.reset_parameters()
@@ -85,9 +98,19 @@ class FlashMoELayer(nn.Module):
             bound = parameter.shape[-1] ** -0.5
             nn.init.uniform_(parameter, -bound, bound)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FlashMoELayer:
+        """Move or cast the layer by ``fn``, as ``to`` does. The selection bias is moved only: experts are chosen in fp32."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., E] fp32, of [..., H]: what ``balance_loss`` and ``forward`` are given."""
-        return nn.functional.linear(hidden_states.float(), self.router_weight.float())
+        """[..., E] fp32 (fp64 for fp64), of [..., H]: what ``balance_loss`` and ``forward`` are given."""
+        with without_autocast(hidden_states):
+            wide = torch.promote_types(hidden_states.dtype, torch.float32)
+            return nn.functional.linear(hidden_states.to(wide), self.router_weight.to(wide))
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's output, shaped as ``hidden_states`` [..., H].

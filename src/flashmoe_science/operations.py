@@ -1,7 +1,8 @@
 """The one list of operations. Each is a folder whose modules have the same names; they are imported when first needed.
 
 ``problem`` parses the text form, ``kernels`` lists the implementations, ``contract`` says what all of them are held to. Judging
-records needs only the first, which brings no torch.
+records needs only the first, which brings no torch. A backward is a part of its forward's folder: of each room the folder or
+the module of that name.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ def public(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name."""
+    """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name, ``part`` what of each
+    of its rooms is this operation's, where it is not alone in the folder."""
 
     name: str
     word: str
     package: str
+    part: str = ""
 
     def parse(self, text: str) -> Problem:
         """Read the text form of a problem. Raises ProblemError."""
-        parsed: Problem = self._module("problem").parse(text)
+        parsed: Problem = self.module("problem").parse(text)
         return parsed
 
     def ours(self) -> tuple[AnyKernel, ...]:
         """Our kernels, the preferred first. None where Triton is missing: the framework's own operators serve every call."""
-        kernels: tuple[AnyKernel, ...] = self._module("front.kernels").ours()
+        kernels: tuple[AnyKernel, ...] = self.module("front", "kernels").ours()
         return kernels
 
     def peers(self) -> tuple[AnyKernel, ...]:
         """What a user would pick instead. Importing them imports no peer's package."""
-        kernels: tuple[AnyKernel, ...] = self._module("front.kernels").PEERS
+        kernels: tuple[AnyKernel, ...] = self.module("front", "kernels").PEERS
         return kernels
 
     def kernels(self) -> tuple[AnyKernel, ...]:
@@ -56,20 +59,22 @@ class Operation:
 
     def fallback(self) -> str:
         """The name of the peer that is the framework's own way to compute it."""
-        name: str = self._module("front.kernels").FALLBACK
+        name: str = self.module("front", "kernels").FALLBACK
         return name
 
     def contract(self) -> Contract:
         """What its kernels are held to; for the proof only."""
-        made: Contract = self._module("proof.contract").CONTRACT
+        made: Contract = self.module("proof", "contract").CONTRACT
         return made
 
-    def _module(self, name: str) -> Any:
-        return import_module(f"{self.package}.{name}")
+    def module(self, room: str, name: str = "") -> Any:
+        """The module of that name in one of its rooms; the room itself without one."""
+        return import_module(".".join(filter(None, (self.package, room, self.part, name))))
 
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation("attention", "attn", "flashmoe_science.ops.attention"),
+    Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward"),
     Operation("moe", "moe", "flashmoe_science.ops.moe"),
 )
 

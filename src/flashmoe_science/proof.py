@@ -5,7 +5,7 @@
     result = proof.check("my_module:my_attention")
     assert result.passed, result.codes                # ("wrong-result", "mask-top-left"), say
 
-    proved = proof.prove("my_module:my_attention", ["attn b1 h16 q4096 d128 bf16 causal"], against=["sdpa"])
+    proved = proof.prove("my_module:my_attention", "attn b1 h16 q4096 d128 bf16 causal", against="sdpa")
     print(proved.verdicts[0].verdict, proved.verdicts[0].ratio, proved.folder)
 
 A function runs in processes of its own, so it is named as text, ``module:function`` or ``file.py:function``; a function object
@@ -21,6 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
+
+from flashmoe_science.exit_codes import ExitCode, worst
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
@@ -40,19 +42,26 @@ class ProveResult:
     outcome: Outcome
 
     @property
+    def exit_code(self) -> ExitCode:
+        """As ``flashmoe prove`` ends."""
+        from flashmoe_science.judge.ending import code_of
+
+        return worst((self.outcome.exit_code, code_of(self.verdicts)))
+
+    @property
     def passed(self) -> bool:
-        """Whether it is right everywhere and none of its numbers was refused; a slower function passes."""
-        return self.outcome.exit_code == 0 and all(one.promise != "broken" for one in self.verdicts)
+        """Whether it is right everywhere, was timed, and none of its numbers was refused; a slower function passes."""
+        return self.exit_code == ExitCode.GOOD
 
 
 def check(
-    function: Function, problems: Sequence[Problem | str] = (), *, seed: int = 42, watchdog_s: float = 60.0
+    function: Function, problems: Problem | str | Sequence[Problem | str] = (), *, seed: int = 42, watchdog_s: float = 60.0
 ) -> CheckResult:
     """Whether a function is right, in seconds: on its contract's sweep of tiny problems, and on ``problems``.
 
     Args:
         function: "module:function", "file.py:function", or a function that its module and name lead back to.
-        problems: more problems, or their texts.
+        problems: more problems, or their texts; one alone will do.
         seed: of the inputs. watchdog_s: seconds that the function may take over one step.
 
     Returns:
@@ -65,14 +74,14 @@ def check(
     from flashmoe_science.measure.check import check_function
     from flashmoe_science.operations import parse_problem
 
-    return check_function(spec_of(function), [parse_problem(str(one)) for one in problems], seed, watchdog_s)
+    return check_function(spec_of(function), [parse_problem(str(one)) for one in _several(problems)], seed, watchdog_s)
 
 
 def prove(
     function: Function,
-    problems: Sequence[Problem | str] = (),
+    problems: Problem | str | Sequence[Problem | str] = (),
     *,
-    against: Sequence[Function] = (),
+    against: Function | Sequence[Function] = (),
     quick: bool = False,
     out: Path | str | None = None,
     seed: int = 42,
@@ -82,8 +91,9 @@ def prove(
     """Check a function, time it against its rivals, and judge the run. Takes minutes on a GPU.
 
     Args:
-        function: as ``check`` takes it. against: rivals, by name or as functions; by default the peers of its contract.
-        problems: problems or their texts; by default those of its contract.
+        function: as ``check`` takes it. against: a rival or several, by name or as functions; by default the peers of its
+            contract.
+        problems: one or several, or their texts; by default those of its contract.
         quick: fewer samples and cases. out: the folder for the record and the report (reports/<time>-<id>).
         budget_s: seconds after which it stops with what there is.
 
@@ -100,8 +110,8 @@ def prove(
     spec = spec_of(function)
     plan = Plan(
         Request(
-            (spec, *map(str, problems)),
-            against=tuple(one if isinstance(one, str) else spec_of(one) for one in against),
+            (spec, *map(str, _several(problems))),
+            against=tuple(one if isinstance(one, str) else spec_of(one) for one in _several(against)),
             quick=quick,
             seed=seed,
             watchdog_s=watchdog_s,
@@ -114,6 +124,11 @@ def prove(
     judged = [JudgedRun(run) for run in read_runs(folder) if run.header.run == outcome.run]
     write_report(judged, folder)
     return ProveResult(tuple(standing(judged)), folder, outcome)
+
+
+def _several(given: Any) -> Sequence[Any]:
+    """One thing, or a sequence of them, as a sequence; a text is one thing."""
+    return given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
 
 
 def spec_of(function: Function) -> str:

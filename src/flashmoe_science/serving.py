@@ -2,8 +2,10 @@
 
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
 learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
-replayed with other lengths. What is not served is refused in words. Tensors on the CPU, and inputs that require gradients, are
-served by PyTorch's operators.
+replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be, and on a
+GPU with FLASHMOE_CHECK=1 in the environment: each call then launches a check and waits for it. Tensors on the CPU, inputs that
+require gradients, fp64, dropout and wider heads are served by PyTorch's operators. Under torch.autocast queries, keys and
+values are cast, new ones to the dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ import torch
 
 from flashmoe_science.ops.attention.call.append import Append
 from flashmoe_science.ops.attention.call.checks import check_flag, check_table
+from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import used_rows
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, DTYPES, Options, Tensors
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import (
     CACHE_NAMES,
+    USED_NAMES,
     VARLEN_NAMES,
+    autocast_beside,
     check_dimensions,
     checked_cap,
     concat_qv,
@@ -31,14 +36,17 @@ from flashmoe_science.ops.attention.front.flash import (
     one_table,
     packed_view,
     queries_of,
+    refuse_other_order,
     rows_of_table,
     slopes_of,
     whole_cache,
     window_of,
     with_chunks,
 )
-from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, cached_call
+from flashmoe_science.ops.attention.front.lengths import refuse_lengths
+from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, attend_with_dropout, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
+from flashmoe_science.ops.calls import autocast
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -78,6 +86,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of any lengths that lie one after another, with FlashAttention-3's signature and semantics.
@@ -92,7 +101,7 @@ def flash_attn_varlen_func(
         causal: the last query of a sequence sees its last key; a query that sees no key gets zeros.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors. The output is then bf16 or q's dtype.
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
-        attention_chunk: above 0, queries see only keys of their own chunk of so many positions.
+        attention_chunk: above 0, queries see only keys of their own chunk of that many positions.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         num_splits: into how many pieces the keys are split; 1 for a result that does not depend on the batch; 0 for our choice,
             by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.
@@ -100,8 +109,10 @@ def flash_attn_varlen_func(
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
         kernel: serve by this kernel or raise.
-        pack_gqa, deterministic, sm_margin: accepted and without effect; the forward is always deterministic.
+        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
+        pack_gqa, sm_margin: accepted and without effect.
         qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
             (head_dim + head_dim_v) ** -0.5. k and v are copied beside each other for it.
 
@@ -121,6 +132,7 @@ def flash_attn_varlen_func(
         and max_seqlen_q.__class__ is max_seqlen_k.__class__ is attention_chunk.__class__ is int
         and window_size.__class__ is tuple
         and attention_chunk == 0 <= max_seqlen_k
+        and dropout_p == 0.0
     ):
         given = (
             q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, None, None, k_descale,
@@ -128,31 +140,38 @@ def flash_attn_varlen_func(
         )  # fmt: skip
         # One launch serves a class of ``max_seqlen_k``, which decides nothing but the number of splits.
         most = (max_seqlen_q, -(-max_seqlen_k // KEY_CLASS))
-        others = ("varlen", causal, softcap, num_splits, return_attn_probs, kernel, *most, *window_size)
+        others = ("varlen", causal, softcap, num_splits, return_attn_probs, deterministic, kernel, *most, *window_size)
         found, store = cached_call(given, ALL_KEYS, others, softmax_scale)
         if found is not None:
             return found if return_attn_probs else found[0]  # type: ignore[return-value]
+    refuse_other_order(seqused_q)
     mask = mask_of(causal)
     check_flag(return_attn_probs, "return_attn_probs")
     left, right = window_of(window_size, causal)
     kind = _PACKED if block_table is None else _PAGES
     check_dimensions((("q", q), ("k", k), ("v", v)), (_PACKED, kind, kind))
+    if (cast := autocast((q, k, v, qv))) is not None:
+        (q, k, v, qv), store = cast, None
     if q.dtype not in DTYPES:
         store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q is None; it must be an int32 tensor of batch + 1 numbers")
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
+    check_table(block_table, "block_table", (None, None), q)
     q, k = concat_qv(q, k, v, qv)
     most_q, total_q = max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
     used = None
     if seqused_q is not None:
         check_table(seqused_q, "seqused_q", (cu_seqlens_q.shape[0] - 1,), q)
+        starts, sizes = (cu_seqlens_q, cu_seqlens_q), (total_q, total_q, most_q)
+        refuse_lengths(Lengths(*starts, seqused_q, *(None,) * 5, *sizes, names=USED_NAMES))
         used = used_rows(cu_seqlens_q, seqused_q, total_q)
         q, cu_seqlens_q = q.index_select(0, used.source), used.cu_seqlens
     if block_table is not None:
         if seqused_k is None and cu_seqlens_k is not None:
             check_table(cu_seqlens_k, "cu_seqlens_k", (cu_seqlens_q.shape[0],), q)
+            refuse_lengths(Lengths(None, cu_seqlens_k, tokens_k=block_table.numel() * k.shape[1]))
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     most_k = max_seqlen(max_seqlen_k, "max_seqlen_k", k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1])
@@ -161,11 +180,16 @@ def flash_attn_varlen_func(
         packed_view(q), keys, values, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks=s_aux,
         alibi_slopes=slopes_of(alibi_slopes, cu_seqlens_q.shape[0] - 1), k_scale=k_descale, v_scale=v_descale,
     )  # fmt: skip
+    check_flag(deterministic, "deterministic")
     options = Options(
-        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, tokens_first=True,
-        names=VARLEN_NAMES,
+        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, deterministic,
+        tokens_first=True, names=VARLEN_NAMES,
     )  # fmt: skip
-    out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale, store=store)
+    tensors = with_chunks(tensors, options, attention_chunk)
+    if dropout_p != 0.0:
+        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+    else:
+        out, lse = attend(tensors, options, softmax_scale, store=store)
     if used is not None:
         out = torch.where(used.used[:, None, None], out.index_select(0, used.place), 0.0)
         lse = None if lse is None else torch.where(used.used, lse.index_select(1, used.place), -torch.inf)
@@ -212,8 +236,8 @@ def flash_attn_with_kvcache(
     """Attention of new queries to a cache of keys and values, with FlashAttention-3's signature and semantics.
 
     With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
-    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is not
-    written.
+    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is refused
+    on the CPU and with FLASHMOE_CHECK=1, else not written.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] with ``cu_seqlens_q`` and ``max_seqlen_q``.
@@ -273,6 +297,8 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size, causal)
     packed = cu_seqlens_q is not None
     check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    if (cast := autocast_beside(k_cache, v_cache, q, k, v, qv)) is not None:
+        (q, k, v, qv), store = cast, None
     if q.dtype not in DTYPES:
         store = None  # the queries of the launch are others
     q, k_descale = dequantised_query(q, q_descale, k_descale)
@@ -282,6 +308,12 @@ def flash_attn_with_kvcache(
         check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
         batch, rows = cu_seqlens_q.shape[0] - 1, packed_view(q)
     page_table = one_table(page_table, block_table)
+    check_table(
+        page_table,
+        "page_table" if block_table is None else "block_table",
+        (None if cache_batch_idx is not None else batch, None),
+        q,
+    )
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
     most_q = queries_of(max_seqlen_q, q, packed)

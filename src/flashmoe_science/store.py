@@ -29,11 +29,11 @@ from flashmoe_science.printable import one_line, printable, printable_values
 from flashmoe_science.problem import ProblemError
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, Row, RunRow, TimingRow
 
-__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
+__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "records_under", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_MOST_FAULTS = 3  # of a row, that are told
+_MOST_FAULTS = 3  # of a row, that are listed
 
 
 class StoreError(ValueError):
@@ -161,8 +161,8 @@ def _row(line: bytes, path: Path, number: int) -> Row:
         written = None if problem is None else str(parse_problem(problem))
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)[:_MOST_FAULTS]
-        told = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
-        raise StoreError(f"{where}: not a record row: {'; '.join(told)}") from None
+        complaints = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
+        raise StoreError(f"{where}: not a record row: {'; '.join(complaints)}") from None
     except ProblemError as error:
         raise StoreError(f"{where}: {error}") from None
     if problem != written:  # two spellings would count as two problems
@@ -213,7 +213,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
-    runs = [read_run(path) for path in sorted(_records_under(folder))]
+    runs = [read_run(path) for path in sorted(records_under(folder))]
     runs.sort(key=lambda run: (run.header.started, run.header.run))
     seen: dict[str, Path | None] = {}
     for run in runs:
@@ -226,10 +226,10 @@ def read_runs(folder: Path | str) -> list[Run]:
 
 def _refuse_copied(runs: Sequence[Run]) -> None:
     """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
-    met: dict[tuple[tuple[int, ...], ...], Run] = {}
+    first_with: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
         for row in (row for row in run.rows if isinstance(row, TimingRow) and row.is_telling):
-            first = met.setdefault(row.samples, run)
+            first = first_with.setdefault(row.samples, run)
             if first is not run:
                 raise StoreError(
                     f"{run.path} and {first.path} hold the same samples of {row.kernel} beside {row.rival} on "
@@ -237,8 +237,9 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
                 )
 
 
-def _records_under(folder: Path) -> Iterator[Path]:
-    """Raises StoreError for a folder that cannot be looked into: what it holds would be missing, and nobody told."""
+def records_under(folder: Path) -> Iterator[Path]:
+    """The files of runs under a folder. Raises StoreError for a folder that cannot be looked into: what it holds would be
+    missing, and nobody would know."""
 
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import machine_code
@@ -38,7 +39,8 @@ class Writer:
                 self.found[machine_code.Name(*build)] = digest
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        chosen = session.config.option.markexpr or session.config.option.keyword
+        option, folder = session.config.option, Path(__file__).parent
+        chosen = option.markexpr or option.keyword or [*map(Path.resolve, map(Path, session.config.args))] != [folder]
         machine_code.write(self.found, whole=exitstatus == 0 and not chosen)
 
 

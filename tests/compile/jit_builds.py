@@ -1,7 +1,7 @@
 """Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints them.
 
 Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments that are
-known multiples of 16, the tensor descriptors' signatures, the PTX.
+known multiples of 16, the tensor descriptors' signatures, the PTX, and whether the build as a CompileJob has the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
+from flashmoe_science.kernel import CompileJob
 from flashmoe_science.ops import launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, problem_of
@@ -33,13 +36,12 @@ class OnlyCompiled(launch.Build):
 
     def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
+        alike = run_compiler(CompileJob(function, tuple(arguments), options), H200).asm["ptx"] == compiled.asm["ptx"]
         names = function.arg_names
         signature = {name: str(kind) for name, kind in compiled.src.signature.items() if "tensordesc" in str(kind)}
         aligned = [names[path[0]] for path, attributes in compiled.src.attrs.items() if attributes]
-        print(
-            json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature, "ptx": compiled.asm["ptx"]}),
-            flush=True,
-        )
+        found = {"kernel": function.__name__, "aligned": aligned, "descriptors": signature, "ptx": compiled.asm["ptx"]}
+        print(json.dumps(found | {"alike": alike}), flush=True)
         self.launch = lambda grid, *args: None
         self.bound = lambda grid, *last: lambda *args: None
 
@@ -60,13 +62,12 @@ def main() -> None:
     kept = []
     fwd_triton.Build = fwd_launcher.Build = OnlyCompiled  # type: ignore[misc]
     for kernel in (fwd_triton, fwd_gluon_sm90):
-        kernel.can_start_early = lambda device: True
-        kernel.current_gpu = lambda device: H200
         q = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)
         k = torch.zeros(2, 2, 130, 64, dtype=torch.bfloat16)
         problem = problem_of(Tensors(q, k, k), OPTIONS)  # compiles sooner than with a mask
         config = kernel.configs(problem, H200)[-1]
-        launcher = kernel.plan(AttentionInputs(problem, Tensors(q, k, k), OPTIONS, 0.125), config)
+        with assume(H200):
+            launcher = kernel.plan(AttentionInputs(problem, Tensors(q, k, k), OPTIONS, 0.125), config)
         for keys in (130, 131, 257):  # one build
             bound(launcher, q, keys)
         bound(launcher, q, 256)  # another: a multiple of the tile

@@ -17,6 +17,7 @@ def test_kernels_build_from_stand_ins_of_tensors_once_a_variant(hold: Callable[.
     assert done.returncode == 0, done.stderr[-2000:]
     builds = [json.loads(line) for line in done.stdout.splitlines()]
     assert [build["kernel"] for build in builds] == ["flashmoe_fwd_triton"] * 3 + ["flashmoe_fwd_gluon_sm90"] * 2
+    assert all(build["alike"] for build in builds), "what a CompileJob describes is not what the JIT compiles"
     for build, launched in zip(builds, ("usual", "even", "odd", "usual", "even"), strict=True):
         function = build["kernel"]
         hold(build["ptx"], function.removeprefix("flashmoe_"), function, "h200", f"launched {launched}", "the last")

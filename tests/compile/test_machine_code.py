@@ -7,10 +7,12 @@ from pathlib import Path
 
 import machine_code
 import pytest
+import torch
 
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CompileJob
+from flashmoe_science.ops.launch import Pointer
 
 IMPORTS = "import triton\nimport triton.language as tl\n"
 HELPER = "@triton.jit\ndef {name}(a, b):\n    return a {sign} b\n"
@@ -24,8 +26,7 @@ def adds(x, out, BLOCK: tl.constexpr):
 
 
 def digest_of(module: str) -> str:
-    signature = {"x": "*i32", "out": "*i32", "BLOCK": "constexpr"}
-    job = CompileJob(importlib.import_module(module).adds, signature, {"BLOCK": 256}, (), 4, 1, 128)
+    job = CompileJob(importlib.import_module(module).adds, (Pointer(torch.int32), Pointer(torch.int32), 256), {})
     return machine_code.digest(run_compiler(job, GPUS["h200"]).asm["ptx"])
 
 

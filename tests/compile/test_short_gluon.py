@@ -10,6 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward import short_gluon as kernel
 
@@ -21,5 +22,5 @@ H200 = GPUS["h200"]
 def test_its_builds_spill_nothing(text: str, built: Callable[..., Build]) -> None:
     problem = parse_problem(f"attn b1 h2 {text}")
     for config in kernel.configs(problem, H200):
-        build = built(kernel.compile_job(problem, config, H200), H200, kernel.NAME, problem, config)
+        build = built(compile_jobs(kernel.KERNEL, problem, config, H200)[0], H200, kernel.NAME, problem, config)
         assert (build.refusal, build.spill_bytes) == (None, 0), config

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flashmoe_science.hardware.gpus import GPUS, KIB
 from flashmoe_science.hardware.target import (
@@ -20,6 +21,7 @@ from flashmoe_science.hardware.target import (
     spills,
 )
 from flashmoe_science.kernel import CompileJob
+from flashmoe_science.ops.launch import Pointer
 
 
 @pytest.fixture
@@ -28,26 +30,16 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("tiny_kernels")
 
 
-def job(function: Any, *pointers: str, block: int = 128, warps: int = 4, gluon: bool = False, dtype: str = "i32") -> CompileJob:
-    signature = dict.fromkeys(pointers, f"*{dtype}") | {"BLOCK": "constexpr"}
-    if "count" in function.arg_names:
-        signature["count"] = "i32"
-    return CompileJob(
-        function=function,
-        signature=signature,
-        constexprs={"BLOCK": block},
-        divisible_by_16=pointers,
-        num_warps=warps,
-        num_stages=1,
-        threads=32 * warps,
-        gluon=gluon,
-    )
+def job(function: Any, block: int = 128, warps: int = 4, dtype: torch.dtype = torch.int32) -> CompileJob:
+    numbers = {"count": 17, "BLOCK": block}
+    arguments = tuple(numbers.get(name, Pointer(dtype)) for name in function.arg_names)
+    return CompileJob(function, arguments, {"num_warps": warps, "num_stages": 1})
 
 
 @pytest.mark.parametrize("name", ["a100", "l4", "h200", "b200", "rtx5090"])
 def test_every_architecture_builds_without_its_gpu(tiny: Any, name: str) -> None:
     gpu = GPUS[name]
-    build = compile_for(job(tiny.copies, "source", "target", warps=8), gpu)
+    build = compile_for(job(tiny.copies, warps=8), gpu)
     assert (build.refusal, build.threads, build.warps, build.spill_bytes, build.shared_bytes) == (None, 256, 8, 0, 0)
     assert 0 < build.registers < 64
     assert build.cubin_bytes > 0
@@ -56,20 +48,20 @@ def test_every_architecture_builds_without_its_gpu(tiny: Any, name: str) -> None
 
 
 def test_gluon_builds_too(tiny: Any) -> None:
-    build = compile_for(job(tiny.gluon_copies, "source", "target", gluon=True), GPUS["h200"])
+    build = compile_for(job(tiny.gluon_copies), GPUS["h200"])
     assert (build.refusal, build.threads) == (None, 128)
 
 
 @pytest.mark.parametrize("name", ["a100", "h200"])
 def test_static_shared_memory_is_the_kernels_own(tiny: Any, name: str) -> None:
     """From sm_90 on, the assembler counts the system's 1 KB as static; it is not the kernel's."""
-    build = compile_for(job(tiny.takes_1000_static_bytes, "target"), GPUS[name])
+    build = compile_for(job(tiny.takes_1000_static_bytes), GPUS[name])
     assert (build.shared_static, build.shared_dynamic) == (1000, 0)
 
 
 def test_dynamic_shared_memory_and_residency(tiny: Any) -> None:
     gpu = GPUS["a100"]
-    build = compile_for(job(tiny.multiplies, "a", "b", "out", block=64, dtype="fp16"), gpu)
+    build = compile_for(job(tiny.multiplies, block=64, dtype=torch.float16), gpu)
     assert build.shared_dynamic >= 64 * 64 * 2
     assert build_residency(build, gpu).blocks >= 1
 
@@ -77,34 +69,29 @@ def test_dynamic_shared_memory_and_residency(tiny: Any) -> None:
 @pytest.mark.parametrize("name", ["l4", "a100", "h200"])
 def test_160_kb_of_static_shared_memory_do_not_fit(tiny: Any, name: str) -> None:
     """Older assemblers refuse it; newer ones build it for sm_90, and then it is refused here."""
-    reason = fits(compile_for(job(tiny.takes_160_static_kb, "target"), GPUS[name]), GPUS[name])
+    reason = fits(compile_for(job(tiny.takes_160_static_kb), GPUS[name]), GPUS[name])
     assert reason is not None
     assert "too much shared data" in reason or "160 KB of static shared memory" in reason
     assert "\n" not in reason
 
 
 def test_a_program_that_does_not_compile_is_refused_in_one_line(tiny: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    build = compile_for(job(tiny.tile_of_48_rows, "target"), GPUS["l4"])
+    build = compile_for(job(tiny.tile_of_48_rows), GPUS["l4"])
     assert build.refusal == "the compiler refuses it: arange's range must be a power of 2"
     assert fits(build, GPUS["l4"]) == build.refusal
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_signature_that_does_not_match_is_an_error(tiny: Any) -> None:
-    with pytest.raises(ValueError, match="the signature of copies and its arguments differ in count, source"):
-        compile_for(CompileJob(tiny.copies, {"target": "*i32", "BLOCK": "constexpr"}, {"BLOCK": 64}, (), 4, 1, 128), GPUS["l4"])
-
-
 def test_interpreting_is_an_error(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(CompilerUnavailable, match="TRITON_INTERPRET"):
-        compile_for(job(tiny.copies, "source", "target"), GPUS["l4"])
+        compile_for(job(tiny.copies), GPUS["l4"])
 
 
 def test_no_triton_is_an_error(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(CompilerUnavailable, match="compiling needs Triton"):
-        compile_for(job(tiny.copies, "source", "target"), GPUS["l4"])
+        compile_for(job(tiny.copies), GPUS["l4"])
 
 
 @pytest.mark.parametrize(("folder", "said"), [("{file}/cache", "cannot be written"), ("", "TRITON_CACHE_DIR is empty")])
@@ -114,15 +101,15 @@ def test_a_cache_that_cannot_be_written_is_no_fault_of_the_kernel(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", folder.format(file=tmp_path / "file"))
     with pytest.raises(CompilerUnavailable, match=said):
-        compile_for(job(tiny.copies, "source", "target"), GPUS["l4"])
+        compile_for(job(tiny.copies), GPUS["l4"])
 
 
 def test_many_builds_keep_their_order_and_survive_a_crash(tiny: Any) -> None:
     jobs = [
-        (job(tiny.copies, "source", "target"), GPUS["l4"]),
-        (job(tiny.aborts, "target"), GPUS["h200"]),
-        (job(tiny.tile_of_48_rows, "target"), GPUS["a100"]),
-        (job(tiny.gluon_copies, "source", "target", gluon=True), GPUS["h200"]),
+        (job(tiny.copies), GPUS["l4"]),
+        (job(tiny.aborts), GPUS["h200"]),
+        (job(tiny.tile_of_48_rows), GPUS["a100"]),
+        (job(tiny.gluon_copies), GPUS["h200"]),
     ]
     seen: dict[int, Build] = {}
     builds = compile_many(jobs, workers=2, on_done=seen.__setitem__)
@@ -141,7 +128,7 @@ def test_a_kernel_that_another_process_cannot_find_is_an_error(tiny: Any, monkey
     function = tiny.copies
     monkeypatch.setattr(tiny, "copies", None)
     with pytest.raises(ValueError, match="kernel copies is not found by that name in tiny_kernels"):
-        compile_many([(job(function, "source", "target"), GPUS["l4"])])
+        compile_many([(job(function), GPUS["l4"])])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PLANTED = planted()
 ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
 UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
 GROUPED = "attn b1 h4 hk2 q70 d16 fp32 causal"
+GRADIENTS = "attnbwd b1 h4 hk2 q70 d16 fp32 causal"
 EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
 ON_GPU = "attn b1 h2 q100 d64 fp16"
 ONE_HEAD = "attn b1 h1 q100 d64 fp16"
@@ -92,6 +93,9 @@ WRONG = (
     fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS),
     fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS),
     fault("moe_room_for_few", "correctness", "all tokens for the same experts", problem=EXPERTS),
+    fault("gradient_without_the_last_tile", "correctness", "dq: maximum error", problem=GRADIENTS),
+    fault("gradient_of_other_heads", "correctness", "dk: maximum error", problem=GRADIENTS),
+    fault("gradient_in_another_order", "correctness", "promised the same bits", problem=GRADIENTS),
     fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
     fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
     fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),

@@ -29,14 +29,16 @@ from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, Gradients
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import kernels as attention_kernels
+from flashmoe_science.ops.attention.front.backward import kernels as backward_kernels
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.front import kernels as moe_kernels
 from flashmoe_science.records import RefusalRow, TimingRow
 
 BENCH = Bench(torch.device("cpu"), None)
-MODULES = {"attention": attention_kernels, "moe": moe_kernels}
+MODULES = {"attention": attention_kernels, "attention_backward": backward_kernels, "moe": moe_kernels}
 
 
 def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], AttentionOutput]:
@@ -46,8 +48,21 @@ def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], Att
     )
 
 
+def gradients(fn: Callable[..., Any]) -> Callable[[BackwardInputs, Config], Gradients]:
+    def run(inputs: BackwardInputs, config: Config) -> Gradients:
+        leaves = [one.detach().requires_grad_() for one in inputs.tensors[:3]]
+        with torch.enable_grad():
+            out = fn(*leaves, causal=inputs.problem.causal, softmax_scale=inputs.softmax_scale)
+        return Gradients(*torch.autograd.grad(out, leaves, inputs.saved.dout), None, None)
+
+    return run
+
+
 def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
     return lambda inputs, config: fn(inputs.x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+
+
+RUNS: dict[str, Callable[..., Any]] = {"attention": attention, "attention_backward": gradients, "moe": experts}
 
 
 def run(one: Fault) -> dict[str, Any]:
@@ -60,7 +75,7 @@ def run(one: Fault) -> dict[str, Any]:
     session = Session(BENCH, rows, Request(quick=True), lambda *step: None)
     on = OnProblem.begin(session, problem, worker, oracle, {})
     fn = load(one.spec)
-    planted = kernel(op=problem.op, run=attention(fn) if problem.op == "attention" else experts(fn))
+    planted = kernel(op=problem.op, run=RUNS[problem.op](fn))
     MODULES[problem.op].ours = lambda: (planted,)
     rivals = [of_kernel(peer) for peer in operation(problem.op).peers() if peer.name == on.framework]
     ProblemRun(on).go([of_kernel(planted)], rivals)

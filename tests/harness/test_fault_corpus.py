@@ -28,13 +28,14 @@ from tests.harness.listed_faults import (
 )
 from tests.harness.rows import Rows
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.function_run import FunctionRun, FunctionsRun
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.sandbox import checks
-from flashmoe_science.measure.session import GOOD, Outcome, Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.processes import processors
 from flashmoe_science.records import CorrectnessRow, RunRow, TimingRow
@@ -51,7 +52,7 @@ def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG
     one, rows = faults[0], Rows()
     request = Request(
         targets=tuple(each.spec for each in faults),
-        against=("sdpa",) if str(one.problem).startswith("attn") else (),
+        against=("sdpa",) if str(one.problem).startswith("attn ") else (),
         quick=True,
         watchdog_s=watchdog_s,
         command=("flashmoe", "prove"),
@@ -88,7 +89,7 @@ def amiss(one: Fault, outcome: Outcome, rows: Rows) -> list[str]:
 
 def assert_named(faults: Sequence[Fault], outcome: Outcome, rows: Rows) -> None:
     assert [words for one in faults for words in amiss(one, outcome, rows)] == []
-    assert outcome.exit_code != GOOD
+    assert outcome.exit_code != ExitCode.GOOD
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +176,7 @@ def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_
     assert [row for one in faults for row in rows.refusals(one.spec)] == []
     passed = {row.kernel: row.passed for row in rows.of(CorrectnessRow) if ":" in row.kernel}
     assert passed == {one.spec: True for one in faults}
-    assert outcome.exit_code == GOOD
+    assert outcome.exit_code == ExitCode.GOOD
 
 
 @pytest.mark.slow

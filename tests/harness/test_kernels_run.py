@@ -11,13 +11,14 @@ import torch
 from tests.harness.planted_kernels import honest, kernel
 from tests.harness.rows import Rows
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import CannotTime, Sampler
 from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome, Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.measure.worker import clocks
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.operations import kernel_named, parse_problem
@@ -81,7 +82,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
 
 def test_an_honest_kernel_is_timed_against_itself_and_its_rival(run) -> None:
     outcome, rows = run(kernel())
-    assert outcome.exit_code == GOOD
+    assert outcome.exit_code == ExitCode.GOOD
     assert [(row.kernel, row.rival) for row in rows.of(TimingRow)] == [("planted", "planted"), ("planted", "sdpa")]
     assert isinstance(rows[0], RunRow)
     assert isinstance(rows[-1], EndRow)
@@ -103,7 +104,7 @@ def test_a_wrong_log_sum_exp_is_refused_by_name_and_never_timed(run) -> None:
     assert "lse" in reason
     assert rows.of(TimingRow) == []
     assert not any(row.passed for row in rows.of(CorrectnessRow) if row.kernel == "planted")
-    assert outcome.exit_code == WRONG
+    assert outcome.exit_code == ExitCode.WRONG
     assert "lse" in outcome.wrong[0]
 
 
@@ -117,7 +118,7 @@ def test_a_kernel_that_dies_on_the_problem_is_refused_with_its_last_words(run) -
     assert rows.refusals() == [
         ("callpath", "it does not run: RuntimeError: CUDA error: an illegal memory access was encountered")
     ]
-    assert outcome.exit_code == WRONG
+    assert outcome.exit_code == ExitCode.WRONG
 
 
 def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
@@ -125,11 +126,11 @@ def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
         raise ImportError("undefined symbol: _ZN3foo")
 
     outcome, rows = run(kernel(run=dies))
-    assert outcome.exit_code == COULD_NOT_RUN
+    assert outcome.exit_code == ExitCode.COULD_NOT_RUN
     assert outcome.stopped is not None
     assert "undefined symbol: _ZN3foo" in outcome.stopped
     assert rows.of(CorrectnessRow) == []
-    assert rows[-1].exit_code == COULD_NOT_RUN
+    assert rows[-1].exit_code == ExitCode.COULD_NOT_RUN
 
 
 def test_a_problem_that_memory_does_not_hold_stops_none_of_the_others(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_a_problem_that_memory_does_not_hold_stops_none_of_the_others(run, monke
 
     monkeypatch.setattr(Oracle, "problem", problem)
     outcome, rows = run(kernel(), problems=(large, PROBLEM))
-    assert outcome.exit_code == COULD_NOT_RUN
+    assert outcome.exit_code == ExitCode.COULD_NOT_RUN
     assert "q48 d16 fp32 cannot be measured: OutOfMemoryError: CUDA out of memory" in outcome.stopped
     assert {row.problem for row in rows.of(TimingRow)} == {str(PROBLEM)}
 
@@ -150,7 +151,7 @@ def test_a_problem_that_memory_does_not_hold_stops_none_of_the_others(run, monke
 def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:
     bad = kernel("bad_peer", "peer", run=wrong_lse)
     outcome, rows = run(kernel(), rivals=(bad, SDPA))
-    assert outcome.exit_code == GOOD
+    assert outcome.exit_code == ExitCode.GOOD
     assert [row.rival for row in rows.of(TimingRow)] == ["planted", "sdpa"]
     assert rows.refusals("bad_peer")[0][0] == "correctness"
 
@@ -166,7 +167,7 @@ def test_a_kernel_that_no_clock_can_time_gets_a_refusal_and_no_number(run, monke
     outcome, rows = run(kernel())
     assert rows.refusals() == [("timing", "its CUDA graph could not be captured: operation not permitted")]
     assert rows.of(TimingRow) == []
-    assert outcome.exit_code == UNTRUSTWORTHY
+    assert outcome.exit_code == ExitCode.NO_NUMBER
 
 
 def test_a_kernel_that_takes_more_memory_than_it_promises_is_refused(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +177,9 @@ def test_a_kernel_that_takes_more_memory_than_it_promises_is_refused(run, monkey
     monkeypatch.setattr(Calls, "memory", memory)
     outcome, rows = run(kernel())
     assert rows.refusals() == [("correctness", "one call takes 5000 bytes of device memory; its results are 4000")]
-    assert outcome.exit_code == WRONG
+    assert outcome.exit_code == ExitCode.WRONG
     promised = kernel(workspace=lambda problem, config: 1000)
-    assert run(promised)[0].exit_code == GOOD
+    assert run(promised)[0].exit_code == ExitCode.GOOD
     less = kernel(workspace=lambda problem, config: 999)
     words = "one call takes 5000 bytes of device memory; its results are 4000 and the workspace that it promises 999"
     assert run(less)[1].refusals() == [("correctness", words)]

@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tests.harness.prove_command import NO_GPU, PEERS, TINY, prove, start, wait_for
 
-from flashmoe_science.cli import prove as command
-from flashmoe_science.cli.main import main
-from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import read_run
 
 SMALL = "attn b1 h2 q17 d16 fp16 causal"
@@ -39,26 +34,6 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
     }
 
 
-def test_a_run_with_a_refused_row_is_not_called_all_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def judged(folder: Path) -> tuple[list[Verdict], str]:
-        (one, *others), cost = judge(folder)
-        others = [replace(other, verdict="equivalent") for other in others]
-        return [replace(one, verdict="refused", reason="its control is off"), *others], cost
-
-    judge = command.judge
-    monkeypatch.setattr(command, "judge", judged)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["prove", TINY, *PEERS, "--out", "proof"])
-    code, said = int(stopped.value.code or 0), capsys.readouterr().out
-    assert code in (0, 3)
-    assert "all good" not in said
-    assert "good, but for 1 refused number:" in said or code == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[SMALL, "--kernel", "fwd_triton"], pytest.param([], marks=pytest.mark.again)])
 def test_everything_that_can_be_proved_without_a_gpu(words: list[str], tmp_path: Path) -> None:
@@ -71,7 +46,9 @@ def test_everything_that_can_be_proved_without_a_gpu(words: list[str], tmp_path:
     assert any(row.kind == "note" and "builds for l4" in row.text for row in without.rows)
     if not words:
         assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
-    assert "all good" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 8  # with `flashmoe claims`, which `make prove` runs after it, ten at most
+    assert "all good" in " ".join(lines[-2:])
 
 
 def no_large_file() -> None:

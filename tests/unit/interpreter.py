@@ -52,7 +52,7 @@ def run(script: str, arguments: list[str], out: IO[str], err: IO[str]) -> NoRetu
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     path = FOLDER / script
-    sys.argv, sys.path[0], code = [str(path), *arguments], str(path.parent), 0
+    sys.argv, code = [str(path), *arguments], 0
     try:
         runpy.run_path(str(path), run_name="__main__")
     except BaseException:
@@ -90,6 +90,7 @@ def main() -> None:
 
     from flashmoe_science.operations import OPERATIONS
 
+    sys.path[0] = str(FOLDER.parents[1])  # scripts import what they share as the tests do
     torch.set_num_threads(1)  # a fork has no other threads
     patch_the_language_once_a_launch()
     for one in OPERATIONS:

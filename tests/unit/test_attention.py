@@ -144,16 +144,6 @@ def test_attention_masks_and_dropout_are_pytorchs_own() -> None:
     assert "dropout_p" in fm.explain(q, k, v, dropout_p=0.5).reason
 
 
-def test_autocast_casts_as_pytorchs_function_does() -> None:
-    q, k, v = tensors((2, 4, 4, 8, 8, 16, 16), torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = fm.scaled_dot_product_attention(q, k, v.bfloat16())
-        assert mixed.dtype == F.scaled_dot_product_attention(q, k, v.bfloat16()).dtype == torch.bfloat16
-        assert fm.explain(q, k, v.bfloat16()).kernel == "sdpa"
-        # The others have no autocast rule, in FlashAttention either: the dtype stays.
-        assert fm.flash_attention_science(q, k, v).dtype == torch.float32
-
-
 @pytest.mark.parametrize("queries", [5, 9, 13])
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_are_those_of_plain_attention(queries: int, causal: bool) -> None:
@@ -194,7 +184,6 @@ def test_the_signatures_are_the_ones_that_the_field_knows() -> None:
     assert ours.pop("kernel") is None
     shown = ", ".join(name if default is inspect.Parameter.empty else f"{name}={default}" for name, default in ours.items())
     assert head == f"scaled_dot_product_attention({shown})"
-    assert list(parameters(fm.explain)) == [*ours, "kernel"]
     assert list(parameters(fm.flash_attn_func)) == [
         "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
         "return_attn_probs", "kernel",

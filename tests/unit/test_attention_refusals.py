@@ -36,7 +36,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: science(Q, Q, Q[None]), ValueError, "v has 5 dimensions; it must have 4"),
     (lambda: flash(Q[0, 0, 0], Q, Q), ValueError, "q has 1 dimensions; it must have 4"),
     (lambda: flash(Q, None, Q), TypeError, "k is a NoneType"),  # type: ignore[arg-type]
-    (lambda: science(Q.double(), Q.double(), Q.double()), TypeError, "q has dtype torch.float64; it must be torch.float16, "),
+    (lambda: science(Q.int(), Q.int(), Q.int()), TypeError, "q has dtype torch.int32; it must be torch.float16, "),
     (lambda: sdpa(Q.long(), Q.long(), Q.long()), TypeError, "query has dtype torch.int64; it must be torch.float16, "),
     (lambda: sdpa(*3 * [Q.to(torch.complex64)]), TypeError, "query has dtype torch.complex64; it must be"),
     (lambda: sdpa(Q, Q.half(), Q), TypeError, "key has dtype torch.float16 and query has torch.float32"),
@@ -87,16 +87,22 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fm.explain(Q, Q, Q, kernel="fwd_triton"), ValueError, "kernel 'fwd_triton' cannot serve"),
     (lambda: fm.explain(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), ValueError, "query has 1 dimensions"),
     (lambda: sdpa(Q[0], Q[0], Q[0], kernel="fwd_triton"), ValueError, "query has 3 dimensions; it must have 4"),
-    (lambda: flash(Q, Q, Q, dropout_p=0.1), NotImplementedError, "dropout_p is 0.1; no kernel serves dropout yet"),
+    (lambda: flash(Q, Q, Q, dropout_p=-0.1), ValueError, "dropout_p is -0.1; it must be from 0 to 1"),
     (lambda: flash(Q, Q, Q, window_size=4), TypeError, "window_size is 4; it must be two integers"),  # type: ignore[arg-type]
     (lambda: flash(Q, Q, Q, window_size=(4,)), TypeError, "window_size is (4,); it must be two"),  # type: ignore[arg-type]
     (lambda: flash(Q, Q, Q, softcap=-30.0), ValueError, "softcap is -30.0; it must be finite and at least 0.0"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), ValueError, "alibi_slopes has shape (2, 4); it must be (2, 8)"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(8).half()), TypeError, "alibi_slopes has dtype torch.float16; it must be"),
     (
-        lambda: flash(Q, t(2, 4, 8, 16, requires_grad=True), Q, deterministic=True),
-        NotImplementedError,
-        "deterministic is True and an input requires gradients",
+        lambda: flash(t(2, 4, 8, 16, requires_grad=True), Q, Q, 0.5, deterministic=True),
+        ValueError,
+        "deterministic is True, an input requires gradients, and dropout_p is 0.5, which no kernel of ours takes",
+    ),
+    (lambda: flash(Q, Q, Q, deterministic="yes"), TypeError, "deterministic is 'yes'; it must be True or False"),  # type: ignore[arg-type]
+    (
+        lambda: flash(Q, Q, Q, alibi_slopes=t(8, requires_grad=True)),
+        ValueError,
+        "alibi_slopes requires gradients, and is not differentiable: pass alibi_slopes.detach()",
     ),
     (lambda: forward(Q, Q, Q, None, False, 1.0), TypeError, "softmax_lse is a NoneType"),  # type: ignore[arg-type]
     (lambda: forward(Q, Q, Q, t(2, 4, 8).half(), False, 1.0), TypeError, "softmax_lse has dtype torch.float16"),

@@ -47,7 +47,10 @@ def test_a_problem_of_ones_own_has_its_cost_filled_in() -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("attentoin", "contract is 'attentoin'; it must be an instance of Contract or one of attention, moe"),
+        (
+            "attentoin",
+            "it must be an instance of Contract or one of attention, attention_backward, moe",
+        ),
         (Doubled, "it must be an instance of Contract"),
         (Contract(), "contract Contract has no name"),
     ],

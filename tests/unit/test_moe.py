@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.flop_counter
+from tests.unit.ops.moe.cases import CASES, Case, inputs_of, off, reference
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
 from flashmoe_science.ops import calls
 from flashmoe_science.ops.cache import Cache
-
-sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
-from moe_cases import CASES, Case, inputs_of, off, reference
 
 E, H, F, K, T = 4, 16, 24, 2, 6
 
@@ -226,6 +222,23 @@ def test_it_compiles_whole(grad: bool) -> None:
         assert given["gate_up_proj"].grad is not None
 
 
+def test_it_compiles_whole_with_sizes_and_numbers_that_change() -> None:
+    given = arguments()
+
+    def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+        return fm.fused_moe(
+            x, given["gate_up_proj"], given["down_proj"], weights, ids, activation="clamped_silu", alpha=alpha, limit=limit
+        )
+
+    compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens, alpha, limit in ((6, 1.702, 7.0), (4, 1.5, 0.5)):
+        inputs = [given[name][:tokens] for name in ("hidden_states", "top_k_weights", "top_k_ids")]
+        torch.testing.assert_close(compiled(*inputs, alpha, limit), experts(*inputs, alpha, limit))
+    layer = fm.FlashMoELayer(H, F, E, K, activation="clamped_silu", alpha=1.5, scaling_factor=2.5, shared_intermediate_size=8)
+    x = torch.randn(5, H)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")(x), layer(x))
+
+
 def test_the_operator_is_as_pytorch_wants_one() -> None:
     inputs = inputs_of(CASES[1], "cpu")
     rest = (inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids, None, None, "silu", True, False, 1.702, 7.0)
@@ -247,7 +260,9 @@ def test_explain_says_what_serves_a_call() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_states": [1.0]}, "hidden_states is a list; it must be a torch.Tensor"),
-    ({"hidden_states": torch.zeros(T, H, dtype=torch.float64)}, "hidden_states has dtype torch.float64"),
+    ({"hidden_states": torch.zeros(T, H, dtype=torch.int32)}, "hidden_states has dtype torch.int32"),
+    ({"hidden_states": torch.zeros(T, H).double()}, "gate_up_proj has dtype torch.float32 and hidden_states torch.float64"),
+    ({"top_k_weights": torch.zeros(T, K).double()}, "top_k_weights has dtype torch.float64"),
     ({"gate_up_proj": torch.zeros(E, 2 * F, H).half()}, "gate_up_proj has dtype torch.float16 and hidden_states torch.float32"),
     ({"gate_up_proj": torch.zeros(2 * F, H)}, "gate_up_proj has shape (48, 16); it must have three dimensions"),
     ({"gate_up_proj": torch.zeros(E, H, 2 * F)}, "transposed=True"),
@@ -302,6 +317,52 @@ def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
     torch.testing.assert_close(again(x), layer(x))
     with pytest.raises(ValueError, match="top_k is 9; it must be at most num_experts, 4"):
         fm.FlashMoELayer(H, F, E, 9)
+
+
+LAYER_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"activation": "swish"}, "activation is 'swish'; it must be one of 'silu'"),
+    ({"alpha": "2"}, "alpha is '2'; it must be a number"),
+    ({"limit": float("nan")}, "limit is nan; it must be a number"),
+    ({"scoring": "argmax"}, "scoring is 'argmax'; it must be one of 'softmax', 'softmax_topk', 'sigmoid'"),
+    ({"normalize": "max"}, "normalize is 'max'; it must be one of 'none', 'sum'"),
+    ({"scoring": "sigmoid", "groups": 3, "top_k_groups": 1}, "groups is 3 and there are 4 experts; the first must divide"),
+    ({"scoring": "sigmoid", "groups": 2}, "top_k_groups is None; it must be an integer from 1 to 2"),
+    ({"scoring": "sigmoid", "groups": 4, "top_k_groups": 1}, "top_k is 2; it must be at most 1, the experts of 1 of 4 groups"),
+    ({"groups": 2, "top_k_groups": 1}, "groups is given and scoring is 'softmax'; it must be 'sigmoid' then"),
+    ({"selection_bias": True}, "selection_bias is given and scoring is 'softmax'; it must be 'sigmoid' then"),
+    ({"selection_bias": "yes"}, "selection_bias is 'yes'; it must be True or False"),
+    ({"scaling_factor": float("inf")}, "scaling_factor is inf; it must be finite"),
+    ({"scaling_factor": "2.5"}, "scaling_factor is '2.5'; it must be a real number"),
+    ({"shared_intermediate_size": -8}, "shared_intermediate_size is -8; it must be an integer of at least 0"),
+    ({"shared_intermediate_size": 2.0}, "shared_intermediate_size is 2.0; it must be an integer of at least 0"),
+    ({"num_experts": 0}, "num_experts is 0; it must be an integer above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"), LAYER_REFUSED, ids=lambda value: None if isinstance(value, dict) else value[:40]
+)
+def test_a_layer_that_cannot_be_is_refused_when_it_is_made(changed: dict[str, Any], message: str) -> None:
+    sizes = {"hidden_size": H, "intermediate_size": F, "num_experts": E, "top_k": K}
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fm.FlashMoELayer(**(sizes | changed))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_in_half_precision_chooses_by_an_fp32_bias(dtype: torch.dtype) -> None:
+    layer = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True)
+    bias = torch.tensor([1.0 + 2**-20, 1.0, 1.0 - 2**-20, 0.5])
+    layer.selection_bias.copy_(bias)
+    layer = torch.nn.Sequential(layer).to(dtype)[0]
+    assert layer.gate_up_proj.dtype == dtype
+    assert torch.equal(layer.selection_bias, bias)
+    assert torch.equal(layer.state_dict()["selection_bias"], bias)
+    assert layer(torch.randn(3, H, dtype=dtype)).dtype == dtype
+    layer = layer.to("meta", dtype=torch.float32)
+    assert (layer.selection_bias.device.type, layer.selection_bias.dtype) == ("meta", torch.float32)
+    assert layer.to_empty(device="cpu").selection_bias.device.type == "cpu"
 
 
 def test_the_reference_is_not_the_fallback() -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science import proof
+from flashmoe_science.exit_codes import ExitCode
+from flashmoe_science.measure import run
+from flashmoe_science.measure.request import Request
 from flashmoe_science.records import RefusalRow
 from flashmoe_science.store import read_run
 
@@ -44,6 +47,26 @@ def test_check_returns_what_came_of_every_problem() -> None:
     assert result.exit_code == 1
     assert "mask-top-left" in result.codes
     assert {one.answer for one in result.checked} == {"right", "wrong", "not served"}
+
+
+def test_one_problem_and_one_rival_are_taken_as_they_are(tmp_path: Path) -> None:
+    """``against="sdpa"`` was taken for the rivals s, d, p and a."""
+    spec = f"{FAULTS / 'another_mask.py'}:attention"
+    proved = proof.prove(spec, SQUARE, against="sdpa", quick=True, out=tmp_path, budget_s=1e-9)
+    assert (proved.exit_code, proved.passed, proved.verdicts) == (ExitCode.NO_NUMBER, False, ())
+    asked: list[Request] = []
+
+    def plan(request: Request) -> None:
+        asked.append(request)
+        raise ValueError("enough")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "Plan", plan)
+        for against in ("sdpa", ["sdpa"], proof.check):
+            with pytest.raises(ValueError, match="enough"):
+                proof.prove(spec, SQUARE, against=against)
+    assert [one.against for one in asked] == [("sdpa",), ("sdpa",), ("flashmoe_science.proof:check",)]
+    assert {one.targets for one in asked} == {(spec, SQUARE)}
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.operations import parse_problem
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.check import Answer, Checked, CheckResult
 
-_COULD_NOT_RUN = 2
-_SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are told in words
+_SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are printed
 
 
 def check(
@@ -43,7 +43,7 @@ def check(
     \b
     Examples:
       flashmoe check my_module:my_attention
-      flashmoe check examples/cpu_attention.py:attention --problem "attn b1 h2 q1000 d72 fp32 causal"
+      flashmoe check my_file.py:fn --problem "attn b1 h2 q1000 d72 fp32 causal"
       flashmoe check examples/row_softmax.py:row_softmax --json
     """
     from flashmoe_science.measure.channel import Unusable
@@ -55,10 +55,10 @@ def check(
             result = check_function(function, problems, seed, watchdog, screen.watch)
     except Unusable as error:
         if as_json:
-            typer.echo(json.dumps({"function": function, "exit_code": _COULD_NOT_RUN, "stopped": str(error)}, indent=2))
+            typer.echo(json.dumps({"function": function, "exit_code": ExitCode.COULD_NOT_RUN, "stopped": str(error)}, indent=2))
         else:
             typer.echo(f"{function} could not be checked: {error}")
-        return _COULD_NOT_RUN
+        return ExitCode.COULD_NOT_RUN
     if as_json:
         typer.echo(json.dumps(result.as_dict(), indent=2))
     else:
@@ -93,13 +93,13 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
 
     parts = []
     for answer in ANSWERS:
-        told = []
+        shown = []
         for value in sorted(values, key=lambda value: (value.isdigit(), int(value) if value.isdigit() else 0)):
             count, total = values[value][answer], sum(values[value].values())
             if count and (answer != "right" or count == total):
-                told.append(value if count == total else f"{value} ({count} of {total})")
-        if told:
-            parts.append(f"{answer}: {', '.join(told)}")
+                shown.append(value if count == total else f"{value} ({count} of {total})")
+        if shown:
+            parts.append(f"{answer}: {', '.join(shown)}")
     put_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
 
 

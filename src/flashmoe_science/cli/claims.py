@@ -9,20 +9,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
-from flashmoe_science.cli.sheet import console, print_table
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence
+from flashmoe_science.cli.judged import Kept, remembered
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
+from flashmoe_science.exit_codes import ExitCode, worst
+from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.report.tables import claim_table
 from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.store import Run
 
-GOOD, FAILS, NO_RECORD = 0, 1, 3
+_LINES = 4  # of a claim, with what it is about
+_CODES = {"holds": ExitCode.GOOD, "fails": ExitCode.WRONG, "no record": ExitCode.NO_NUMBER}
 
 
 def claims(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
     evidence: Evidence = DEFAULT,
+    rows: Rows = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the claims as JSON.")] = False,
 ) -> int:
     """Hold claims against the records: each holds, fails by so much, or has no record.
@@ -36,14 +43,17 @@ def claims(
       gpu = "h200"
       suite = "long"          # or any
       clock = "graph"         # or eager
-      mask = "causal"         # also op, problem, dtype, routing, head_dim, min_seqlen, max_seqlen, cache
+      mask = "causal"         # also op, problem, dtype, routing, head_dim,
+                              # min_seqlen, max_seqlen, cache
       dtype = "bf16"
-      problems = 18           # how many it is about: fewer on record are not enough
+      problems = 18           # how many it is about: fewer are not enough
       statistic = "min"       # or geomean, max
       at_least = 0.98         # or at_most
 
     Without kernel = "NAME" the fastest of our kernels on each problem is meant; without rival = "NAME" the best peer. Instead
     of their ratio, quantity = "time_ns" or "memory" asks for the kernel's own.
+
+    What is printed: the claims that do not hold, with --rows all, and last how many do.
 
     It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. Where several runs measured
     a problem, the one that is worst for the claim speaks.
@@ -59,27 +69,47 @@ def claims(
     # What is asked is read before the records, which take long: a file that is not there is said at once.
     path = file or evidence / CLAIMS
     asked = read_claims(path)
-    judged = [JudgedRun(run) for run in runs_under(evidence)]
-    verdicts = standing(judged)
-    results = [judge_claim(claim, verdicts, judged) for claim in asked]
+
+    def judged(runs: Sequence[Run]) -> Kept:
+        every = [JudgedRun(run) for run in runs]
+        verdicts = standing(every)
+        return [_plain(judge_claim(claim, verdicts, every)) for claim in asked], np.zeros(0)
+
+    kept, _ = remembered(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
+    results = [
+        ClaimResult(claim, **values | {"runs": tuple(values["runs"])}) for claim, values in zip(asked, kept, strict=True)
+    ]
     if as_json:
         typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))
     else:
-        _print(results, path)
-    outcomes = {result.outcome for result in results}
-    return FAILS if "fails" in outcomes else NO_RECORD if "no record" in outcomes else GOOD
+        _print(results, path, rows)
+    return _code(results)
+
+
+def _code(results: Sequence[ClaimResult]) -> ExitCode:
+    return worst(_CODES[one.outcome] for one in results) if results else ExitCode.NO_NUMBER
+
+
+def _plain(one: ClaimResult) -> dict[str, Any]:
+    """Its fields but for the claim, as plain values."""
+    return {field.name: getattr(one, field.name) for field in fields(one) if field.name != "claim"}
 
 
 def _as_dict(one: ClaimResult) -> dict[str, Any]:
-    values = {"id": one.claim.id, "text": one.claim.text, "asks": f"{one.claim.statistic} {one.claim.demand}"}
-    return values | {field.name: getattr(one, field.name) for field in fields(one) if field.name != "claim"}
+    return {"id": one.claim.id, "text": one.claim.text, "asks": f"{one.claim.statistic} {one.claim.demand}"} | _plain(one)
 
 
-def _print(results: Sequence[ClaimResult], path: Path) -> None:
+def _print(results: Sequence[ClaimResult], path: Path, rows: bool) -> None:
+    """The claims that do not hold, and those that do where they fit a screen; last how many do."""
     if not results:
-        typer.echo(f"{path} makes no claims")
+        typer.echo(f"{_code(results).word}: {path} makes no claims")
         return
-    print_table(console(), claim_table(results))
+    out = console()
+    shown = results if rows or fits_a_screen(_LINES * len(results)) else [one for one in results if one.outcome != "holds"]
+    if shown:
+        print_table(out, claim_table(shown))
+    if len(shown) < len(results):
+        put_wrapped(out, f"{count(len(results) - len(shown), 'claim')} that hold, one by one: flashmoe claims --rows")
     counts = Counter(one.outcome for one in results)
     words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
-    typer.echo(f"{len(results)} claim{'s' * (len(results) != 1)}: {words}")
+    typer.echo(f"{_code(results).word}: {count(len(results), 'claim')}: {words}")

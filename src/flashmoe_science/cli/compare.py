@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table as Grid
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
-from flashmoe_science.cli.sheet import console, print_table
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, suite_named
+from flashmoe_science.cli.judged import Kept, remembered
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
 from flashmoe_science.judge import compare as versions_of
-from flashmoe_science.judge.formats import microseconds, with_interval
+from flashmoe_science.judge.formats import count, microseconds, times, with_interval
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
+from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.store import Run
 
 _PIPED_WIDTH = 160  # room for the resources
 _COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
@@ -23,9 +30,12 @@ def compare(
     versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
     evidence: Evidence = DEFAULT,
+    rows: Rows = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every cell as JSON.")] = False,
 ) -> None:
     """Put versions side by side: time, speed-up over the first and over sdpa with intervals, correctness, resources.
+
+    The summary has a line a GPU, clock and version; few problems, and with --rows all, stand one by one.
 
     A version is a commit or a run (the beginning of its id is enough), a kernel by name, or a kernel in one of these, as
     RUN:KERNEL. Without a kernel, the fastest of what was on trial speaks for each problem.
@@ -38,23 +48,61 @@ def compare(
     Examples:
       flashmoe compare fwd_triton fwd_gluon_sm90
       flashmoe compare 1a2b3c4 5d6e7f8 --suite documents
-      flashmoe compare v1.py:forward v2.py:forward v3.py:forward --evidence reports/20260102-030405
+      flashmoe compare v1.py:forward v2.py:forward --evidence reports/mine
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
-    found = versions_of.compare(versions, judged_of(evidence, suite=suite))
-    rows = [(place, [None if cell is None else cell.as_dict() for cell in cells]) for place, cells in found.items()]
+
+    def judged(runs: Sequence[Run]) -> Kept:
+        of = suite_named(suite, [run.header.suite for run in runs], evidence)
+        found = versions_of.compare(versions, [JudgedRun(run) for run in runs if of in (None, run.header.suite)])
+        cells = [(place._asdict() | {"cells": [cell and cell.as_dict() for cell in row]}) for place, row in found.items()]
+        totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
+        return {"rows": cells, "totals": totals}, np.zeros(0)
+
+    kept, _ = remembered(evidence, ("compare", *versions, "of", suite or ""), judged)
     if as_json:
-        told = [place._asdict() | {"cells": dict(zip(versions, cells, strict=True))} for place, cells in rows]
-        typer.echo(json.dumps({"versions": versions, "rows": told}, indent=1))
+        shown = [row | {"cells": dict(zip(versions, row["cells"], strict=True))} for row in kept["rows"]]
+        typer.echo(json.dumps({"versions": versions, "rows": shown}, indent=1))
         return
     out = console(_PIPED_WIDTH)
+    if rows or fits_a_screen(len(kept["rows"]) * len(versions)):
+        _print_rows(out, versions, kept["rows"])
+    else:
+        _print_totals(out, versions[0], kept["totals"])
+        put_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
+
+
+def _plain(one: versions_of.Total) -> dict[str, Any]:
+    return one._asdict() | {"mean": one.mean and one.mean.ends}
+
+
+def _print_rows(out: Console, versions: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
     tables: dict[str, list[Row]] = defaultdict(list)
-    for place, cells in rows:
-        title = f"{place.gpu}, {place.clock} clock, {place.cache} cache"
-        tables[title] += [_row(place.problem, version, cell) for version, cell in zip(versions, cells, strict=True)]
+    for row in rows:
+        title = versions_of.Place(*(row[name] for name in versions_of.Place._fields)).title
+        tables[title] += [_row(row["problem"], version, cell) for version, cell in zip(versions, row["cells"], strict=True)]
     for title, members in tables.items():
         print_table(out, Table("versions", title, _COLUMNS, members))
         out.print()
+
+
+def _print_totals(out: Console, first: str, totals: dict[str, list[dict[str, Any]]]) -> None:
+    """A line a GPU, clock, cache and version."""
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    grid.add_column("where", overflow="fold")
+    grid.add_column(f"speed over {first}", overflow="fold")
+    for heading in ("n", "faster", "equivalent", "slower", "open", "mean, with its interval", "least", "most"):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for title, every in totals.items():
+        for one in every:
+            said = one["said"]
+            counts = [str(said.get(word, 0)) for word in ("faster", "equivalent", "slower")]
+            rest = str(said.get("undecided", 0) + said.get("no ratio", 0))
+            mean = with_interval(*one["mean"].values()) if one["mean"] else ""
+            grid.add_row(
+                title, one["version"], str(one["places"]), *counts, rest, mean, times(one["least"]), times(one["most"])
+            )
+    out.print(grid)
 
 
 def _row(problem: str, version: str, of: dict[str, Any] | None) -> Row:

@@ -14,13 +14,16 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, machine_named, runs_under
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, print_block
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.judge.diagnose import diagnosis
+from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.report.tables import diagnosis_blocks
 from flashmoe_science.judge.trust import gpu_name
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
-
-GOOD, WRONG = 0, 1
 
 
 def diagnose(
@@ -41,9 +44,9 @@ def diagnose(
 
     On a GPU it looks at one call: what was launched, its time on both clocks, what the machine can do at most, and Nsight
     Compute's counters, whose reports (*.ncu-rep) are kept beside the records. Without a GPU, or with --recorded, the records
-    alone are used. Each cause is supported, ruled out or untested, with its numbers; where there are no counters, the launch
-    and the clocks decide what they can. A change that speeds a part p of the time up s times gives 1/((1-p) + p/s); several
-    together never pass the machine's ceiling.
+    alone are used; a function of yours that they do not know is looked at here. Each cause is supported, ruled out or untested,
+    with its numbers; where there are no counters, the launch and the clocks decide what they can. A change that speeds a part p
+    of the time up s times gives 1/((1-p) + p/s); several together never pass the machine's ceiling.
 
     Where an earlier run measured the kernel with other source, the changes whose cause is gone since stand beside what was
     gained. A kernel is a name, or module:function or file.py:function for one of your own.
@@ -52,24 +55,32 @@ def diagnose(
 
     \b
     Examples:
-      flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"
-      flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel examples/v1_attention.py:attention --kernel sdpa
+      flashmoe diagnose "attn b4 h16 q4096 d128 bf16 causal bshd"
+      flashmoe diagnose decode-paged --kernel decode_gluon
       flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --gpu h200
     """
     if gpu is not None and measure:
         raise ValueError(f"--gpu is {gpu!r} with --measure; a kernel is measured on the machine here")
-    if measure or (measure is None and gpu is None and probe.current_gpu() is not None):
-        recorded = runs_under(evidence) if evidence.is_dir() else []
+    recorded = runs_under(evidence) if evidence.is_dir() else []
+    here = measure is None and gpu is None and (probe.current_gpu() is not None or _are_new(kernel or (), recorded))
+    if measure or here:
         run, wanted = _measure(problems, kernel or [], out)
         runs = [run, *(other for other in recorded if other.header.run != run.header.run)]  # they know other sizes, and rivals
         machine: str | None = gpu_name(run.header.environment)
     else:
-        if not kernel:
-            raise ValueError("from the records, a diagnosis needs --kernel: it is of a kernel on a problem")
-        runs = runs_under(evidence)
-        machine = machine_named(gpu, runs)
-        wanted = [(problem, name) for problem in problems for name in kernel]
-    found = [diagnosis.diagnose(runs, *one, machine) for one in wanted]
+        runs = recorded or runs_under(evidence)
+        machine = machine_named(gpu, [gpu_name(run.header.environment) for run in runs])
+        wanted = _on_record(problems, kernel or [], machine, runs)
+    found, unknown = list[diagnosis.Diagnosis](), list[str]()
+    for problem, name in wanted:
+        try:
+            found.append(diagnosis.diagnose(runs, problem, name, machine))
+        except NothingKnown as error:
+            unknown.append(str(error))
+    if unknown and not found:
+        raise ValueError(f"{unknown[0]}; --measure looks at it here")
+    for words in unknown:
+        typer.echo(f"left out: {words}", err=True)
     if as_json:
         gave = [(one, diagnosis.gained(one, runs)) for one in found]
         typer.echo(json.dumps([one.as_dict() | {"gained": what and what.as_dict()} for one, what in gave], indent=1))
@@ -79,7 +90,31 @@ def diagnose(
             for block in diagnosis_blocks(one, diagnosis.gained(one, runs)):
                 print_block(screen, block)
             screen.print()
-    return WRONG if any(one.facts.time_ns is None and one.facts.refusals for one in found) else GOOD
+    return ExitCode.WRONG if any(one.facts.time_ns is None and one.facts.refusals for one in found) else ExitCode.GOOD
+
+
+def _are_new(kernels: Sequence[str], runs: Sequence[Run]) -> bool:
+    """Whether these are functions of a user's, and no run speaks of them."""
+    known = {getattr(row, "kernel", None) for run in runs for row in run.rows}
+    return bool(kernels) and all(":" in one and one not in known for one in kernels)
+
+
+def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None, runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Each problem with a kernel: by default the one that the library would choose on the machine, or on that of the latest run
+    that timed the problem. Raises ValueError, in one line: a word that is no problem and no suite."""
+    from flashmoe_science.measure.profile.profile import default_kernel
+    from flashmoe_science.measure.request import Request, named_groups
+
+    def chosen(problem: Problem) -> str:
+        timed = (run for run in runs if any(isinstance(row, TimingRow) and row.problem == str(problem) for row in run.rows))
+        latest = max(timed, key=lambda run: run.header.started, default=None)
+        if machine is None and latest is None:
+            raise ValueError(f"no record speaks of '{problem}'; to look at it here: --measure, with a --kernel")
+        name = gpu_name(latest.header.environment) if machine is None and latest else machine or "cpu"
+        return default_kernel(problem, None if name == "cpu" else gpu_named(name))
+
+    named = [problem for group in named_groups(Request(targets=tuple(words))) for problem in group.problems]
+    return [(str(one), kernel) for one in named for kernel in kernels or [chosen(one)]]
 
 
 def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> tuple[Run, list[tuple[str, str]]]:
@@ -92,7 +127,7 @@ def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> 
 
     bench = bench_here()
     named = [problem for group in groups(Request(targets=tuple(words)), bench.gpu) for problem in group.problems]
-    subjects = [subject(who, one, None, bench) for one in named for who in kernels or [default_kernel(one, bench)]]
+    subjects = [subject(who, one, None, bench) for one in named for who in kernels or [default_kernel(one, bench.gpu)]]
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
     request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))

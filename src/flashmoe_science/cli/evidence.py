@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +10,6 @@ import typer
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.store import Run, read_runs
 
 DEFAULT = Path("evidence")
@@ -48,19 +47,14 @@ def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
     return [JudgedRun(run) for run in runs]
 
 
-def judged_of(folder: Path, gpu: str | None = None, suite: str | None = None) -> list[JudgedRun]:
-    """The runs under a folder, of one GPU and one suite where these are named. Raises ValueError as ``runs_under`` does, and
-    for a GPU that neither the runs nor the table of GPUs know, or a suite that no run is of."""
-    runs = runs_under(folder)
-    gpu, suites = machine_named(gpu, runs), dict.fromkeys(run.header.suite for run in runs)
-    if suite not in (None, *suites):
-        raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(suites)}, which are on record under {folder}")
-    found = (run for run in runs if gpu in (None, gpu_name(run.header.environment)))
-    return [JudgedRun(run) for run in found if suite in (None, run.header.suite)]
+def machine_named(gpu: str | None, known: Iterable[str]) -> str | None:
+    """The short name of a machine: as the records have it, else as the table of GPUs does. Raises ValueError for one that
+    neither knows."""
+    return gpu if gpu in {*known, "cpu", None} else gpu_named(gpu or "").name
 
 
-def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
-    """The short name of a machine: as the runs have it, else as the table of GPUs does. Raises ValueError for one that neither
-    knows."""
-    known = {gpu_name(run.header.environment) for run in runs} | {"cpu", None}
-    return gpu if gpu in known else gpu_named(gpu or "").name
+def suite_named(suite: str | None, known: Iterable[str], folder: Path) -> str | None:
+    """The suite. Raises ValueError for one that no run is of."""
+    if suite not in (None, *(found := dict.fromkeys(known))):
+        raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(found)}, which are on record under {folder}")
+    return suite

@@ -13,17 +13,18 @@ from rich.console import Console
 from rich.progress import Progress
 
 from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe, target
 from flashmoe_science.hardware.fitting import Fit, fit_build, given_block
 from flashmoe_science.hardware.gpus import GPUS, KIB, Gpu, gpu_named
 from flashmoe_science.hardware.occupancy import kilobytes
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.kernel import AnyKernel, Config
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import TRITON_MISSING, is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
-DOES_NOT_FIT = 1
 _ASSUMED = (128, 64)  # threads of a planned block and registers of each, where nothing is said
 _MOST = 2**31 - 1
 _BLOCK = "KB[,THREADS[,REGISTERS[,BLOCKS]]]"
@@ -52,7 +53,9 @@ def fit(
 ) -> None:
     """Registers, spills, shared memory, resident blocks and waves of our kernels on a GPU that need not be here.
 
-    Each kernel is compiled for that GPU; none is needed. Exit code 1: something does not fit.
+    Each kernel is compiled for that GPU; none is needed.
+
+    Exit code: 0 all fit, 1 something does not fit, 2 it could not run.
 
     \b
     Examples:
@@ -80,7 +83,7 @@ def fit(
     else:
         _print_tables(gpus, rows, unable, what)
     if any(row.fit.refusal for row in rows):
-        raise typer.Exit(DOES_NOT_FIT)
+        raise typer.Exit(ExitCode.WRONG)
 
 
 class _Row(NamedTuple):
@@ -118,7 +121,7 @@ def _given(text: str, gpus: list[Gpu]) -> list[_Row]:
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
-    ours = [kernel for kernel in operation(op).ours() if kernel.compile_job is not None] if is_operation(op) else []
+    ours = [*operation(op).ours()] if is_operation(op) else []
     if name is None:
         if not ours:
             raise ValueError(f"there is no kernel of {op} to build here{f': {TRITON_MISSING}' if TRITON_MISSING else ''}")
@@ -142,7 +145,7 @@ def _built(kernels: list[AnyKernel], gpus: list[Gpu], problem: Problem, unable: 
             unable.append((gpu, f"kernel {kernel.name!r} cannot serve {problem}: {reason}"))
     if not cases:
         return []
-    jobs = [(kernel.compile_job(problem, config, gpu), gpu) for gpu, kernel, config in cases if kernel.compile_job]
+    jobs = [(compile_jobs(kernel, problem, config, gpu)[0], gpu) for gpu, kernel, config in cases]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=len(jobs))
         try:

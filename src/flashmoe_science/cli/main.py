@@ -17,12 +17,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flashmoe_science.exit_codes import MEANINGS, ExitCode
 from flashmoe_science.printable import printable
 
 PROGRAM = "flashmoe"
-EXIT_COULD_NOT_RUN = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-EXIT_NOT_READ = 141  # 128 + SIGPIPE: what read the output, such as head, has had enough
 # Click's UsageError. Typer has its own copy of click in newer versions, so click itself may be absent.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -60,6 +58,8 @@ class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), f"{code.word}: {meaning}") for code, meaning in MEANINGS.items()])
 
 
 app = typer.Typer(
@@ -83,10 +83,10 @@ def flashmoe(
 
     \b
     Examples:
-      flashmoe check my_module:my_fn     is it right? in seconds, on some 50 tiny problems
-      flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
-      flashmoe report                    what the committed records say, as a page to read
-      flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster, and what would change that
+      flashmoe check my_module:my_fn   is it right? on some 50 tiny problems
+      flashmoe prove                   prove the kernels, with or without a GPU
+      flashmoe verdicts                what the committed records say
+      flashmoe diagnose long           why not faster, and what would change that?
     """
     if show_version:
         typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
@@ -98,8 +98,6 @@ def flashmoe(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
-    Codes: 0 good, 1 a kernel is wrong, a claim fails or something regressed, 2 it could not run, 3 refused as untrustworthy or
-    not on record, 130 interrupted, 141 nobody reads the output any more.
     A wrong input ends in one line that says what is wrong; FLASHMOE_TRACEBACK=1 shows where it came from instead.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -108,18 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = typer.main.get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        code = EXIT_INTERRUPTED
+        code = ExitCode.INTERRUPTED
     except SystemExit:  # the only one that reaches us: click and rich leave so where a pipe is closed
-        code = EXIT_NOT_READ
+        code = ExitCode.NOT_READ
     except UsageError as error:
         _complain(_usage_message(error))
-        code = EXIT_COULD_NOT_RUN
+        code = ExitCode.COULD_NOT_RUN
     except (ValueError, OSError) as error:
         if os.environ.get("FLASHMOE_TRACEBACK") == "1":
             raise
         _complain(_in_words(error))
-        code = EXIT_COULD_NOT_RUN
-    if code == EXIT_INTERRUPTED:  # which newer versions of Typer return by themselves
+        code = ExitCode.COULD_NOT_RUN
+    if code == ExitCode.INTERRUPTED:  # which newer versions of Typer return by themselves
         _complain("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 

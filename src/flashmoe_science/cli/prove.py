@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,16 +19,26 @@ from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, put_wrapped
 from flashmoe_science.cli.verdicts import print_verdicts
+from flashmoe_science.exit_codes import ExitCode, worst
+from flashmoe_science.judge.ending import code_of, first_lines, left_out
+from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.report.page import cost_line
 from flashmoe_science.judge.report.write import write_report
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.judge.verdicts import Verdict, is_brought
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Outcome
 
-GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.session has them, which imports PyTorch
-_WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
+_FEW = 8  # verdicts on kernels of the package, that are printed one by one; `flashmoe verdicts` has all
+_MOST_REASONS = 6  # of a kind, that are printed; the report has all
+_LABELS = {
+    "wrong": "wrong",
+    "untrustworthy": "refused",
+    "peers_refused": "peer refused",
+    "stopped": "stopped",
+    "left_out": "left out",
+}
 _PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
 _BESIDE_RESUME = ("resume", "budget", "as_json")
 
@@ -79,16 +90,18 @@ def prove(
     Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
     into a second file beside the first.
 
-    Exit code: 0 good, 1 a kernel is wrong, 2 it could not run, 3 a number was refused or a promise broken.
+    The first line is the verdict and its number, or the reason why there is none and what to do.
+
+    Exit code: 0 good, 1 a kernel is wrong, 2 it could not run, 3 a number was refused, a promise broken, or nothing was timed.
 
     \b
     Examples:
       flashmoe prove
       flashmoe prove documents long --budget 10m
       flashmoe prove long --draw 20
-      flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
+      flashmoe prove "attn b1 h16 q4096 d128 bf16" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
-      flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
+      flashmoe prove examples/row_softmax.py:row_softmax --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
     from flashmoe_science.measure.request import Request
@@ -117,38 +130,24 @@ def prove(
             typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
             raise
         screen.watch("judging")
-        verdicts, cost = judge(folder)
-    code = exit_code(outcomes, verdicts)
-    found = _found(outcomes)
+        judged = judge(folder)
+    verdicts = standing(judged)
+    code = worst([code_of(verdicts), *(outcome.exit_code for outcome in outcomes)])
     if as_json:
-        judged = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost}
-        typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **found, **judged}, indent=2))
+        extra = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost_line([one.run for one in judged])}
+        typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **_found(outcomes), **extra}, indent=2))
     else:
-        _print(code, folder, found, verdicts, (cost, *plan.found), sum(outcome.problems_left for outcome in outcomes))
+        _print(code, folder, judged, verdicts, outcomes, plan.found)
     return code
 
 
-def judge(folder: Path) -> tuple[list[Verdict], str]:
-    """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
+def judge(folder: Path) -> list[JudgedRun]:
+    """Judge the runs in ``folder`` and write a report into it. Raises StoreError."""
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     judged = [JudgedRun(run) for run in runs_under(folder)]
     write_report(judged, folder)
-    return standing(judged), cost_line([one.run for one in judged])
-
-
-def exit_code(outcomes: Sequence[Outcome], verdicts: Sequence[Verdict]) -> int:
-    """The worst of what was measured and of what was judged: 3 where a GPU's number of ours, or every number of a CPU, was
-    refused as untrustworthy, or a promise was broken.
-
-    A CPU that does other work gives an untrustworthy pair now and then; that is shown, and only nothing else is a failure.
-    """
-    refused = [verdict for verdict in verdicts if verdict.verdict == "refused"]
-    on_gpu = any(verdict.gpu != "cpu" and verdict.origin in ("ours", "candidate") for verdict in refused)
-    broken = any(verdict.promise == "broken" for verdict in verdicts)
-    judged = UNTRUSTWORTHY if broken or on_gpu or (refused and len(refused) == len(verdicts)) else GOOD
-    codes = {outcome.exit_code for outcome in outcomes} | {judged}
-    return next(code for code in _WORST_FIRST if code in codes)
+    return judged
 
 
 def _folder(out: Path | None) -> Path:
@@ -178,24 +177,45 @@ def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _print(code: int, folder: Path, found: dict[str, Any], verdicts: Sequence[Verdict], told: Sequence[str], left: int) -> None:
-    """A table of the verdicts, what the run took, what was found wrong or refused, and what it comes to."""
-    out = console()
-    print_verdicts(out, verdicts)
-    for text in told:
+def _print(
+    code: ExitCode,
+    folder: Path,
+    judged: Sequence[JudgedRun],
+    verdicts: Sequence[Verdict],
+    outcomes: Sequence[Outcome],
+    built: Sequence[str],
+) -> None:
+    """The verdict with its number, or why there is none; the rows; what was found wrong or refused; what it comes to."""
+    out, runs, found = console(), [one.run for one in judged], _found(outcomes)
+    left = sum(outcome.problems_left for outcome in outcomes)
+    rest = f"{count(left, 'problem')} not measured, the budget is spent; to go on: flashmoe prove --resume {folder}"
+    apart = left_out(runs)
+    nobody = [*chain(*apart.values()), "nothing was compared; name another rival with --against"]
+    why = "; ".join(found["stopped"] or ([rest] if left else built) or nobody)
+    found["left_out"] = [text for name, texts in apart.items() if is_brought(name, None) for text in texts] if verdicts else []
+    for text in first_lines(runs, verdicts) or [f"{code.word}: {why}"]:
         put_wrapped(out, text)
-    labels = {"wrong": "wrong", "untrustworthy": "refused", "peers_refused": "peer refused", "stopped": "stopped"}
-    for name, label in labels.items():
-        for reason in found[name]:
+    if len(verdicts) <= _FEW or any(row.brought for row in verdicts):
+        print_verdicts(out, verdicts)
+    for text in (cost_line(runs), *built):
+        put_wrapped(out, text)
+    shown = tuple(filter(None, ((row.reason or "").partition(": ")[2] for row in verdicts)))  # a reason begins with its stage
+    for name, label in _LABELS.items():
+        reasons = [one for one in found[name] if not one.endswith(shown)]
+        for reason in reasons[:_MOST_REASONS]:
             put_wrapped(out, f"{label}: {reason}")
-    if left:
-        typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
-    refused = max(len(found["peers_refused"]), sum(verdict.verdict == "refused" for verdict in verdicts))
-    words = {
-        GOOD: f"good, but for {refused} refused number{'s' * (refused != 1)}" if refused else "all good",
-        WRONG: "a kernel is wrong",
-        COULD_NOT_RUN: "it could not run",
-        UNTRUSTWORTHY: "a number was refused, or a promise broken",
-    }[code]
-    done = f"{found['checked']} results held to the oracle, {found['timed']} pairs timed; records and report in {folder}"
-    typer.echo(f"{words}: {done}")
+        if len(reasons) > _MOST_REASONS:
+            put_wrapped(out, f"{label}: {len(reasons) - _MOST_REASONS} more, which are in the report")
+    if left and verdicts:
+        put_wrapped(out, rest)
+    put_wrapped(out, f"{_ending(code, found, left, bool(outcomes))}; records and report in {folder}")
+
+
+def _ending(code: ExitCode, found: dict[str, Any], left: int, has_run: bool) -> str:
+    """What the run comes to, by its exit code, and how much it did."""
+    if not has_run:
+        return f"{code.word}: nothing was left to measure"
+    refused = len(found["peers_refused"])
+    but = f"good, but for {count(refused, 'refused number')} of peers" if refused else "all good"
+    words = code.word if code else "good as far as it went" if left else but
+    return f"{words}: {count(found['checked'], 'result')} held to the oracle, {count(found['timed'], 'comparison')} timed"

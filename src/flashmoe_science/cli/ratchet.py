@@ -13,11 +13,11 @@ from rich.text import Text
 
 from flashmoe_science.cli.evidence import DEFAULT, folder_named, judged_under, runs_under
 from flashmoe_science.cli.sheet import COLOURS, console
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.judge.gate.ratchet import ALL, Check, Outcome, check, lowered, raised, read_ratchet, write_ratchet
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.operations import parse_problem
 
-GOOD, REGRESSED, REFUSED = 0, 1, 3
 # How many entries of each outcome are listed: of those that ask for nothing, a few.
 _SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
 _RUNS = "runs"  # where there is one beside the file, its folder holds the committed records
@@ -50,9 +50,9 @@ def ratchet(
 
     \b
     Examples:
-      flashmoe ratchet --update                       keep what the committed records show
-      flashmoe ratchet --runs reports/ci              in CI, after: flashmoe prove documents --quick --out reports/ci
-      flashmoe ratchet --accept "attn b1 h16 q4096 d128 bf16 causal" --reason "exact instead of approximate exponentials"
+      flashmoe ratchet --update            keep what the committed records show
+      flashmoe ratchet --runs reports/ci   in CI, after prove --out reports/ci
+      flashmoe ratchet --accept all --reason "exact exponentials"
     """
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
@@ -81,8 +81,8 @@ def ratchet(
         elif update and any(one.outcome in ("gained", "new") for one in checks):
             typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
     if any(one.outcome == "regressed" and one.key not in changed for one in checks):
-        return REGRESSED
-    return REFUSED if vacant or any(one.outcome == "refused" for one in checks) else GOOD
+        return ExitCode.WRONG
+    return ExitCode.NO_NUMBER if vacant or any(one.outcome == "refused" for one in checks) else ExitCode.GOOD
 
 
 def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
@@ -101,5 +101,5 @@ def _print(checks: Sequence[Check]) -> None:
         for words in [*found[:most], *([f"and {len(found) - most} more"] if len(found) > most > 0 else ())]:
             out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
     counts = Counter(one.outcome for one in checks)
-    told = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
-    out.print(", ".join(told) or "nothing to hold", markup=False)
+    totals = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
+    out.print(", ".join(totals) or "nothing to hold", markup=False)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from itertools import groupby
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table as Grid
@@ -18,6 +20,8 @@ from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Pa
 from flashmoe_science.printable import printable
 
 _PIPED_WIDTH = 100
+_MOST_ROWS = 24  # that are printed where nobody asks for rows
+Rows = Annotated[bool, typer.Option("--rows", help="Print every row, also where they fill many screens.")]
 _INDENT, _BELOW, _GAP = 2, 6, 2
 # What colours a verdict, an outcome or a status, by its first word.
 COLOURS = {
@@ -35,6 +39,11 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
     if not (found.is_terminal or os.environ.get("COLUMNS", "").strip("0").isdigit()):  # which rich reads
         found.width = piped_width
     return found
+
+
+def fits_a_screen(rows: int) -> bool:
+    """Whether that many rows are printed unasked."""
+    return rows <= _MOST_ROWS
 
 
 def print_table(out: Console, table: Table) -> None:

@@ -1,62 +1,117 @@
-"""``flashmoe verdicts``: what the records say, judged anew each time."""
+"""``flashmoe verdicts``: what the records say, judged anew whenever they change."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table as Grid
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
-from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.cli.evidence import DEFAULT, Evidence
+from flashmoe_science.cli.judged import standing_under
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
+from flashmoe_science.judge.formats import count, times
 from flashmoe_science.judge.report.tables import titles_of, verdict_table
-from flashmoe_science.judge.standing import standing
-from flashmoe_science.judge.summary import disagreements, groups
+from flashmoe_science.judge.summary import Group, disagreements, groups
 from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.records import Clock
+
+_CLOCKS: tuple[Clock, ...] = ("graph", "eager")
+_RATIO = "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster"
+_SUMMARY = (
+    "graph: device time; eager: what a caller waits. Counts are faster/equivalent/slower/no verdict, of our fastest kernel (or "
+    "yours) on each problem against the best rival there; mean is the geometric mean of the rival's time over the kernel's, "
+    "least the least of them: above 1 the kernel is faster"
+)
 
 
 def verdicts(
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU's, such as h200; cpu for runs without one.")] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Only this suite's, such as documents or long.")] = None,
     evidence: Evidence = DEFAULT,
+    rows: Rows = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a verdict.")] = False,
 ) -> None:
     """Print what the records say: which kernel is faster than which, by how much and with what certainty.
 
-    Each row is one kernel on one problem. The ratio is the rival's time over the kernel's, so that above 1 the kernel is
-    faster, with its 95% interval. For our kernels the rival is the best peer of that problem; for a peer it is our best kernel.
-    A refused row has no number, and says why. Nothing is stored: verdicts are computed from the records each time.
+    The summary has a line a suite; few verdicts, and with --rows all, stand one by one. Each is one kernel on one problem. The
+    ratio is the rival's time over the kernel's, so that above 1 the kernel is faster, with its 95% interval. For our kernels
+    the rival is the best peer of that problem; for a peer it is our best kernel. A refused row has no number, and says why.
+    Verdicts are computed from the records, anew whenever a record or the program has changed.
 
     \b
     Examples:
       flashmoe verdicts
-      flashmoe verdicts --gpu h200 --suite long
+      flashmoe verdicts --gpu h200 --suite long --rows
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
-    judged = judged_of(evidence, gpu, suite)
-    rows = standing(judged)
+    found = standing_under(evidence, gpu, suite)
     if as_json:
-        typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
+        typer.echo(json.dumps([row.as_dict() for row in found.verdicts], indent=1))
         return
     out = console()
-    if not rows:
-        out.print(f"No {'verdicts' if judged else 'records'} under {evidence}.", markup=False, soft_wrap=True)
-    print_verdicts(out, rows)
+    if not found.verdicts:
+        out.print(f"No {'verdicts' if found.runs else 'records'} under {evidence}.", markup=False, soft_wrap=True)
+    elif print_verdicts(out, found.verdicts, rows):
+        out.print()
+    else:
+        put_wrapped(out, f"{count(len(found.verdicts), 'verdict')}; one by one: flashmoe verdicts --rows (--suite NAME)")
 
 
-def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
-    """The verdicts in groups of the same conditions, each with its reason where it has one."""
-    found = groups(rows)
-    titles = titles_of(found)
+def print_verdicts(out: Console, verdicts: Sequence[Verdict], rows: bool = False) -> bool:
+    """The verdicts in groups of the same conditions, one by one where ``rows`` or where they fit a screen, else summarised.
+    Returns whether they stand one by one."""
+    found = groups(verdicts)
+    one_by_one = rows or fits_a_screen(len(verdicts))
+    if one_by_one:
+        titles = titles_of(found)
+        for group in found:
+            print_table(out, verdict_table(titles[group.anchor], group.rows))
+            if len(group.measured) > 1:
+                put_wrapped(out, group.corrected)
+            out.print()
+        for sentence in disagreements(row for row in verdicts if row.origin != "peer"):
+            put_wrapped(out, sentence)
+        if any(row.ratio is not None for row in verdicts):
+            put_wrapped(out, _RATIO)
+    elif found:
+        _print_summary(out, found)
+    return one_by_one
+
+
+def _print_summary(out: Console, found: Sequence[Group]) -> None:
+    """A line a GPU, suite and cache, both clocks side by side; then where ours, or yours, lose most."""
+    by_place: dict[tuple[str, str, str], dict[Clock, Group]] = defaultdict(dict)
+    several = len({group.gpu for group in found}) > 1
     for group in found:
-        print_table(out, verdict_table(titles[group.anchor], group.rows))
-        if len(group.measured) > 1:
-            put_wrapped(out, group.corrected)
-        out.print()
-    for sentence in disagreements(row for row in rows if row.origin != "peer"):
-        put_wrapped(out, sentence)
-    if any(row.ratio is not None for row in rows):
-        put_wrapped(out, "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster")
-        out.print()
+        name = ", ".join(group.tried) or group.suite
+        where = f"{name} on {group.gpu}" if several else name
+        by_place[where, group.cache, group.suite][group.clock] = group
+    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    grid.add_column("suite", overflow="fold")
+    for heading in ("n", *(word for clock in _CLOCKS for word in (clock, "mean", "least"))):
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for (where, cache, _), by_clock in by_place.items():
+        problems = max(len(group.front) for group in by_clock.values())
+        cells = [cell for clock in _CLOCKS for cell in _cells(by_clock.get(clock))]
+        grid.add_row(f"{where}{', warm' * (cache == 'warm')}", str(problems), *cells)
+    out.print(grid)
+    ours = [row for group in found if not group.tried and group.clock == "graph" for row in group.measured]
+    lost = [row for row in ours if row.verdict == "slower"]
+    if lost:
+        worst = min(lost, key=lambda row: row.ratio or 0.0)
+        where = f"{times(worst.ratio)} of {worst.rival}: {worst.problem}"
+        put_wrapped(out, f"slower than the best rival by device time: {len(lost)} of {len(ours)} problems; the worst, {where}")
+    put_wrapped(out, _SUMMARY)
+
+
+def _cells(group: Group | None) -> tuple[str, str, str]:
+    if group is None:
+        return "", "", ""
+    counts, least = group.counts, group.measured[0].ratio if group.measured else None
+    totals = (counts["faster"], counts["equivalent"], counts["slower"], counts["undecided"] + counts["refused"])
+    return "/".join(map(str, totals)), times(group.mean.ratio) if group.mean else "", times(least)

@@ -61,47 +61,34 @@ def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
 
     Raises:
         Refused: the compiler or the assembler will not build it.
-        ValueError: the job's signature does not cover the kernel's arguments.
     """
     from triton.errors import TritonError
 
-    source = _source(job)
     with _kept_output() as printed:
         try:
-            return _compile(source, job, gpu)
+            return _compile(job, gpu)
         # RuntimeError is what a failed pass of the compiler raises; its reason is only printed.
         except (TritonError, RuntimeError) as error:
             raise Refused(_reason(error, printed())) from error
 
 
-def _source(job: CompileJob) -> Any:
-    names = list(job.function.arg_names)
-    wrong = sorted(set(names) ^ set(job.signature))
-    if wrong:
-        raise ValueError(f"the signature of {job.function.__name__} and its arguments differ in {', '.join(wrong)}")
-    if job.gluon:
-        from triton.experimental.gluon._runtime import GluonASTSource as Source  # public from Triton 3.9 on
-    else:
-        from triton.compiler import ASTSource as Source
-    return Source(
-        job.function,
-        {name: job.signature[name] for name in names},
-        constexprs=dict(job.constexprs),
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in job.divisible_by_16},
-    )
-
-
-def _compile(source: Any, job: CompileJob, gpu: Gpu) -> Any:
+def _compile(job: CompileJob, gpu: Gpu) -> Any:
+    """Compile as a launch does (``JITFunction.run``), for a target that no driver names."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource  # public from Triton 3.9 on
+    from triton.runtime.jit import create_function_from_signature
 
-    major, minor = gpu.compute_capability
-    # Fused multiply-add is Triton's default up to 3.9, which warns that 3.10 will change it: so it is said.
-    options: dict[str, int] = {"num_warps": job.num_warps, "num_stages": job.num_stages, "enable_fp_fusion": True}
-    if job.maxnreg is not None:
-        options["maxnreg"] = job.maxnreg
+    function, (major, minor) = job.function, gpu.compute_capability
     # Triton itself turns 90 into sm_90a, 100 into sm_100a and so on.
-    return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, WARP), options=options)
+    target = GPUTarget("cuda", 10 * major + minor, WARP)
+    backend = make_backend(target)
+    specialize = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, options = specialize(*job.arguments, enable_fp_fusion=True, **job.options)
+    options, *described = function._pack_args(backend, options, bound, specialization, options)
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(function, *described)
+    return triton.compile(source, target=target, options=options.__dict__)
 
 
 _USAGE = re.compile(r"^\s*Function \S+:\s*REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+)", re.MULTILINE)

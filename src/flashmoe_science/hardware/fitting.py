@@ -54,7 +54,7 @@ class Fit:
 
 
 def fit_build(build: Build, gpu: Gpu, grid_blocks: int | None = None) -> Fit:
-    """How ``build`` stands on ``gpu`` with a grid of so many blocks."""
+    """How ``build`` stands on ``gpu`` with a grid of that many blocks."""
     refusal, warning = fits(build, gpu), spills(build)
     if build.refusal is not None:
         return Fit(gpu, build, grid_blocks, refusal, warning)

@@ -6,6 +6,9 @@ Importing this module touches no GPU. ``current_gpu`` asks PyTorch, ``telemetry`
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 POWER_CAP = "power cap"
+_ASSUMED: ContextVar[Gpu | None] = ContextVar("assumed GPU", default=None)
 # NVML's clock event reasons that are throttling, in words. Not among them: an idle GPU, and clocks that somebody set.
 _THROTTLING = {
     0x0000_0000_0000_0004: POWER_CAP,
@@ -40,10 +44,22 @@ class Telemetry:
     absent: str | None = None
 
 
+@contextmanager
+def assume(gpu: Gpu) -> Iterator[None]:
+    """A context in which every device is ``gpu``, which need not be here."""
+    before = _ASSUMED.set(gpu)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(before)
+
+
 def current_gpu(device: torch.device | int | None = None) -> Gpu | None:
     """The NVIDIA GPU that ``device`` names, by default the current one; None without one (or with another maker's)."""
     import torch
 
+    if (assumed := _ASSUMED.get()) is not None:
+        return assumed
     # On ROCm, torch.cuda is an AMD GPU whose "capability" looks like an NVIDIA one.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
@@ -52,7 +68,7 @@ def current_gpu(device: torch.device | int | None = None) -> Gpu | None:
 
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     """The NVIDIA GPU that a tensor is on; None for one on the CPU (or on another maker's GPU)."""
-    return current_gpu(tensor.device) if tensor.is_cuda else None
+    return current_gpu(tensor.device) if tensor.is_cuda else _ASSUMED.get()
 
 
 def telemetry(device: torch.device | int | None = None) -> Telemetry:

@@ -66,7 +66,6 @@ def compile_for(job: CompileJob, gpu: Gpu) -> Build:
 
     Raises:
         CompilerUnavailable: no Triton here, or it is set to interpret.
-        ValueError: the job's signature does not cover the kernel's arguments.
     """
     require_compiler()
     name = job.function.__name__
@@ -132,7 +131,8 @@ def compile_many(
         The builds, in the order of ``jobs``.
 
     Raises:
-        CompilerUnavailable, ValueError: as ``compile_for``; also a kernel that is not found by name in its module.
+        CompilerUnavailable: as ``compile_for``.
+        ValueError: a kernel that is not found by name in its module.
     """
     require_compiler()
     tasks = [(_by_name(job), gpu) for job, gpu in jobs]
@@ -169,7 +169,7 @@ def _by_name(job: CompileJob) -> _Task:
     module, name = job.function.fn.__module__, job.function.fn.__qualname__
     if getattr(importlib.import_module(module), name, None) is not job.function:
         raise ValueError(f"kernel {name} is not found by that name in {module}; define it at the top of a module")
-    return _Task(module, name, replace(job, function=None, signature=dict(job.signature), constexprs=dict(job.constexprs)))
+    return _Task(module, name, replace(job, function=None))
 
 
 def _build_task(task: _Task, gpu: Gpu) -> Build:

@@ -26,6 +26,7 @@ from flashmoe_science.ops.attention.front.flash import (
     window_of,
     with_chunks,
 )
+from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.attention.front.operator import attend
 
 __all__ = [
@@ -82,7 +83,7 @@ def flash_attn_func(
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     q, k = concat_qv(q, k, v, qv)
     if num_splits == 1 and q.shape[1] > _FEW_QUERIES:
-        num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
+        num_splits = 0  # no kernel splits the keys of this many queries, and any may serve
     options = Options(
         mask, return_attn_probs, None, left, right, checked_cap(softcap), num_splits, tokens_first=True, names=FLASH_NAMES
     )
@@ -111,9 +112,7 @@ def flash_attn_combine(
     Returns:
         (out [..., head_dim], lse [...] fp32); zeros and -inf where all parts are empty.
     """
-    lse = torch.logsumexp(lse_partial, 0)
-    weight = torch.exp(lse_partial - torch.where(lse == -torch.inf, 0.0, lse)).unsqueeze(-1)
-    result = torch.where(weight == 0.0, 0.0, weight * out_partial).sum(0)
+    result, lse = merged([*out_partial], [*lse_partial])
     if out is not None:
         return out.copy_(result), lse
     return result.to(out_dtype or out_partial.dtype), lse

@@ -17,7 +17,6 @@ from flashmoe_science.integrations.transformers_masks import Packed, StructuredM
 from flashmoe_science.ops.attention.call.checks import Unsupported
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.operator import attend
-from flashmoe_science.ops.attention.front.sdpa import autocast
 from flashmoe_science.ops.attention.problem import Mask
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
@@ -74,8 +73,6 @@ def attention_forward(
             raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
     if module.__dict__.get("_modules", {}).get("compressor") is not None:  # DeepSeek-V4 writes -inf into a mask of booleans
         raise ValueError(f"attn_implementation={NAME!r} does not serve the compressed keys of {type(module).__name__}")
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
     queries = query.shape[2]
     if attention_mask is None:
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

@@ -22,7 +22,7 @@ Indices = Callable[..., Any]  # (batch, head, query, key) -> whether the query s
 class Visible:
     """The keys that each query sees, of the [batch, 1, queries, keys] mask.
 
-    length: the first so many keys are there; the last query is at the last of them, so that a causal mask ends in it.
+    length: that many keys, the first, are there; the last query is at the last of them, so that a causal mask ends in it.
     causal: no key after a query is seen.
     left, right: how many keys before and after its own a query sees; None for no limit.
     first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all

@@ -12,14 +12,14 @@ Where there is neither, the times stand side by side without a ratio: a machine 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.standing import JudgedRun, precedence
-from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
@@ -33,6 +33,10 @@ class Place(NamedTuple):
     problem: str
     clock: Clock
     cache: Cache
+
+    @property
+    def title(self) -> str:
+        return f"{self.gpu}, {self.clock} clock, {self.cache} cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,38 @@ def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, lis
     return {place: _row([places.get(place, []) for places in entries]) for place in shared}
 
 
+class Total(NamedTuple):
+    """What a version comes to beside the first on one GPU, clock and cache: how many places it shares, how many of them are
+    which way, and the speed-up over the first on those that have one: geometric mean, least, most; None where none has."""
+
+    version: str
+    places: int
+    said: dict[str, int]
+    mean: Interval | None
+    least: float | None
+    most: float | None
+
+
+def totals(words: Sequence[str], found: Mapping[Place, Sequence[Cell | None]]) -> dict[str, list[Total]]:
+    """GPU, clock and cache in words -> a total for each version but the first."""
+    by_title: dict[str, list[Sequence[Cell | None]]] = defaultdict(list)
+    for place, cells in found.items():
+        by_title[place.title].append(cells)
+    return {
+        title: [_total(word, [cells[at] for cells in rows]) for at, word in enumerate(words) if at]
+        for title, rows in by_title.items()
+    }
+
+
+def _total(word: str, cells: Sequence[Cell | None]) -> Total:
+    here = [cell for cell in cells if cell is not None]
+    over = [cell.over_first for cell in here if cell.over_first is not None]
+    ratios = [one.ratio for one in over]
+    said = dict(Counter[str](cell.said or "no ratio" for cell in here))
+    least, most = min(ratios, default=None), max(ratios, default=None)
+    return Total(word, len(here), said, geometric_mean(over) if over else None, least, most)
+
+
 def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
     """Place -> what each run of a version says there, oldest run first. Without a kernel, the version is the fastest kernel in
     question on each problem."""
@@ -118,8 +154,8 @@ def _version(word: str, known: Sequence[JudgedRun]) -> tuple[list[JudgedRun], st
         return having, kernel
     runs = ", ".join(sorted(judged.run.header.run for judged in known)[:4])
     kernels = ", ".join(sorted({name for judged in known for name in judged.kernels})[:12])
-    told = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
-    raise ValueError(f"{word!r} names no run, commit or kernel on record; {told}")
+    on_record = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
+    raise ValueError(f"{word!r} names no run, commit or kernel on record; {on_record}")
 
 
 def _runs_named(word: str, known: Sequence[JudgedRun]) -> list[JudgedRun]:
@@ -162,11 +198,11 @@ def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
             if (pair.rival, pair.rival_config) == same[1:]:
                 return pair.interval, "paired"
     # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
-    met = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
+    shared = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
     found = [
-        (quotient(pair.interval, met[key].interval), f"through {pair.rival}")
+        (quotient(pair.interval, shared[key].interval), f"through {pair.rival}")
         for pair in beside
-        if (key := (pair.rival, pair.rival_config)) in met and _is_same_there(pair, first.judged, cell.judged)
+        if (key := (pair.rival, pair.rival_config)) in shared and _is_same_there(pair, first.judged, cell.judged)
     ]
     return min(found, key=lambda one: one[0].half_width, default=(None, None))
 

@@ -16,7 +16,7 @@ _EVENT_RESOLUTION_NS = 500.0
 class Control:
     """What the kernel-against-itself control of a problem says of the harness.
 
-    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
+    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with as many
     of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent."""
 
     interval: Interval | None
@@ -39,7 +39,7 @@ def resolution_of(row: TimingRow) -> float:
 
 
 def control_of(row: TimingRow, fault: str | None, controls: int) -> Control:
-    """What one control row says, of so many in its run; ``fault`` is why its samples are not believed."""
+    """What one control row says, of that many in its run; ``fault`` is why its samples are not believed."""
     if fault is None and len(row.a) < MIN_PAIRS:
         fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
     if fault:

@@ -32,8 +32,8 @@ def within(low: float | None, high: float | None) -> str:
 
 
 def with_interval(middle: float, low: float, high: float) -> str:
-    """A ratio with its interval: "1.198 [1.193, 1.201]"."""
-    return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
+    """A ratio with its interval: "1.198x [1.193, 1.201]"."""
+    return f"{ratio(middle)}x [{ratio(low)}, {ratio(high)}]"
 
 
 def times(value: float | None) -> str:
@@ -48,3 +48,8 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 problem" or "2 problems"."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -77,7 +77,7 @@ class Interval:
         return replace(self, low=self.low * math.exp(-by), high=self.high * math.exp(by), bound=self.bound + by)
 
     def among(self, comparisons: int) -> Interval:
-        """The same measurement as one of so many: ends that hold for all of them at once, 95 times in 100 (Bonferroni).
+        """The same measurement as one of ``count``: ends that hold for all of them at once, 95 times in 100 (Bonferroni).
 
         Only what is chance is stretched, as Student's t is; the clock's bound holds for each anyway."""
         tail = (1 - _CONFIDENCE) / 2
@@ -115,7 +115,7 @@ class Interval:
         return max(self.freedom / 6, 2.0)
 
     def at_odds_with_one(self, comparisons: int) -> bool:
-        """Whether 1 is outside the interval even when it is one of so many: Bonferroni, at 1% for all together, stretched
+        """Whether 1 is outside the interval even when it is one of ``count``: Bonferroni, at 1% for all together, stretched
         as Student's t with ``freedom``. Tails so far out are too thin with some 20 pairs: what comes out is near 5% for all."""
         stretch = _student(0.005 / comparisons, self.freedom) / _student(0.025, self.freedom)
         end = self.low if self.ratio > 1 else self.high

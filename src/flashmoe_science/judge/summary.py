@@ -88,24 +88,25 @@ def disagreements(rows: Iterable[Verdict]) -> list[str]:
             found[row.gpu, row.suite, row.run, row.problem, row.kernel].setdefault(row.clock, row)
     sentences = []
     for one in (by_clock for by_clock in found.values() if {row.verdict for row in by_clock.values()} == {"faster", "slower"}):
-        told = ", ".join(
+        by_clock = ", ".join(
             f"{one[clock].verdict} {by} ({times(one[clock].ratio)} of {one[clock].rival})" for clock, by in _BY.items()
         )
-        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {told}")
+        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {by_clock}")
     return sentences
 
 
-def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number.
-
-    In question are the kernels that a user brought, else ours where there are any, else all.
-    """
+def in_question(rows: Sequence[Verdict]) -> list[Verdict]:
+    """Those of the kernels that a user brought to a problem, else of ours where there are any, else all."""
     brought = {row.problem for row in rows if row.brought}
-    ours = [row for row in rows if row.origin == "ours"]
+    ours = any(row.origin == "ours" for row in rows)
+    return [row for row in rows if (row.brought if row.problem in brought else row.origin == "ours" or not ours)]
+
+
+def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
+    """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number."""
     best: dict[str, Verdict] = {}
-    for row in rows:
-        in_question = row.brought if row.problem in brought else row.origin == "ours" or not ours
-        if in_question and (row.problem not in best or _rank(row) < _rank(best[row.problem])):
+    for row in in_question(rows):
+        if row.problem not in best or _rank(row) < _rank(best[row.problem]):
             best[row.problem] = row
     return list(best.values())
 

@@ -90,8 +90,8 @@ class Trust:
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
         refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
-        if told := _words(refusals):
-            return told
+        if sizes := _words(refusals):
+            return sizes
         if len(called := self._called[kernel]) > 1:
             return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
         if self._cut_short(problem, kernel):
@@ -265,8 +265,8 @@ def _error_in_words(row: CorrectnessRow) -> str | None:
             return f"the error of its {name} is not on record"
         # Of any numbers, the mean size is at most the RMS and that at most the largest; what rounding may add is far less.
         if not 0 <= stats.mean <= stats.rms * _ROUNDED <= stats.max * _ROUNDED**2:
-            told = f"{stats.mean:.2e} (mean), {stats.rms:.2e} (RMS) and {stats.max:.2e} (largest)"
-            return f"the errors of its {name} contradict each other: {told}"
+            sizes = f"{stats.mean:.2e} (mean), {stats.rms:.2e} (RMS) and {stats.max:.2e} (largest)"
+            return f"the errors of its {name} contradict each other: {sizes}"
         if stats.max > stats.bound_max:
             return f"its {name} is off by {stats.max:.2e} at {stats.worst}; {stats.bound_max:.2e} is allowed"
         for measure, error, bound in (("RMS", stats.rms, stats.bound_rms), ("mean", stats.mean, stats.bound_mean)):

@@ -115,7 +115,7 @@ def is_brought(kernel: str, origin: Origin | None) -> bool:
 
 
 def verdicts_of(run: Run) -> list[Verdict]:
-    """Every verdict of one run, in the order in which it met its problems. Raises ProblemError for a problem that is none."""
+    """Every verdict of one run, in the order in which its problems came. Raises ProblemError for a problem that is none."""
     trust = Trust(run)
     return verdicts_from(trust, comparisons(trust))
 
@@ -127,8 +127,8 @@ def verdicts_from(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
         groups[pair.problem, pair.clock, pair.cache].append(pair)
     said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
     said += _never_timed(trust, groups, said)
-    met = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
-    return sorted(said, key=lambda verdict: met[verdict.problem])
+    order = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
+    return sorted(said, key=lambda verdict: order[verdict.problem])
 
 
 class _Group:
@@ -178,8 +178,8 @@ class _Group:
             times = self._times(self.best[kernel]) if kernel in self.best else {}
             return row("undecided", "no rival that can be believed was timed beside it", **times)
         pair = beside[0]
-        least, met = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in beside}
-        ahead = [name for name in rivals if name in self.best and name not in met and self.best[name].time_ns < least]
+        least, paired = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in beside}
+        ahead = [name for name in rivals if name in self.best and name not in paired and self.best[name].time_ns < least]
         if ahead:
             return row("undecided", f"{ahead[0]}, the best of the rivals, was not timed beside it", **self._times(pair))
         said, reasons = _call(pair)
@@ -265,10 +265,10 @@ def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verd
     default: Conditions = ("", "eager" if trust.gpu_name == "cpu" else "graph", "cold")
     rows = []
     for problem, kernel, config in trust.failed():
-        met = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
-        silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in known]
+        measured = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
+        silent = [group for group in measured or [(problem, *default[1:])] if (kernel, *group[:2]) not in known]
         reason = trust.never_timed(problem, kernel, config)
-        if not silent or reason is None or (len(silent) < len(met) and not trust.samples_refused(problem, kernel)):
+        if not silent or reason is None or (len(silent) < len(measured) and not trust.samples_refused(problem, kernel)):
             continue
         known.add((kernel, *silent[0][:2]))
         origin = trust.origins.get(kernel)

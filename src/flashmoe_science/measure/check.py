@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, Home, Hung, Tampered, Unusable
@@ -81,9 +82,9 @@ class CheckResult:
         return self.exit_code == 0
 
     @property
-    def exit_code(self) -> int:
-        """0 right wherever it serves, 1 wrong somewhere, 2 nothing could be checked."""
-        return 1 if self.of("wrong") else 0 if self.of("right") else 2
+    def exit_code(self) -> ExitCode:
+        """GOOD right wherever it serves, WRONG somewhere, COULD_NOT_RUN nothing could be checked."""
+        return ExitCode.WRONG if self.of("wrong") else ExitCode.GOOD if self.of("right") else ExitCode.COULD_NOT_RUN
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -130,7 +131,8 @@ def check_function(
     tell: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:
     """Check the function that ``spec`` names on its contract's sweep and on ``problems``. Raises ValueError: there is no such
-    function, or an option is not allowed. Raises Unusable: it cannot be loaded, or its contract fails."""
+    function, an option is not allowed, or the function cannot be asked for a problem here. Raises Unusable: it cannot be
+    loaded, or its contract fails."""
     (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
     with closing(Home(spec, "", watchdog_s)) as home:
@@ -138,6 +140,9 @@ def check_function(
             opened = home.open()
             swept = problems_of(opened.sweep, "sweep")
             with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+                for problem in problems:
+                    if (reason := cannot_be_asked(oracle, problem, bench.gpu)) is not None:
+                        raise ValueError(f"problem '{problem}' cannot be asked of {spec}: {reason}")
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:

@@ -22,7 +22,7 @@ Command = Callable[[str], Callable[..., dict[str, Any]]]  # what answers a reque
 
 def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
     """Answer requests until the other end closes. ``after`` may add to each answer. What a function raises, a SystemExit
-    included, is told as the failure that it is: the process goes on."""
+    included, is reported as the failure that it is: the process goes on."""
     die_with_parent(int(sys.argv[3]))
     with contextlib.suppress(OSError):  # where memory runs out, this process goes before the one that keeps the records
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -25,7 +25,7 @@ _SHARES = "its output lies in the memory of its earlier output, which a caller m
 class Exam:
     """Examines the kernel ``who`` (empty: the function that the worker has loaded) with one of its configs.
 
-    ``step`` is told what comes, and may raise when the time is up. ``repeats`` are calls that are compared bit by bit, more of
+    ``step`` hears what comes, and may raise when the time is up. ``repeats`` are calls that are compared bit by bit, more of
     them where those take less than ``more_s`` seconds.
     """
 
@@ -122,10 +122,10 @@ class Exam:
         wrong = wrong_kind(facts["outputs"], wanted, "cuda" if self.on_gpu else "cpu")
         if wrong:
             return Call(facts, wrong, other_kind=True)
-        told = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
-        named = [(code, words) for code, words in told["named"]]
-        stats = {name: ErrorStats.model_validate(one) for name, one in told["stats"].items()}
-        return Call(facts, told["reasons"], False, named, stats, told["digest"], told["vacuous"])
+        reply = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
+        named = [(code, words) for code, words in reply["named"]]
+        stats = {name: ErrorStats.model_validate(one) for name, one in reply["stats"].items()}
+        return Call(facts, reply["reasons"], False, named, stats, reply["digest"], reply["vacuous"])
 
     def _first_call(self, found: Finding) -> Call | None:
         self.step("checking against the oracle")

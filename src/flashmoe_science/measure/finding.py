@@ -88,7 +88,7 @@ def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any
 
 Named = tuple[str, str]  # a code for machines, and words
 
-_FEW = 8  # wrong elements that are still told by number
+_FEW = 8  # wrong elements that are still listed one by one
 _EVEN = 60.0  # the largest error over the RMS: below it, every element is off alike
 _COARSE = 2.0**-4  # of the largest result: an error that rounding to 8 bits may make
 _MATCHES = 4.0  # times the bound: a mistake's result may be larger than the right one, and its roundings with it

@@ -113,6 +113,8 @@ class FunctionRun:
         if self._home.imported:
             self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
         able = self._prepared(ends)
+        if not self.left:
+            return
         if len(self.left) == len(self.problems):
             self._swept()
         self._paths = self._launched(able)
@@ -172,8 +174,8 @@ class FunctionRun:
         for one in first:
             stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
             self.session.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
-        told = {one.problem for one in first}
-        others = ", ".join(f"'{problem}'" for problem in dict.fromkeys(one.problem for one in wrong) if problem not in told)
+        shown = {one.problem for one in first}
+        others = ", ".join(f"'{problem}'" for problem in dict.fromkeys(one.problem for one in wrong) if problem not in shown)
         if others:
             self._note(f"it is wrong on these of the sweep too: {others}")
 

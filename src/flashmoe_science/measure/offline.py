@@ -13,13 +13,14 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
-from flashmoe_science.kernel import AnyKernel, Config
+from flashmoe_science.kernel import AnyKernel, CompileJob, Config
+from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Entry
-from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, WRONG, Outcome, Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -34,7 +35,7 @@ _WATCHDOG_S = 300.0
 def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
     """Ours that can be built without a GPU: the one named, or all."""
     every = (kernel for op in OPERATIONS for kernel in op.ours())
-    return tuple(kernel for kernel in every if kernel.compile_job is not None and name in (None, kernel.name))
+    return tuple(kernel for kernel in every if kernel.plan is not None and name in (None, kernel.name))
 
 
 class OfflineRun:
@@ -48,8 +49,7 @@ class OfflineRun:
     def run(self) -> Outcome:
         self.session.begin(SUITE)
         stopped = self._build() or self._interpret()
-        code = WRONG if self.session.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
-        return self.session.end(stopped, code=code)
+        return self.session.end(stopped, timed=False)
 
     def _build(self) -> str | None:
         """Compile and hold each build against its GPU; returns why the run stops here, or None."""
@@ -63,34 +63,34 @@ class OfflineRun:
             self.session.tell(f"building for {', '.join(GPUS)}")
 
         try:
-            made = [(one.compile_job(problem, config, gpu), gpu) for one, config, problem, gpu in jobs if one.compile_job]
-            builds = compile_many(made, on_done=tell)
+            builds = compile_many([(job, gpu) for *_, gpu, job in jobs], on_done=tell)
         except CompilerUnavailable as error:
             self.session.unusable(str(error))
             return str(error)
         unfit = 0
-        for (kernel, config, problem, gpu), build in zip(jobs, builds, strict=True):
+        for (kernel, config, problem, gpu, _), build in zip(jobs, builds, strict=True):
             if (reason := fits(build, gpu)) is not None:
                 unfit += 1
                 entry = Entry(kernel.name, kernel.name, kernel, str(config))
-                self.session.refuse("preflight", f"on {gpu.product}: {reason}", problem, entry)
+                self.session.refuse("preflight", f"{build.kernel} on {gpu.product}: {reason}", problem, entry)
         spilling = sum(build.spill_bytes > 0 for build in builds)
         fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
         self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
         self.session.note(self.found[-1])
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
 
-    def _builds(self) -> list[tuple[AnyKernel, Config, Problem, Gpu]]:
-        """Every config of every kernel, for each problem and GPU where it claims to run."""
+    def _builds(self) -> list[tuple[AnyKernel, Config, Problem, Gpu, CompileJob]]:
+        """All that every config of every kernel builds, for each problem and GPU where it claims to run."""
         jobs = []
         for kernel in self.kernels:
             texts = operation(kernel.op).contract().build_problems()[: 1 if self.quick else None]
             jobs += [
-                (kernel, config, problem, gpu)
+                (kernel, config, problem, gpu, job)
                 for problem in (map(parse_problem, texts) if self.problems is None else self.problems)
                 for gpu in map(gpu_named, GPUS)
                 if kernel.cannot(problem, gpu) is None
                 for config in kernel.configs(problem, gpu)
+                for job in compile_jobs(kernel, problem, config, gpu)
             ]
         return jobs
 

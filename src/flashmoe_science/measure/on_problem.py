@@ -44,7 +44,7 @@ def look(
     step: Callable[[str], None],
     processes: int = 1,
 ) -> Launches:
-    """Profile each (name, config) on each problem in so many processes, ``step`` told of each problem as it ends. What takes a
+    """Profile each (name, config) on each problem in that many processes; ``step`` is called as each problem ends. What takes a
     process down, or fails, is not in the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen
     at all; and what ``step`` raises.
 
@@ -69,10 +69,10 @@ def look(
         answers = [pool.submit(one, *each) for each in todo]
         try:
             for index, (answer, (problem, _)) in enumerate(zip(answers, todo, strict=True), 1):
-                told = answer.result()
-                if "blind" in told:
-                    raise Blind(str(told["blind"]))
-                for name, config, calls in told["launches"]:
+                reply = answer.result()
+                if "blind" in reply:
+                    raise Blind(str(reply["blind"]))
+                for name, config, calls in reply["launches"]:
                     launches = [[SeenLaunch.model_validate(launch) for launch in call] for call in calls]
                     seen[str(problem), name, config] = launches
                 step(f"call path {index} of {len(todo)}: {problem}")
@@ -86,7 +86,7 @@ _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more r
 
 
 def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
-    """Of each name, in the order met, the launch with the most threads, with their count: a loop over experts has thousands."""
+    """Of each name, the first first, the launch with the most threads, with their count: a loop over experts has thousands."""
     named: dict[str, list[SeenLaunch]] = {}
     for one in launches:
         named.setdefault(one.name, []).append(one)
@@ -95,7 +95,7 @@ def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
 
 @dataclass(slots=True)
 class OnProblem:
-    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``of`` is what a step is told of."""
+    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``of`` names a step."""
 
     session: Session
     problem: Problem

@@ -40,13 +40,13 @@ def batches(op: str, todo: Todo) -> list[Batch]:
 
 
 def room_for(bench: Bench, tensors_bytes: int = 0) -> int:
-    """How many processes the processors and the memory allow beside this one, each with so many bytes of tensors; 0 or more."""
+    """How many processes the processors and the memory allow beside this one, each with so large tensors; 0 or more."""
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
     return min(_MOST_WORKERS, processors() - 1, memory // (_PROCESS_BYTES + tensors_bytes))
 
 
 def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
-    """Fill Triton's cache with what ``todo`` needs; ``tell`` is told how many builds are done. Does nothing on a CPU, for a few
+    """Fill Triton's cache with what ``todo`` needs; ``tell`` hears how many builds are done. Does nothing on a CPU, for a few
     builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this returns."""
     wanted = batches(op, todo)
     total, done = sum(map(len, wanted)), 0

@@ -96,11 +96,29 @@ class Group:
 
 
 def groups(request: Request, device: Device) -> tuple[Group, ...]:
-    """A group for each suite that is named, and one for each operation of the problems given as text; by default the suite of
-    each operation for this machine ("quick" on a GPU, "cpu" without one). Raises ValueError: a word that is neither, a problem
-    that does not parse, or is too much for a CPU where there is no GPU."""
+    """The groups that are named, by default the suite of each operation for this machine ("quick" on a GPU, "cpu" without one).
+    Raises ValueError as ``named_groups`` does, and for a problem that is too much for a CPU where there is no GPU."""
+    found = named_groups(request)
+    if not found and not request.functions:
+        name = "cpu" if device is None else "quick"
+        found = [_suite(name, op, texts, request) for suite, (op, texts) in _suites().items() if suite == name]
+    for name, problem in ((group.name, problem) for group in found for problem in group.problems):
+        if device is None and problem.flops() > MOST_CPU_FLOPS:
+            what = "problem" if name == "custom" else f"suite {name!r}"
+            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
+    return tuple(found)
+
+
+def _suites() -> dict[str, tuple[str, Sequence[str]]]:
+    """Name -> the operation of a suite, and its problems as text."""
+    return {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
+
+
+def named_groups(request: Request) -> list[Group]:
+    """A group for each suite that is named, and one for each operation of the problems given as text. Raises ValueError: a word
+    that is neither, a problem that does not parse."""
     words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
-    suites = {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
+    suites = _suites()
     if request.draw is not None and not any(word in suites for word in words):
         raise ValueError(f"--draw samples around a suite, and none is named; name one of {', '.join(suites)}")
     found = [_suite(word, *suites[word], request) for word in words if word in suites]
@@ -110,15 +128,7 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
             first = " or ".join(map(repr, first_words()))
             raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
         by_op.setdefault((problem := parse_problem(word)).op, {})[problem] = None
-    found += [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
-    if not found and not request.functions:
-        name = "cpu" if device is None else "quick"
-        found = [_suite(name, op, texts, request) for suite, (op, texts) in suites.items() if suite == name]
-    for name, problem in ((group.name, problem) for group in found for problem in group.problems):
-        if device is None and problem.flops() > MOST_CPU_FLOPS:
-            what = "problem" if name == "custom" else f"suite {name!r}"
-            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
-    return tuple(found)
+    return found + [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
 
 
 def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:

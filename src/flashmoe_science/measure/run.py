@@ -7,12 +7,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.function_run import FunctionsRun
 from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
 from flashmoe_science.measure.request import Request, groups, taking_part
-from flashmoe_science.measure.session import COULD_NOT_RUN, NOTHING_EARLIER, WRONG, Earlier, Outcome, Session, Watch
+from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
 from flashmoe_science.store import RunWriter
 
 
@@ -33,9 +34,12 @@ class Plan:
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
-        """Every stage in order; after one that fails, none further. Raises StoreError."""
+        """Every stage in order; after one that fails, none further, and none of which ``earlier`` left nothing to do. Raises
+        StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         if self.request.functions:
+            if self.problems and not any(earlier.left_of(spec, self.problems) for spec in self.request.functions):
+                return []
             with RunWriter(_free(folder, "functions")) as writer:
                 suite = self.groups[0].name if len(self.groups) == 1 else "custom"
                 session = Session(self.bench, writer, self.request, watch, earlier, began)
@@ -46,8 +50,8 @@ class Plan:
                 offline = OfflineRun(Session(self.bench, writer, self.request, watch), self.to_build, named)
                 outcomes.append(offline.run())
                 self.found += offline.found
-        for group in self.timed:
-            if outcomes and outcomes[-1].exit_code in (WRONG, COULD_NOT_RUN):
+        for group in (one for one in self.timed if earlier.left_of(None, one.problems)):
+            if outcomes and outcomes[-1].exit_code in (ExitCode.WRONG, ExitCode.COULD_NOT_RUN):
                 break
             with RunWriter(_free(folder, group.name)) as writer:
                 session = Session(self.bench, writer, self.request, watch, earlier, began)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.measure.bench import Bench, commit, environment, source_digest
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.request import Entry, Request
@@ -29,15 +30,13 @@ from flashmoe_science.records import (
 )  # fmt: skip
 from flashmoe_science.store import Run, RunWriter
 
-GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
-
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run went. ``exit_code`` is the measuring half's: 0, 1, 2 or 3 as `flashmoe prove` documents them."""
+    """How a run went. ``exit_code`` is by what was measured, before it is judged; ``timed`` counts the pairs with a rival."""
 
     run: str
-    exit_code: int = COULD_NOT_RUN
+    exit_code: ExitCode = ExitCode.COULD_NOT_RUN
     problems_left: int = 0
     checked: int = 0
     timed: int = 0
@@ -137,15 +136,17 @@ class Session:
         if self.bench.gpu is None:
             self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
-    def end(self, stopped: str | None = None, left: int = 0, code: int | None = None) -> Outcome:
-        """Write the last row. ``left`` problems were not finished; ``code`` of None is what the rows come to."""
+    def end(self, stopped: str | None = None, left: int = 0, timed: bool = True) -> Outcome:
+        """Write the last row. ``left`` problems were not finished; ``timed`` says whether something was to be timed."""
         if left:
             self.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
         one = self.outcome
         one.stopped, one.problems_left = stopped, left
-        checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
-        found = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
-        one.exit_code = found if code is None else code
+        asked = timed and (self.total or left)  # an earlier run may have left nothing to do
+        could_run = not stopped and (one.checked or left or not asked)
+        believed = not one.untrustworthy and (one.timed or not asked)
+        checked = ExitCode.NO_NUMBER if not believed else ExitCode.GOOD
+        one.exit_code = ExitCode.WRONG if one.wrong else checked if could_run else ExitCode.COULD_NOT_RUN
         wall, device = round(time.monotonic() - self._began, 3), round(self._device_seconds, 3)
         self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=one.exit_code))
         return one
@@ -155,7 +156,7 @@ class Session:
         if isinstance(row, CorrectnessRow):
             self.outcome.checked += 1
         if isinstance(row, TimingRow):
-            self.outcome.timed += 1
+            self.outcome.timed += row.rival != row.kernel
             self._device_seconds += row.device_seconds
 
     def record(self, kind: type[Row], problem: Problem, entry: Entry, **fields: Any) -> Row:

@@ -8,13 +8,13 @@ is then stored. A launch holds no tensor; it is a key and some hundred numbers, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import attrgetter, or_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import has_torch_function_variadic
 
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 
@@ -25,6 +25,7 @@ V = TypeVar("V")
 Launch = Callable[..., Any]
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 MAX_VARIANTS = 8  # launches of one key, whose tensors differ in shapes or strides; the newest are tried first
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
@@ -72,7 +73,7 @@ def store_launch(key: Hashable, matches: Callable[..., bool], launch: Launch) ->
 
 
 def guards_of(
-    tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False
+    tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False, any_strides: bool = False
 ) -> Callable[..., bool]:
     """matches(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
 
@@ -82,19 +83,27 @@ def guards_of(
     Args:
         free: by the index of a tensor, the dimension whose size is not compared.
         aligned: compare the addresses modulo 16 bytes too.
+        any_strides: of the tensors in ``free`` no stride is compared, but that the last is 1.
     """
     if len(places := _firsts(tensors)) < len(tensors):
         same = _alike(tensors)
         inner = guards_of(
-            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned
-        )
+            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned,
+            any_strides,
+        )  # fmt: skip
         return lambda *others: _alike(others) == same and inner(*[others[n] for n in places])
     sizes: list[list[int | None]] | None = None
+    strides: list[list[int | None]] | None = None
     if free:
-        sizes = [list(one.shape) for one in tensors]
+        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
         for place, dimension in free.items():
             sizes[place][dimension] = None
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check
+            if any_strides:
+                strides[place] = [*(None for _ in sizes[place][1:]), 1]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if torch.is_autocast_enabled(device := tensors[0].device.type):  # the guards see that it is on, and not its dtype
+        alike, dtype = check, torch.get_autocast_dtype(device)
+        check = lambda *others: torch.get_autocast_dtype(device) is dtype and alike(*others)  # noqa: E731
     if not aligned:
         return check
     expected = alignment(tensors)
@@ -122,23 +131,47 @@ def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
 def is_plain(*tensors: Any) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
     What is no tensor is refused later."""
-    given = [one for one in tensors if isinstance(one, torch.Tensor)]
-    return (
-        all(type(one) in PLAIN and not one.is_neg() for one in given)
-        and is_undisturbed()
-        and not has_torch_function_variadic(*given)
-    )
+    for one in tensors:
+        if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
+            return False
+    return is_undisturbed()
 
 
 def is_undisturbed() -> bool:
     """Whether no mode, transform or trace has a part in what is called now."""
-    return (
-        not _function_modes()
-        and not _dispatch_modes()
-        and _function_transform() is None
-        and _jit_trace() is None
-        and forward_ad._current_level < 0
-    )
+    return not (_function_modes() or _dispatch_modes() or is_transformed()) and _jit_trace() is None
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode gradients or a transform of torch.func, which fused operators of PyTorch lack, may be asked for."""
+    return forward_ad._current_level >= 0 or _function_transform() is not None
+
+
+def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The tensors as PyTorch's own operators cast them under torch.autocast: fp16, bf16 and fp32 to the autocast dtype of their
+    device. None where nothing is to be cast; what is no tensor stays as it is."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    dtypes = [_autocast_dtype(one) for one in tensors]
+    if not any(dtypes):
+        return None
+    return tuple([one if dtype is None else one.to(dtype) for one, dtype in zip(tensors, dtypes, strict=True)])
+
+
+def _autocast_dtype(tensor: Any) -> torch.dtype | None:
+    """The dtype that a tensor is to be cast to; None where it is not."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST:
+        return None
+    dtype, device = tensor.dtype, tensor.device.type
+    to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    return None if to == dtype else to
+
+
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """A context in which nothing on the tensor's device is cast."""
+    if torch.is_autocast_enabled(tensor.device.type):
+        return torch.autocast(tensor.device.type, enabled=False)
+    return nullcontext()
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:

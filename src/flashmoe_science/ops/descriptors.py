@@ -33,10 +33,5 @@ def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int,
     return (MOST_ROWS, MOST_ROWS, *outer, RAGGED_ROWS.value, width), (_STRIDE - of_row, of_row, *steps, of_row, 1)
 
 
-def type_of(tile: Tile, dtype: str) -> str:
-    """The type of such a descriptor in a kernel's signature."""
-    return f"tensordesc<{dtype}{list(tile)},{_layout(tile, dtype)!r}>"
-
-
 def _layout(tile: Tile, dtype: str) -> Any:
     return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16 if dtype == "bf16" else gl.float16)

@@ -7,7 +7,10 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from itertools import accumulate, count
 from typing import Any
 
@@ -16,7 +19,10 @@ import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.ops.cache import Cache
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import assume, current_gpu
+from flashmoe_science.kernel import CompileJob
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
 
 Grid = tuple[int, int, int]
 Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly
@@ -27,6 +33,8 @@ INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton its
 DIRECT = triton.__version__.startswith("3.6.")
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
 _SERIALS = count()
+_BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)  # by ``kept_build``
+_COLLECTED: ContextVar[list[CompileJob] | None] = ContextVar("collected builds", default=None)
 
 
 def launch_path() -> str | None:
@@ -74,45 +82,46 @@ def _allocator(on_gpu: bool) -> Allocate:
     return allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined, no-any-return]
 
 
+@cache
 def allocator(on_gpu: bool) -> Allocate:
     """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
     of the time of ``torch.empty`` (docs/notes/launch-cost.md); by ``torch.empty_strided`` where a mode is on, which sees it."""
-    straight, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
+    direct, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
 
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if modes():
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return straight(shape, strides, dtype)
+        return direct(shape, strides, dtype)
 
     return allocate
 
 
-Part = tuple[int, torch.dtype]  # so many elements
+Part = tuple[int, torch.dtype]  # elements, dtype
 _PART_BYTES = 256  # a part begins at a multiple of it, as an allocation of its own would
 
 
-def bytes_between(parts: Sequence[Part]) -> int:
-    """Bytes of what ``between`` allocates."""
+def workspace_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of what ``workspace_allocator`` allocates."""
     return sum(cdiv(elements * dtype.itemsize, _PART_BYTES) * _PART_BYTES for elements, dtype in parts)
 
 
-def between(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]]:
+def workspace_allocator(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]]:
     """take(): memory for what stands between the launches of one call. First what holds it, to be kept until the last is
     launched, then each part as an argument of a launch.
 
     One allocation for all of them; one each where a mode is on, which sees them, and where launches take tensors.
     """
-    allocate, straight, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
-    apart = INTERPRETING or not DIRECT
+    allocate, direct, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
+    separate = INTERPRETING or not DIRECT
     one_by_one = [((elements,), (1,), dtype) for elements, dtype in parts]
-    ends = list(accumulate(bytes_between([part]) for part in parts))
+    ends = list(accumulate(workspace_bytes([part]) for part in parts))
     whole, starts = (ends[-1],), (0, *ends[:-1])
 
     def take() -> tuple[Any, ...]:
-        if apart or modes():
+        if separate or modes():
             tensors = [allocate(*one) for one in one_by_one]
             return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
-        held = straight(whole, (1,), torch.uint8)
+        held = direct(whole, (1,), torch.uint8)
         base = held.data_ptr()
         return (held, *map(base.__add__, starts))  # no frame, as a comprehension's
 
@@ -153,7 +162,11 @@ class Build:
     """
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
-        if INTERPRETING:
+        self._fills: list[_Fill] | None = None
+        collected = _COLLECTED.get()
+        if collected is not None:
+            collected.append(CompileJob(function, tuple(arguments), options))
+        if collected is not None or INTERPRETING:
             self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
             self.bound: Callable[..., Callable[..., None]] = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
             return
@@ -161,7 +174,8 @@ class Build:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
         entry = _entry_point(compiled.run)
-        self._fills = None if entry is None else [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
+        if entry is not None:
+            self._fills = [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
         self.launch, self.bound = _launchers(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
@@ -169,6 +183,28 @@ class Build:
         if self._fills is None:
             return _described(template, shape, strides)
         return _encoded(self._fills[index], shape, strides)
+
+
+@contextmanager
+def collect_builds(gpu: Gpu) -> Iterator[list[CompileJob]]:
+    """What is built in this context, in order, as on ``gpu``, which need not be here: nothing is compiled."""
+    jobs: list[CompileJob] = []
+    before = _COLLECTED.set(jobs)
+    try:
+        with assume(gpu):
+            yield jobs
+    finally:
+        _COLLECTED.reset(before)
+
+
+def kept_build(key: Hashable, function: Any, arguments: Sequence[Any], **options: Any) -> Build:
+    """The Build of ``arguments``, kept for later calls; ``key``, with the function: all that it depends on."""
+    if _COLLECTED.get() is not None:
+        return Build(function, arguments, **options)
+    build = _BUILDS.get((function, key))
+    if build is None:
+        build = _BUILDS[function, key] = Build(function, arguments, **options)
+    return build
 
 
 def _launchers(
@@ -267,7 +303,8 @@ def can_start_early(device: torch.device) -> bool:
     Such a kernel sets itself up early and waits (``gdc_wait``) before it touches memory, so that nothing can be seen of it but
     the microsecond that it saves. See docs/notes/launch-cost.md.
     """
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = current_gpu(device)
+    return gpu is not None and gpu.compute_capability >= (9, 0)
 
 
 def cdiv(a: int, b: int) -> int:

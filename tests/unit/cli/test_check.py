@@ -13,6 +13,7 @@ from flashmoe_science.measure.check import EXAM, Checked, CheckResult
 from flashmoe_science.operations import parse_problem
 
 FAULTS = Path(__file__).parents[2] / "harness" / "faults"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def checked(text: str, answer: str, *reasons: str, inputs: str = "", codes: tuple[str, ...] = ()) -> Checked:
@@ -69,3 +70,25 @@ def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     assert told["stopped"] is None
     assert {one["answer"] for one in told["checked"] if one["problem"] == problem} == {"wrong"}
     assert any("random state of torch" in note for one in told["checked"] for note in one["notes"])
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "said"),
+    [
+        ("cpu_attention.py:attention", "moe t16 e8 k2 d64 f64 bf16", "it is held to the contract of attention, not of moe"),
+        (
+            "row_softmax.py:row_softmax",
+            "attn b1 h2 q16 d16 fp32",
+            "it is held to the contract of row_softmax, not of attention",
+        ),
+        ("cpu_attention.py:attention", "attn b8 h32 q8192 d128 bf16", "too much for a CPU, and there is no GPU here"),
+    ],
+)
+def test_a_problem_that_the_function_cannot_be_asked_for_is_refused(
+    function: str, problem: str, said: str, flashmoe: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    spec = f"{EXAMPLES / function}"
+    code, out, err = flashmoe("check", spec, "--problem", problem)
+    assert (code, out) == (2, "")
+    assert err == f"flashmoe: problem '{problem}' cannot be asked of {spec}: {said}\n"

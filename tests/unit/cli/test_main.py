@@ -33,6 +33,13 @@ def test_each_command_helps_with_an_example(command: str, flashmoe: Flashmoe) ->
     assert "\b" not in out
 
 
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_fits_80_columns(command: str, flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = flashmoe(*filter(None, (command, "--help")))
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
 def test_help_lists_every_command_and_comes_without_the_heavy_modules() -> None:
     code = (
         "import sys; from flashmoe_science.cli.main import main\n"

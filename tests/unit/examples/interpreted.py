@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from example_files import faults, load
+from tests.unit.examples.example_files import faults, load
 
 PROBLEMS = (
     "attn b1 h2 q33 d32 fp16 causal",

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from example_files import EXAMPLES, faults, load
+import torch
+from tests.unit.examples.example_files import EXAMPLES, faults, load
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.contract import DISTRIBUTIONS, contract_of
@@ -15,6 +16,7 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.kernel import CompileJob
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.launch import Pointer
 
 MOE = ("moe t1 e8 k2 d64 f32 bf16", "moe t37 e16 k3 d96 f160 fp32", "moe t64 e4 k4 d32 f64 fp16")
 TRITON = {"v1_attention": "v1_attention_kernel", "online_softmax_attention": "online_softmax_kernel"}
@@ -65,15 +67,12 @@ def job(name: str) -> CompileJob:
     """The kernel as its launcher would build it for fp16 and a head dimension of 64."""
     module = load(name)
     function = getattr(module, TRITON[name])
-    pointers = ("q_base", "k_base", "v_base", "out_base")
     tile = (module.BLOCK_M, module.BLOCK_N) if name == "v1_attention" else (64, 64)
-    constexprs = {"D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK_M": tile[0], "BLOCK_N": tile[1], "CAUSAL": True}
-    if "INTERPRETED" in function.arg_names:
-        constexprs["INTERPRETED"] = False
-    signature = {argument: "constexpr" if argument in constexprs else "i32" for argument in function.arg_names}
-    signature |= dict.fromkeys(pointers, "*fp16") | {"scale_log2": "fp32"}
-    strides = tuple(argument for argument in function.arg_names if argument.startswith("stride"))
-    return CompileJob(function, signature, constexprs, (*pointers, *strides), num_warps=4, num_stages=3, threads=128)
+    values = {"scale_log2": 0.5, "D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK_M": tile[0], "BLOCK_N": tile[1]}
+    values |= dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), Pointer(torch.float16))
+    values |= {argument: 64 for argument in function.arg_names if argument.startswith("stride")}
+    values |= {"CAUSAL": True, "INTERPRETED": False}
+    return CompileJob(function, tuple(values.get(argument, 17) for argument in function.arg_names), {"num_warps": 4})
 
 
 @pytest.mark.parametrize(("name", "tensor_cores"), [("v1_attention", False), ("online_softmax_attention", True)])

@@ -72,6 +72,14 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.telemetry().absent == "no NVIDIA GPU"
 
 
+def test_a_gpu_that_is_not_here_is_assumed_in_a_context_and_after_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    tensor = torch.empty(1, device="meta")
+    with probe.assume(GPUS["b200"]):
+        assert probe.current_gpu() is probe.current_gpu(tensor.device) is probe.gpu_of(tensor) is GPUS["b200"]
+    assert probe.current_gpu() is probe.gpu_of(tensor) is None
+
+
 def test_the_listed_card(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.current_gpu() is probe.current_gpu(torch.device("cuda", 0)) is GPUS["h200"]
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -373,11 +372,3 @@ def test_a_second_registration_changes_nothing() -> None:
     ours.register()
     assert dict(hf_moe.ALL_EXPERTS_FUNCTIONS) == before
     assert before["fms"] is ours.experts_forward
-
-
-def test_the_code_of_the_guide_runs() -> None:
-    guide = Path(__file__).parents[3] / "docs" / "integrations.md"
-    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(block, {})

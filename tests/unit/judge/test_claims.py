@@ -48,7 +48,7 @@ def test_the_least_ratio_names_its_problem_and_the_miss(judged: Judged) -> None:
     assert (result.outcome, result.worst_problem) == ("fails", SMALL)
     assert result.measured == pytest.approx(1.25, rel=0.005)
     assert result.missed_by == pytest.approx(1.5 / 1.25 - 1, abs=0.02)
-    assert f"misses 1.5 by a factor of {1 + (result.missed_by or 0):.3g}; worst is {SMALL}" in str(result.why)
+    assert f"misses 1.5x by a factor of {1 + (result.missed_by or 0):.3g}; worst is {SMALL}" in str(result.why)
     assert judged(max_seqlen=512, statistic="min", at_least=1.2).outcome == "holds"
 
 
@@ -350,7 +350,7 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     assert "too-much: quick enough min >= 1.7x" in said
     assert "fastest of ours against best peer; every suite on h200, graph clock, cold cache, 1 problem" in said
     assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in said
-    assert "the near end of its interval, misses 1.7 by a factor of 1." in said
+    assert "the near end of its interval, misses 1.7x by a factor of 1." in said
     assert "(the records show the contrary)" in said
     assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 

@@ -20,7 +20,7 @@ def test_a_ratio_keeps_three_digits_that_count(value: float | None, text: str) -
 
 
 def test_an_interval_never_reads_as_zero() -> None:
-    assert with_interval(1e-4, 9.9e-5, 1.01e-4) == "0.0001 [9.9e-05, 0.000101]"
+    assert with_interval(1e-4, 9.9e-5, 1.01e-4) == "0.0001x [9.9e-05, 0.000101]"
     assert within(0.0123, 0.0125) == "0.0123 to 0.0125"
     assert within(None, None) == ""
 

@@ -126,7 +126,7 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(ren
     for words in (
         "3 faster, 1 refused",
         "fwd_triton against itself came out faster",
-        "misses 1.7 by",
+        "misses 1.7x by",
         "flashmoe prove documents",
         "NVIDIA H200, 132 SMs, 140 GiB, driver 580.1, CUDA 13.0",
         "torch 2.11, Triton 3.6.0, fa3-fwd 0.0.3",

@@ -16,6 +16,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops import launch
 from flashmoe_science.ops.launch import Build, Pointer, stride_class, stride_unit
@@ -196,12 +197,23 @@ def test_other_versions_of_triton_are_given_a_descriptor_of_the_tensor(monkeypat
 
 def test_what_stands_between_launches_is_one_allocation_and_one_each_where_a_mode_looks() -> None:
     parts = ((700, torch.int32), (1000, torch.bfloat16), (33, torch.bfloat16))
-    take = launch.between(False, parts)
+    take = launch.workspace_allocator(False, parts)
     held, *addresses = take()
-    assert held.numel() == launch.bytes_between(parts) == 2816 + 2048 + 256
+    assert held.numel() == launch.workspace_bytes(parts) == 2816 + 2048 + 256
     assert [one - held.data_ptr() for one in addresses] == [0, 2816, 2816 + 2048]
     with allocations(True):
         held, *addresses = take()
     assert [one.numel() for one in held] == [700, 1000, 33]
     assert [one.data_ptr() for one in held] == addresses
     assert held[1].isnan().all()  # the memory was filled by the mode
+
+
+def test_collected_builds_compile_nothing_and_are_not_kept() -> None:
+    function, arguments = Function(), (Pointer(torch.bfloat16), 2)
+    for _ in range(2):
+        with launch.collect_builds(GPUS["h200"]) as jobs:
+            assert launch.can_start_early(torch.device("meta"))
+            launch.kept_build("key", function, arguments, num_warps=2)
+        assert [(job.function, job.arguments, job.options["num_warps"]) for job in jobs] == [(function, arguments, 2)]
+    assert function.warmed == []
+    assert (function, "key") not in launch._BUILDS

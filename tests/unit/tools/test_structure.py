@@ -1,4 +1,4 @@
-"""tools/structure.py on a small package: what it counts, and what it leaves out."""
+"""tools/structure.py on a small package: what it counts, what it leaves out, and where it fails."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def printed(root: Path, *arguments: str) -> dict[str, str]:
-    """What is counted, by its name; the lines that name what should not be there are appended to its count."""
+    """What is counted, by its name; the lines that name what should not be there are appended to its count. What fails: ""."""
     command = [sys.executable, str(root / "tools" / "structure.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found, name = dict[str, str](), ""
+    assert done.returncode == bool(done.stderr), done.stderr
+    found, name = {"": done.stderr.replace(f"{OPERATION}: ", "")}, ""
     for line in done.stdout.splitlines():
         if line.startswith("          "):
             found[name] += f", {line.strip()}"
@@ -55,7 +55,7 @@ def printed(root: Path, *arguments: str) -> dict[str, str]:
 def test_rooms_arrows_floors_and_code_are_counted(root: Path) -> None:
     found = printed(root, OPERATION)
     names = ("rooms", "floors", "arrows from room to room", "imports from room to room, by module", "circles of rooms")
-    assert [found[name] for name in names] == ["3", "3", "2", "4", "0"]
+    assert [found[name] for name in ("", *names)] == ["", "3", "3", "2", "4", "0"]
     assert found["arrows against the order"] == "0"
     assert found["lines of code"] == found["lines of code: ops/attention"] == "8"
 
@@ -74,5 +74,17 @@ def test_what_should_not_be_there_is_named_and_the_change_is_printed(root: Path)
     assert found["floors"] == "2(-1)"
     place = "ops/attention/device/mask.py"
     assert found["files above 400 lines"] == f"1(+1), {place}: 405"
-    assert found["functions with more than 45 parameters, but kernels' entries"] == f"1(+1), {place}: some 46"
+    wide = "functions with more than 45 parameters, but kernels' entries"
+    assert found[wide] == f"1(+1), {place}: some 46"
     assert found["lines of code"] == "10(+2)"
+    none = ("circles of rooms", "arrows against the order", "circles of modules", "files above 400 lines", wide)
+    assert found[""] == f"structure: above the limit: {', '.join(none)}\n"
+
+
+def test_more_rooms_floors_and_arrows_of_attention_than_its_limits_fail(root: Path) -> None:
+    for n in range(9):
+        (root / OPERATION / f"room{n}.py").write_text("".join(f"from {ATTENTION} import room{below}\n" for below in range(n)))
+    found = printed(root, OPERATION)
+    names = ("rooms", "floors", "arrows from room to room")
+    assert [found[name] for name in names] == ["12", "9", "38"]
+    assert found[""] == f"structure: above the limit: {', '.join(names)}\n"

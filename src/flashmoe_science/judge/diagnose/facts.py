@@ -135,10 +135,10 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         known = {row.kernel for run in ordered for row in run.rows if isinstance(row, _Known) and row.problem == problem}
-        told = f"they know {', '.join(sorted(filter(None, known))) or 'none'} there"
+        elsewhere = f"they know {', '.join(sorted(filter(None, known))) or 'none'} there"
         if machines:
-            told = f"there are such records on {', '.join(machines)}"
-        raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {told}")
+            elsewhere = f"there are such records on {', '.join(machines)}"
+        raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
     header, every = here[0][0], [row for _, rows in here for row in rows]

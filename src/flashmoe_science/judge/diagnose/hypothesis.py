@@ -49,7 +49,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """``evidence`` is a sentence with the numbers that decide in it. ``change`` is what a supported one calls for, None where
-    its gain cannot be told."""
+    its gain cannot be said."""
 
     status: Status
     evidence: str

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from flashmoe_science.judge.formats import ratio
+from flashmoe_science.judge.formats import microseconds, ratio
 from flashmoe_science.judge.gate.entries import Entry, read_entries
 from flashmoe_science.judge.multiple_testing import least, most, named
 from flashmoe_science.judge.standing import JudgedRun, eligible
@@ -35,7 +35,7 @@ Threshold = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1)]
 Word = Annotated[str, StringConstraints(min_length=1)]
 _LEAST_THRESHOLD = 1e-9
-_UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_ns": " ns"}
+_UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_ns": " us"}
 
 
 class Claim(Entry):
@@ -89,14 +89,20 @@ class Claim(Entry):
         return self.at_least if self.at_least is not None else self.at_most  # type: ignore[return-value]  # one is given
 
     @property
-    def unit(self) -> str:
-        """What follows a figure of it: "x" for a ratio."""
-        return _UNITS[self.quantity]
-
-    @property
     def demand(self) -> str:
         """What it asks, as a reader writes it: ">= 1.5x"."""
-        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{self.unit}"
+        return f"{'>=' if self.at_least is not None else '<='} {self.asked}"
+
+    @property
+    def asked(self) -> str:
+        """The threshold with its unit."""
+        shown = self.threshold / 1e3 if self.quantity == "time_ns" else self.threshold
+        return f"{shown:g}{_UNITS[self.quantity]}"
+
+    def figure(self, *values: float | None) -> str:
+        """What was measured, or its interval, with the unit: "1.2x", "11.98 to 12.29 us"."""
+        figures = [microseconds(one) if self.quantity == "time_ns" else ratio(one) for one in values if one is not None]
+        return f"{' to '.join(figures)}{_UNITS[self.quantity]}" if figures else ""
 
     def is_about(self, problem: Problem) -> bool:
         """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
@@ -216,8 +222,8 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     above, below = (claim.threshold, near) if upward else (near, claim.threshold)
     missed = above / below - 1 if below else math.inf
     by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
-    end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
-    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}"
+    end = "" if figure.low == figure.high else f"{claim.figure(near)}, the near end of its interval, "
+    why = f"{end}misses {claim.asked}{by}; worst is {worst}"
     if not counted and claim.statistic == ("min" if upward else "max"):  # one row can decide
         proven = named(intervals, claim.threshold)[upward]
         why += f"; {len(proven)} of {len(intervals)} rows are proven to miss it (Holm)"

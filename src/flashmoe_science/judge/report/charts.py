@@ -116,7 +116,7 @@ def _speed_chart(title: str, rows: Sequence[tuple[Verdict, Series]], colours: Ma
         style, places = f"c{colours[kernel]} {origins[kernel]}", [(x(length), y(row.tflops or 0.0)) for length, row in own]
         lines.append(Line(kernel, tuple(places), style))
         titles = (f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s" for _, row in own)
-        dots += [Dot(*at, style, told) for at, told in zip(places, titles, strict=True)]
+        dots += [Dot(*at, style, caption) for at, caption in zip(places, titles, strict=True)]
     ticks: list[Tick] = []
     for length in lengths:
         if not ticks or x(length) - ticks[-1].at >= _TICK_ROOM:

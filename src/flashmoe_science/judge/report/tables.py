@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
-from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
+from flashmoe_science.judge.formats import count, microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
@@ -37,8 +37,8 @@ def group_table(groups: Sequence[Group]) -> Table:
             extremes = (ratio(group.measured[place].ratio) for place in (0, -1))
             figures = [ratio(mean.ratio), within(mean.low, mean.high), *extremes]
         where = Cell(titles[group.anchor], _controls_in_words(group))
-        told = Cell(counts, group.corrected if differs else None, state)
-        rows.append(Row((where, told, *map(Cell, (*figures, str(len(group.front)))))))
+        cell = Cell(counts, group.corrected if differs else None, state)
+        rows.append(Row((where, cell, *map(Cell, (*figures, str(len(group.front)))))))
     return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
 
@@ -86,7 +86,7 @@ def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
     if not launches:
         return None
     one = max(launches, key=lambda seen: seen.threads)
-    blocks = _count(math.prod(one.grid), "block")
+    blocks = count(math.prod(one.grid), "block")
     words = f"{blocks} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
     if one.registers is not None:
         words += f", {one.registers} registers"
@@ -98,7 +98,7 @@ def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Ta
     """The verdict of each problem, then those of every kernel, where there are more."""
     yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
     if len(group.rows) > len(group.front):
-        every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
+        every = f"Every kernel: {count(len(group.rows), 'verdict')}"
         yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every)
 
 
@@ -118,18 +118,18 @@ def claim_table(claims: Sequence[ClaimResult]) -> Table:
     """Each claim beside what was measured, the runs that give its number, and what is wrong or lacking."""
     rows = []
     for one in claims:
-        told = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
+        details = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
         if one.worst_problem:
-            told.append(f"worst is {one.worst_problem}")
+            details.append(f"worst is {one.worst_problem}")
         if one.runs:
-            told.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
+            details.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
         cells = (
             Cell(f"{one.claim.id}: {' '.join(one.claim.text.split())}", claim_scope(one.claim)),
             Cell(f"{one.claim.statistic} {one.claim.demand}"),
-            Cell(ratio(one.measured)),
-            Cell(within(one.low, one.high)),
+            Cell(one.claim.figure(one.measured)),
+            Cell(one.claim.figure(one.low, one.high)),
             Cell(str(one.problems or "")),
-            Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
+            Cell(one.outcome, "; ".join(details), one.outcome.split()[0]),
         )
         rows.append(Row(cells))
     return Table("claims", "Claims", _CLAIMS, rows)
@@ -140,7 +140,7 @@ def claim_scope(claim: Claim) -> str:
     suite = "every suite" if claim.suite == ANY else claim.suite
     sizes = {"D": claim.head_dim, "S from": claim.min_seqlen, "S to": claim.max_seqlen}
     of = (claim.problem, claim.op, claim.dtype, claim.mask, *(f"{name} {size}" for name, size in sizes.items() if size))
-    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, _count(claim.problems, "problem"))
+    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, count(claim.problems, "problem"))
     kernel = claim.kernel or "fastest of ours"
     who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
     return f"{who}; {', '.join(word for word in where if word)}"
@@ -157,10 +157,6 @@ def _controls_in_words(group: Group) -> str | None:
     words = f"controls: {ties} of {len(found)} tie, the furthest {middles[furthest]:.4f} on {furthest}"
     could = sorted(row.detectable for row in group.front if row.detectable is not None)
     return words + (f"; detectable: {could[len(could) // 2]:.2%} (median), {could[-1]:.2%} (worst)" if could else "")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:

@@ -43,8 +43,8 @@ def as_html(page: Page) -> str:
     environment.filters["kind"] = lambda block: type(block).__name__
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
-    told = {"kinds": kinds, "states": SAID, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
-    return environment.get_template("report.html.jinja").render(page=page, **told)
+    constants = {"kinds": kinds, "states": SAID, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
+    return environment.get_template("report.html.jinja").render(page=page, **constants)
 
 
 def as_markdown(page: Page) -> str:

@@ -21,7 +21,7 @@ import torch
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.clocks import eager_sampler
@@ -31,7 +31,7 @@ from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
 from flashmoe_science.measure.profile.ncu import Profile, count
 from flashmoe_science.measure.request import Entry, of_function, of_kernel
-from flashmoe_science.measure.session import GOOD, Session
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation
 from flashmoe_science.problem import Problem
@@ -39,7 +39,7 @@ from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock
 
 SAMPLES = 12
 _SAMPLE_NS = 3_000_000
-_DRAM_L2S = 16  # a stream so many times the L2 is not served by it
+_DRAM_L2S = 16  # a stream of that many times the L2 is not served by it
 _LEAST_STREAM = 512 * MIB
 _MATRIX = 8192
 _CPU_BYTES = 256 * MIB  # above the caches of most machines
@@ -108,12 +108,12 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
     return Subject(chosen, problem)
 
 
-def default_kernel(problem: Problem, bench: Bench) -> str:
-    """What the library would run. Raises ValueError: the problem is of an operation that is not the package's."""
+def default_kernel(problem: Problem, gpu: Device) -> str:
+    """What the library would run on a GPU. Raises ValueError: the problem is of an operation that is not the package's."""
     if not is_operation(problem.op):
         raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
     op = operation(problem.op)
-    return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
+    return select(problem, gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
 def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> None:
@@ -131,7 +131,7 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
                 session.tell(f"{one}: counters")
                 _count(session, one, folder)
             session.done += 1
-    session.end(code=GOOD)
+    session.end(timed=False)
 
 
 def _runs(session: Session, one: Subject) -> bool:

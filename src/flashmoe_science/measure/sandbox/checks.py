@@ -21,7 +21,7 @@ from flashmoe_science.records import Clock
 
 _SUSPECT = 1.3  # of a rival's time without the function: one that is not the best is compared only beyond it
 _SLOWED = 1.10  # of a rival's time beside the function over its time without: beyond what chance explains
-_REMEMBERED = 1.25  # of its time on new values over its time on values that it has met
+_REMEMBERED = 1.25  # of its time on new values over its time on values that it has seen
 _ROUNDS, _MOST_OF_SETS = 6, 8
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _PINGS = 7
@@ -123,12 +123,12 @@ class SandboxedComparer(Comparer):
                 raise Untrue("timing", reason)
 
     def _remembers_nothing(self, own: Timed) -> None:
-        """Raises Untrue where new values take it longer than those that it has met: the input sets are gone through after their
+        """Raises Untrue where new values take it longer than those seen before: the input sets are gone through after their
         values changed, and once more. Where that takes many samples, all that the function is timed on is new to it."""
         own, samples = own.again(), -(-self.sets // own.calls)
         if samples > _MOST_OF_SETS:
             return
-        self.on.step("new values against values that it has met")
+        self.on.step("new values against values that it has seen")
         new_ns: list[int] = []
         met_ns: list[int] = []
         for _ in range(_ROUNDS):
@@ -139,9 +139,9 @@ class SandboxedComparer(Comparer):
             return  # a time that is none is refused elsewhere
         found = ratio_interval(met_ns, new_ns)
         if found.low > _REMEMBERED:
-            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
+            text = f"new values take it {found.ratio:.2f} times as long as values that it has seen"
             raise Untrue("timing", f"it remembers answers: {text}")
-        text = f"its time on new values, over that on values that it has met: {_told(found)}"
+        text = f"its time on new values, over that on values that it has seen: {_told(found)}"
         self.session.note(text, self.problem, own.entry.name)
 
     def _not_slowed(self, beside: Timed) -> None:
@@ -185,7 +185,7 @@ def put_off(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | N
     replays put nothing off. ``own_ns`` and ``rival_ns`` are the least that a call takes."""
     if own_ns > _FASTER * rival_ns or own.clock != "eager":
         return None
-    looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)][1:]  # the first tells how many can be kept
+    looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)]
     (mine, kept), (theirs, of_rival) = min(one for one, _ in looks), min(one for _, one in looks)
     alike = theirs * max(1.0, kept / max(1, of_rival))
     if not _hidden(mine, alike, _OF_LOOK * kept * rival_ns):

@@ -79,7 +79,7 @@ class Natives:
         if (now := _overriding()) != self._overriding:  # seldom: going through them takes 2 ms, after each message
             operators = _overridden() - self._operators
             self._overriding, self._operators = now, self._operators | operators
-            replaced += sorted(operators)  # cannot be put back from here; it is told once, which is the end of this process
+            replaced += sorted(operators)  # cannot be put back from here; it is reported once, which is the end of this process
         return replaced
 
 

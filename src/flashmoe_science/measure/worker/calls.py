@@ -196,8 +196,8 @@ class Calls:
             found.append((name, config, len(calls), len(bound)))
             calls += bound
         seen = profile(calls, self.bench.synchronize) if calls else []
-        told = [[one.model_dump() for one in launches] for launches in seen]
-        return {"launches": [[name, config, told[first : first + count]] for name, config, first, count in found]}
+        traced = [[one.model_dump() for one in launches] for launches in seen]
+        return {"launches": [[name, config, traced[first : first + count]] for name, config, first, count in found]}
 
 
 def _warned(call: Callable[[], Any]) -> Any:

@@ -179,18 +179,28 @@ def _problem(
     return MoEProblem(tokens, experts, top_k, dim, hidden, DTYPES[dtype], "ids", function, *words)
 
 
-def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:
-    """The activation of weights as kernels take them."""
-    function, _, interleaved, alpha, limit, _ = options
-    if function not in get_args(Function):
-        raise ValueError(f"activation is {function!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"interleaved is {interleaved!r}; it must be True or False")
+def check_activation(activation: object, alpha: object, limit: object) -> None:
+    """Raise unless these arguments of ``fused_moe`` are allowed.
+
+    Raises:
+        TypeError: ``alpha`` or ``limit`` is no number.
+        ValueError: it is NaN, or ``activation`` is no word of Function.
+    """
+    if activation not in get_args(Function):
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
     for name, number in (("alpha", alpha), ("limit", limit)):
         if isinstance(number, bool) or not isinstance(number, float | int):
             raise TypeError(f"{name} is {number!r}; it must be a number")
-        if math.isnan(number):
+        if number != number:  # NaN, in a comparison, which torch.compile can trace
             raise ValueError(f"{name} is {number!r}; it must be a number")
+
+
+def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:
+    """The activation of weights as kernels take them."""
+    function, _, interleaved, alpha, limit, _ = options
+    check_activation(function, alpha, limit)
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved is {interleaved!r}; it must be True or False")
     rows, width = w1.shape[1], w2.shape[2]
     if rows not in (width, 2 * width):
         raise ValueError(
@@ -206,8 +216,8 @@ def _check_weights(hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down
     named = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "down_proj": down_proj}
     for name, tensor in named.items():
         _check_tensor(name, tensor)
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16 or float32")
+        if tensor.dtype not in (*DTYPES, torch.float64):
+            raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
         if tensor.dtype != hidden_states.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} and hidden_states {hidden_states.dtype}; they must be the same")
         _check_device(name, tensor, hidden_states)
@@ -236,8 +246,7 @@ def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torc
         if tensor.dim() != hidden_states.dim() or tensor.shape[:-1] != hidden_states.shape[:-1] or tensor.shape[-1] < 1:
             wanted = ", ".join(map(str, (*hidden_states.shape[:-1], "top_k")))
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{wanted}]")
-    if weights.dtype not in DTYPES:
-        raise TypeError(f"top_k_weights has dtype {weights.dtype}; it must be float32, bfloat16 or float16")
+    _check_float("top_k_weights", weights, hidden_states)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"top_k_ids has dtype {ids.dtype}; it must be int32 or int64")
     if weights.shape != ids.shape:
@@ -246,11 +255,16 @@ def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torc
 
 def _check_bias(name: str, bias: torch.Tensor, hidden_states: torch.Tensor, shape: Shape) -> None:
     _check_tensor(name, bias)
-    if bias.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {bias.dtype}; it must be float32, bfloat16 or float16")
+    _check_float(name, bias, hidden_states)
     if tuple(bias.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {shape}")
     _check_device(name, bias, hidden_states)
+
+
+def _check_float(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    """Raise TypeError unless the tensor is of a dtype that may stand beside ``hidden_states``."""
+    if tensor.dtype not in DTYPES and tensor.dtype is not hidden_states.dtype:
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16 or float16, or as hidden_states")
 
 
 def _check_device(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
 
-    Where PyTorch's grouped product refuses (a stride that is not a multiple of 16 bytes), every expert computes every row.
+    Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes), every expert computes every row.
 
     A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
@@ -29,15 +29,16 @@ def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
     both = add_bias(_products(rows, w1, ends, by_expert), gate_up_bias, by_expert)
     down = add_bias(_products(activate(both, activation), w2, ends, by_expert), down_bias, by_expert)
     unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
-    applied = torch.where(here, weights.float(), 0.0)
-    return (unsorted.view(tokens, top_k, -1).float() * applied[:, :, None]).sum(1).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    applied = torch.where(here, weights.to(wide), 0.0)
+    return (unsorted.view(tokens, top_k, -1).to(wide) * applied[:, :, None]).sum(1).to(x.dtype)
 
 
 def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
     steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    # Its shape function, which torch.compile asks, has no dtype but bf16.
-    supported = rows.dtype == torch.bfloat16 or is_plain(rows, weights)
+    # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
+    supported = rows.dtype == torch.bfloat16 or (rows.dtype != torch.float64 and is_plain(rows, weights))
     if supported and not any(step % _ALIGNED_BYTES for step in steps):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

@@ -23,8 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.ops.cache import Cache
-from flashmoe_science.ops.launch import Build, Pointer, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import Build, Pointer, cdiv, kept_build, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
@@ -220,9 +219,6 @@ class RowCounts:
         return 2 * self.pairs + self.experts + 4 + 2 * self.tiles + counts
 
 
-_BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
-
-
 def bind_rows(like: torch.Tensor, rows: RowCounts, early_start: bool) -> KernelLaunch:
     """launch(ids, tables): fills ``tables``, int32 [rows.length], from contiguous int32 or int64 ids like these."""
     pairs, tiles, blocks, grid = rows.pairs, rows.tiles, rows.blocks, (rows.blocks, 1, 1)
@@ -242,12 +238,9 @@ def bind_rows(like: torch.Tensor, rows: RowCounts, early_start: bool) -> KernelL
 
 
 def _build(function: triton.JITFunction, ids: torch.Tensor, integers: int, constexprs: tuple[object, ...]) -> Build:
-    key = (function, ids.dtype, ids.data_ptr() % 16, ids.device, constexprs)
-    built = _BUILDS.get(key)
-    if built is None:
-        arguments = (stand_in(ids), Pointer(torch.int32), *[2] * integers, *constexprs)
-        built = _BUILDS[key] = Build(function, arguments, num_warps=_WARPS, launch_pdl=bool(constexprs[-1]))
-    return built
+    key = (ids.dtype, ids.data_ptr() % 16, ids.device, constexprs)
+    arguments = (stand_in(ids), Pointer(torch.int32), *[2] * integers, *constexprs)
+    return kept_build(key, function, arguments, num_warps=_WARPS, launch_pdl=bool(constexprs[-1]))
 
 
 def launches(rows: RowCounts) -> tuple[Launch, ...]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.unit.fabricated import Fabricate
 
+from flashmoe_science.hardware import probe
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow
 from flashmoe_science.store import read_run
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
 ABOUT = (PROBLEM, "--kernel", "fwd_triton")
+ROOT = Path(__file__).parents[4]
 Flashmoe = Callable[..., tuple[int, str, str]]
 
 
@@ -65,6 +69,43 @@ def test_what_a_change_gave_stands_below_the_plan(history: Path, record: Callabl
     assert found["gained"]["ratio"] == pytest.approx(2.0, rel=0.01)
 
 
+@pytest.mark.parametrize("words", [(PROBLEM,), ("documents",)])
+def test_by_the_records_too_the_librarys_choice_is_meant_and_a_suite_may_be_named(
+    words: tuple[str, ...], history: Path, flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The help promises both. fwd_triton is the only kernel on record, so the choice is made to be it."""
+    asked = []
+
+    def chosen(problem: object, gpu: Gpu | None) -> str:
+        asked.append((str(problem), gpu and gpu.name))
+        return "fwd_triton"
+
+    monkeypatch.setattr(ceilings, "default_kernel", chosen)
+    code, out, err = flashmoe("diagnose", *words, "--gpu", "h200", "--evidence", history)
+    assert (code, (PROBLEM, "h200") in asked) == (0, True)
+    assert out.count(f"fwd_triton on {PROBLEM}, h200") == out.count(", h200\n") == 1
+    assert (len(asked) == 1, err == "") == (words[0] == PROBLEM,) * 2
+    if err:  # the rest of the suite is left out by name
+        assert "left out: no record on h200 speaks of kernel 'fwd_triton' on 'attn b1 h1 q4 d4 fp16'" in err
+
+
+def test_what_no_record_speaks_of_is_said_with_what_to_do(history: Path, flashmoe: Flashmoe) -> None:
+    code, _, err = flashmoe("diagnose", "attn b1 h1 q3 d4 fp16", "--evidence", history)
+    assert (code, err.endswith("to look at it here: --measure, with a --kernel\n")) == (2, True)
+    code, _, err = flashmoe("diagnose", "attn b1 h1 q3 d4 fp16", "--kernel", "sdpa", "--evidence", history)
+    assert (code, err.endswith("they know none there; --measure looks at it here\n")) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(probe.current_gpu() is not None, reason="on a GPU they measure")
+def test_every_example_of_the_help_is_diagnosed_from_the_committed_records(flashmoe: Flashmoe) -> None:
+    examples = [
+        shlex.split(line) for line in flashmoe("diagnose", "--help")[1].splitlines() if line.startswith("    flashmoe ")
+    ]
+    assert len(examples) == 3
+    assert [flashmoe(*words[1:], "--evidence", ROOT / "evidence")[0] for words in examples] == [0, 0, 0]
+
+
 @pytest.mark.slow
 def test_a_cpu_is_diagnosed_by_times_and_ceilings(flashmoe: Flashmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For real, in processes of their own: PyTorch's attention, a user's, and one that ends the process."""
@@ -89,3 +130,15 @@ def test_a_cpu_is_diagnosed_by_times_and_ceilings(flashmoe: Flashmoe, tmp_path: 
     rows = read_run(out / "run-profile.jsonl").rows
     assert {row.name for row in rows if isinstance(row, CeilingRow)} == {"dram copy", "matmul fp32", "matmul bf16"}
     assert len([row for row in rows if isinstance(row, ProfileRow)]) == 2  # who dies has no call to look at
+
+
+@pytest.mark.slow
+def test_a_function_that_no_record_knows_is_looked_at_here(
+    flashmoe: Flashmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**20)
+    monkeypatch.setattr(ceilings, "_CPU_MATRIX", 64)
+    spec = f"{ROOT / 'examples' / 'cpu_attention.py'}:attention"
+    where = ("--out", tmp_path / "out", "--evidence", tmp_path / "none")
+    code, said, _ = flashmoe("diagnose", "attn b1 h2 q16 d16 fp32", "--kernel", spec, *where)
+    assert (code, f"{spec} on attn b1 h2 q16 d16 fp32, cpu" in " ".join(said.split())) == (0, True)

@@ -47,6 +47,24 @@ def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pyt
     assert all(map(torch.equal, *found))
 
 
+def test_a_function_and_its_rival_keep_as_many_results_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a function's slot alone kept 64 of them, from its first look on, it was 3% slower than itself."""
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(clocks, "_CPU_SAMPLE_NS", 2_000_000)
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=False)
+    worker.command("open")("flashmoe_science:flash_attention_science", "")
+    worker.command("problem")("attn b1 h1 q8 d16 fp32")
+    how = {"config": "", "clock": "eager", "sets": 2, "cache": "warm", "seed": 5}
+    own, rival = (worker.command("prepare")(who, **how) for who in ("", "sdpa"))
+    looks = []
+    for _ in range(2):
+        for one in (own, rival):
+            worker.command("sample")(one["slot"])
+        looks.append([worker.command("show")(one["slot"], which=0.0, path="")["kept"] for one in (own, rival)])
+    most = [min(64, one["calls"]) for one in (own, rival)]
+    assert looks == [most, most]
+
+
 def test_only_the_inputs_of_the_last_call_are_held_on_to() -> None:
     worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
     worker.command("open")(None, "attention")

@@ -1,14 +1,9 @@
-"""A kernel that stands in for ours on the CPU, and plan caches that each test finds empty.
-
-The scripts beside this file are shared with processes of their own, so they are imported by name in both.
-"""
+"""A kernel that stands in for ours on the CPU, and plan caches that each test finds empty."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +18,9 @@ from flashmoe_science.ops.attention.call.kernel import (
     AttentionOutput,
     Launcher,
 )
-from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front import choose, kernels, operator
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass
@@ -73,8 +66,8 @@ class FakeLauncher(Launcher):
         q = tensors.q
         if q.shape[2] == self.fake.refused_rows:
             raise CannotServe("these strides are not for it")
-        self.fake.bound.append((tuple(q.shape), strides_like(q.shape, q.stride(), tensors.v.shape[3])))
-        of_out, of_lse = outputs_of(tensors, options, out)
+        self.fake.bound.append((tuple(q.shape), out_strides(tensors)))
+        of_out, of_lse = outputs_of(tensors, options, out_strides(tensors, out))
         fake, width, aligned = self.fake, q.shape[3], not any(one.data_ptr() & 15 for one in tensors[:3])
 
         def launch(

@@ -15,7 +15,7 @@ class Append(NamedTuple):
     k_cache, v_cache: [caches, heads_kv, capacity, ...] or [pages, heads_kv, page, ...] views.
     k, v: [batch, heads_kv, new, ...] views of the caches' dtype, or packed [1, heads_kv, total, ...] with cu_seqlens_k_new.
     q: [batch, heads, seqlen_q, head_dim], or packed by cu_seqlens_q; it is only read.
-    cache_seqlens: int32 [batch], the lengths before. None is checked against the capacity: that would wait for the GPU.
+    cache_seqlens: int32 [batch], the lengths before.
     page_table, cache_batch_idx: of Tensors.
     cu_seqlens_k_new, cu_seqlens_q: int32 [batch + 1], of packed new keys and of packed queries.
     rotary_cos, rotary_sin: [positions, half of the rotated width]; key i of a sequence is at its ``rotary_seqlens`` (or

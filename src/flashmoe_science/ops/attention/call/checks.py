@@ -1,7 +1,7 @@
 """Refuses bad arguments of an attention call before anything is launched.
 
 A refusal is one line: the argument, what it was, what is allowed. Sizes are only compared, so the same checks hold for the
-symbolic sizes that torch.compile traces with. Values on a device (lengths, page numbers) are never read.
+symbolic sizes that torch.compile traces with. Values (lengths, page numbers) are not read here: call/lengths.py does.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
             raise TypeError(f"{name} has dtype {tensor.dtype} and {names.q} has {q.dtype}; they must be the same")
         if tensor.device != q.device:
             raise ValueError(f"{name} is on {tensor.device} and {names.q} on {q.device}; they must be on the same device")
-    if q.dtype not in DTYPES:
-        allowed = "torch.float16, torch.bfloat16 or torch.float32"
+    if q.dtype not in DTYPES and q.dtype != torch.float64:
+        allowed = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise UnsupportedType(f"{names.q} has dtype {q.dtype}; it must be {allowed}")
     if q.device.type not in _DEVICES:
         raise UnsupportedValue(f"{names.q} is on device {q.device}; it must be on a CPU or a CUDA device")
@@ -288,7 +288,7 @@ def checked_scale(scale: object, name: str) -> float:
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} is {_shown(scale)}; it must be a real number or None")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace
         raise ValueError(f"{name} is {scale}; it must be finite")
     return float(scale)
 

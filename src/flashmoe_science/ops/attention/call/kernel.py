@@ -81,7 +81,7 @@ class Launcher(ABC):
         if need be, and raises CannotServe. ``out``: has the strides of outputs that later calls give."""
 
 
-class Sizes(NamedTuple):
+class ProblemShape(NamedTuple):
     """The sizes of an AttentionProblem that a launch depends on, by the problem's names, without its checks."""
 
     batch: int
@@ -93,12 +93,12 @@ class Sizes(NamedTuple):
     causal_offset: int
 
 
-def sizes_of(tensors: Tensors, mask: Mask) -> Sizes:
+def shape_of(tensors: Tensors, mask: Mask) -> ProblemShape:
     """The sizes of a call whose sequences have one length."""
     batch, heads, seqlen_q, _ = tensors.q.shape
     _, heads_kv, seqlen_k, _ = tensors.k.shape
     offset = seqlen_k - seqlen_q if mask == "causal" else 0
-    return Sizes(batch, heads, heads_kv, seqlen_q, seqlen_k, mask != "full", offset)
+    return ProblemShape(batch, heads, heads_kv, seqlen_q, seqlen_k, mask != "full", offset)
 
 
 def run_planned(kernel: AttentionKernel, inputs: AttentionInputs, config: Config) -> AttentionOutput:

@@ -28,11 +28,14 @@ class Outputs(NamedTuple):
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def outputs_of(tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> Outputs:
-    """The outputs of a call; their order of dimensions is that of ``Options.tokens_first``. ``out``: written to where given."""
+def outputs_of(tensors: Tensors, options: Options, strides: tuple[int, ...]) -> Outputs:
+    """The outputs of a call; their order of dimensions is that of ``Options.tokens_first``.
+
+    Args:
+        strides: ``out_strides``.
+    """
     q, width = tensors.q, tensors.v.shape[3]
     batch, heads, rows, _ = q.shape
-    strides = strides_like(q.shape, q.stride(), width) if out is None else out.stride()
     shape: tuple[int, ...] = (batch, heads, rows, width)
     lse_shape: tuple[int, ...] = (batch, heads, rows)
     if options.tokens_first:
@@ -49,6 +52,11 @@ def tokens_first(result: Result, packed: bool) -> Result:
     out, lse = result
     out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
     return out, lse[0] if packed and lse is not None else lse
+
+
+def out_strides(tensors: Tensors, out: torch.Tensor | None = None) -> tuple[int, ...]:
+    """Strides of the output as [batch, heads, seqlen_q, head_dim_v]: those of ``out`` where it is given."""
+    return strides_like(tensors.q.shape, tensors.q.stride(), tensors.v.shape[3]) if out is None else out.stride()
 
 
 def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.ops.attention.problem import AttentionProblem, Layout, Mask
 from flashmoe_science.ops.attention.problem.features import Bias, Features, Lengths
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.problem import Dtype
+from flashmoe_science.problem import Dtype, ProblemError
 
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 E4M3 = torch.float8_e4m3fn
@@ -99,6 +99,7 @@ class Options(NamedTuple):
     num_splits: into how many parts the keys of a sequence are split; 0 for the kernel's choice, 1 for a result that does not
         depend on the batch.
     max_seqlen_q, max_seqlen_k: of packed queries, and of keys of unequal lengths: no sequence is longer; 0 where not given.
+    deterministic: the backward too gives equal bits in equal calls, or is refused; the forward always does.
     gqa: whether K and V may have fewer heads than Q.
     allow_empty: whether a batch, head count or length of 0 is served (zeros, and -inf in the log-sum-exp).
     rotary_interleaved: pairs (0, 1), (2, 3)... of a head are rotated; else (i, i + half).
@@ -117,6 +118,7 @@ class Options(NamedTuple):
     num_splits: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    deterministic: bool = False
     gqa: bool = True
     allow_empty: bool = True
     rotary_interleaved: bool = True
@@ -165,9 +167,11 @@ def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
     """The AttentionProblem of a call that has been checked.
 
     Raises:
-        ProblemError: a head dimension above 256, or a size of 0.
+        ProblemError: a head dimension above 256, a size of 0, or fp64.
     """
     q, k, v = tensors.q, tensors.k, tensors.v
+    if q.dtype not in DTYPES:
+        raise ProblemError(f"dtype is {q.dtype}; it must be torch.float16, torch.bfloat16 or torch.float32")
     layout: Layout = "bshd" if q.stride(1) < q.stride(2) else "bhsd"
     rows = q.shape[2] if tensors.cu_seqlens_q is None else options.max_seqlen_q
     return AttentionProblem(

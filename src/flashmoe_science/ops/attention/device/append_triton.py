@@ -26,15 +26,14 @@ from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.rotary import RotaryTables, first_position, in_tables, load_rotated
 from flashmoe_science.ops.attention.device.sequences import cache_of, packed_rows
 from flashmoe_science.ops.attention.problem import padded_head_dim
-from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch
 from flashmoe_science.ops.launch import (
     INTERPRETING,
-    Build,
     Pointer,
     argument,
     can_start_early,
     cdiv,
+    kept_build,
     next_power_of_2,
     stride_class,
 )
@@ -114,9 +113,6 @@ def flashmoe_append_triton(
         tl.store(v_cache + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
 
 
-_BUILDS: Cache[Hashable, Callable[..., None]] = Cache(64)
-
-
 def append(a: Append) -> torch.Tensor | None:
     """Append, and rotate the queries where there are rotary tables; checks nothing.
 
@@ -193,9 +189,5 @@ def _build(a: Append, strides: Hashable, numbers: tuple[int, ...], constexprs: t
         pointers[3] = Pointer(a.q.dtype)
     kinds = tuple([None if one is None else (one.dtype, one.data_ptr()) for one in pointers])
     key = (kinds, strides, a.k.device, constexprs)
-    launch = _BUILDS.get(key)
-    if launch is None:
-        arguments = (*pointers, *numbers, *constexprs)
-        build = Build(flashmoe_append_triton, arguments, num_warps=_WARPS, launch_pdl=bool(constexprs[-1]))
-        launch = _BUILDS[key] = build.launch
-    return launch
+    options = {"num_warps": _WARPS, "launch_pdl": bool(constexprs[-1])}
+    return kept_build(key, flashmoe_append_triton, (*pointers, *numbers, *constexprs), **options).launch

@@ -42,7 +42,7 @@ def bias_of(tensors: Tensors) -> BiasOf:
     return BiasOf((None, *strides), next((unit for unit in units if all(one % unit == 0 for one in begin)), 1))
 
 
-def stand_ins(dtypes: Sequence[torch.dtype | None], unit: int) -> tuple[Any, ...]:
+def placeholders(dtypes: Sequence[torch.dtype | None], unit: int) -> tuple[Any, ...]:
     """Placeholder arguments for compilation: sinks, slopes, a bias of which ``unit`` elements are read at once, and STRIDES."""
     sinks, slopes, bias = (None if dtype is None else Pointer(dtype, 4) for dtype in dtypes)
     if bias is not None:  # said to begin at 16 bytes where it need only begin at a pair: of a pair no compiler makes more

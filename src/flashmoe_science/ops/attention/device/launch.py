@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
@@ -13,14 +11,15 @@ from flashmoe_science.ops.launch import INTERPRETING, address, allocator
 
 
 def launch_by_address(
-    start: Callable[..., None], tensors: Tensors, options: Options, out: torch.Tensor | None
+    start: Callable[..., None], tensors: Tensors, options: Options, strides: tuple[int, ...]
 ) -> AttentionLaunch:
     """The launch for tensors like these. An address spares the driver a look-up; where kernels are interpreted it is a tensor.
 
     Args:
         start: takes the addresses of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``).
+        strides: ``out_strides``.
     """
-    of_out, of_lse = outputs_of(tensors, options, out)
+    of_out, of_lse = outputs_of(tensors, options, strides)
     new, default_scale = allocator(tensors.q.is_cuda), tensors.q.shape[3] ** -0.5
     must_align = alignment_mask(tensors)
 

@@ -14,14 +14,13 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.cache import Cache
-from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import DIRECT, Build, Encoder
 
 MIN_COPY_ROWS = 8  # the swizzle of shared memory repeats with them
 MAX_BLOCK_N = 128
 MAX_CAP = 1000  # capped scores are right to 2^-21 of the cap
 Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
-_DESCRIBED: Cache[tuple[int, ...], tuple[Any, ...]] = Cache(2048)  # by encoders and addresses; maps of some 700 bytes each
+_DESCRIPTORS: Cache[tuple[int, ...], tuple[Any, ...]] = Cache(2048)  # by encoders and addresses; maps of some 700 bytes each
 _SERIALS, _address = count(), torch.Tensor.data_ptr
 Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
 
@@ -96,23 +95,23 @@ def encoders_of(build: Build, templates: Templates, tensor: int, shape: tuple[in
     return encode, build.encoder(sum(one is not None for one in templates[:second]), rest, shape, strides)
 
 
-def describer(encoders: Sequence[Parts]) -> Callable[..., tuple[Any, ...]]:
-    """describe(*tensors): ``described``, kept by the addresses of all: a model's tensors come back to them step by step."""
+def cached_descriptors(encoders: Sequence[Parts]) -> Callable[..., tuple[Any, ...]]:
+    """describe(*tensors): ``descriptors_of``, kept by all addresses: a model's tensors come back to them step by step."""
     if not DIRECT:  # a descriptor is made of the tensor itself
-        return lambda *tensors: described(encoders, tensors)
+        return lambda *tensors: descriptors_of(encoders, tensors)
     serial = next(_SERIALS)
 
     def describe(*tensors: torch.Tensor) -> tuple[Any, ...]:
         key = (serial, *map(_address, tensors))
-        found = _DESCRIBED.get(key)
+        found = _DESCRIPTORS.get(key)
         if found is None:
-            found = _DESCRIBED[key] = described(encoders, tensors)
+            found = _DESCRIPTORS[key] = descriptors_of(encoders, tensors)
         return found
 
     return describe
 
 
-def described(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, ...]:
+def descriptors_of(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, ...]:
     """The descriptors of the tensors' first parts, then of their second."""
     values: list[Any] = []
     for (encode, _), tensor in zip(encoders, tensors, strict=True):
@@ -120,10 +119,3 @@ def described(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, .
     for (_, rest), tensor in zip(encoders, tensors, strict=True):
         values += (None,) if rest is None else rest(tensor)
     return tuple(values)
-
-
-def descriptor_types(tensors: str, tiles: Sequence[Tile | None], dtype: str) -> dict[str, str | None]:
-    """Types of a kernel's arguments ``q_desc`` and so on, then ``q_rest`` and so on, of tensors "qkv" or "qkvo"; None where a
-    tensor has no such part."""
-    names = (f"{tensor}_{part}" for part in ("desc", "rest") for tensor in tensors)
-    return {name: None if tile is None else type_of(tile, dtype) for name, tile in zip(names, tiles, strict=True)}

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
@@ -34,7 +34,7 @@ from flashmoe_science.ops.attention.call.kernel import (
     Launcher,
     run_planned,
 )
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows
@@ -42,7 +42,7 @@ from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.gluon_bridge import cp_async
 from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
@@ -157,7 +157,7 @@ def flashmoe_short_gluon(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.features) or why_no_triton(device) or why_not_in_copies(problem):
+    if reason := unsupported(problem.features) or why_no_triton(device) or why_not_in_copies(problem):
         return reason
     width = max(problem.head_dim, problem.head_dim_v)
     if width > MAX_WIDTH:
@@ -242,7 +242,7 @@ class ShortLauncher(Launcher):
             raise CannotServe(f"there are {keys} keys; it serves up to {self._max_keys} of such heads")
         if max(batch, heads) > MAX_PROGRAMS:
             raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MAX_PROGRAMS} of each")
-        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        of_out = out_strides(tensors, out)
         named = (("query", q.shape, q.stride()), ("key", k.shape, k.stride()), ("value", v.shape, v.stride()))
         every = (*named, ("output", q.shape, of_out))
         strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
@@ -253,7 +253,7 @@ class ShortLauncher(Launcher):
         numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
         build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
         grid = (cdiv(rows, self._config["block_m"]), heads, batch)
-        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, out)
+        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, of_out)
 
     def _build(self, variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         keys, even, _ = variant
@@ -276,26 +276,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (Launch(f"^{flashmoe_short_gluon.__name__}$", _grid(problem, config["block_m"]), 32 * WARPS),)
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    keys = _keys(problem.seqlen_k)
-    early = gpu.compute_capability >= (9, 0)
-    constexprs = _constexprs(problem, config, keys, problem.seqlen_k == keys, lse=True, early=early)
-    pointers = ("q_base", "k_base", "v_base", "out_base")
-    signature = dict.fromkeys(flashmoe_short_gluon.arg_names, "i32")
-    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    return CompileJob(
-        function=flashmoe_short_gluon,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=(*pointers, "lse_base"),
-        num_warps=WARPS,
-        num_stages=1,
-        threads=32 * WARPS,
-        gluon=True,
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -306,6 +286,5 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     plan=plan,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
@@ -29,13 +29,13 @@ from flashmoe_science.ops.attention.call.kernel import (
     Launcher,
     run_planned,
 )
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
@@ -195,7 +195,7 @@ def flashmoe_fwd_triton(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return unserved(problem.features) or why_no_triton(device)
+    return unsupported(problem.features) or why_no_triton(device)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -258,8 +258,8 @@ class _Variant(NamedTuple):
     one_tile: bool
     even_k: bool
     wide: bool
-    unit: int = 1
-    strides: Hashable = None
+    unit: int
+    strides: Hashable
 
 
 def _constexprs(
@@ -304,18 +304,18 @@ class TiledLauncher(Launcher):
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         q, k, v = tensors[:3]
-        (batch, heads, rows, width_v), (_, heads_kv, keys, _) = (*q.shape[:3], v.shape[3]), k.shape
+        (batch, heads, rows, _), (_, heads_kv, keys, _), of_out = q.shape, k.shape, out_strides(tensors, out)
         block_m, block_n = self._config["block_m"], self._config["block_n"]
         programs = cdiv(rows, block_m) * batch * heads
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
-        of_out = strides_like(q.shape, q.stride(), width_v) if out is None else out.stride()
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *of_out[:3])
-        wide = max(strides[2::3]) * max(block_m, block_n) >= 2**31
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = q.stride(), k.stride(), v.stride(), of_out
+        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
+        wide = max(qm, kn, vn, om) * max(block_m, block_n) >= 2**31
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
         numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
         build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
-        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, out)
+        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, of_out)
 
     def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         config = self._config
@@ -341,29 +341,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    early_start = gpu.compute_capability >= (9, 0)
-    block_n = config["block_n"]
-    unit = stride_unit((problem.head_dim, problem.head_dim_v))  # of the strides too, in memory as models lay it out
-    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False, unit=unit)
-    constexprs = _constexprs(problem, config, variant, write_lse=True, scale_first=False, early_start=early_start)
-    pointers = ("q_base", "k_base", "v_base", "out_base")
-    signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
-    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    strides = tuple(name for name in signature if name.startswith("stride_"))
-    aligned = strides if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
-    return CompileJob(
-        function=flashmoe_fwd_triton,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=(*pointers, "lse_base", *aligned),
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-        threads=32 * config["num_warps"],
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -374,7 +351,6 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     plan=plan,
-    compile_job=compile_job,
     suits=suits,
     interpretable=True,
 )

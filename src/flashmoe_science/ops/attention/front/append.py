@@ -15,9 +15,12 @@ import torch
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.append import Append, check_append
+from flashmoe_science.ops.attention.call.lengths import lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import strides_like
 from flashmoe_science.ops.attention.call.packed import owners
+from flashmoe_science.ops.attention.front import lengths
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.operator import register
 
 
@@ -32,7 +35,7 @@ def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
     """
     check_append(append)
     if torch.compiler.is_compiling() or not is_plain(append.k_cache, append.v_cache, append.q, append.k, append.v):
-        rotated, seqlens = _OPERATOR(*append)
+        rotated, seqlens = _fake(*append) if is_explaining() else _OPERATOR(*append)
     else:
         rotated, seqlens = _forward(*append)
     return (append.q if append.rotary_cos is None else rotated), seqlens
@@ -42,9 +45,11 @@ def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: the rotated queries, empty where nothing is rotated, and the lengths after."""
     a = Append(*args)
+    on_nvidia = gpu_of(a.q) is not None and not TRITON_MISSING
+    if lengths.CHECK or not on_nvidia:
+        lengths.refuse_lengths(lengths_of_append(a))
     new = a.k.shape[2] if a.cu_seqlens_k_new is None else a.cu_seqlens_k_new[1:] - a.cu_seqlens_k_new[:-1]
     seqlens = a.cache_seqlens + new
-    on_nvidia = gpu_of(a.q) is not None and not TRITON_MISSING
     rotated = _kernel().append(a) if on_nvidia else _by_pytorch(a)
     return a.q.new_empty(0) if rotated is None else rotated, seqlens
 

@@ -1,7 +1,7 @@
 """What serves an attention call: the kernel and config for its class, and the launch that its tensors are bound to.
 
-A class (``_class_of``) holds no length but a rounded one, so that the choice depends on the class alone and not on which length
-came first. Plans are stored by class; a new length costs a ``bind``, in microseconds, and no choice, in milliseconds.
+A class (``_class_and_kind``) holds no length but a rounded one, so that the choice depends on the class alone and not on which
+length came first. Plans are stored by class; a new length costs a ``bind``, in microseconds, and no choice, in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.select import Basis, Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config
@@ -32,13 +32,21 @@ from flashmoe_science.ops.attention.call.tensors import (
     problem_of,
     sequences,
 )
+from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
+from flashmoe_science.ops.attention.front.backward.choose import (
+    GRADIENTS,
+    check_gradients,
+    choose_backward,
+    why_no_backward,
+)
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK as BACKWARD_BY_PYTORCH
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
-from flashmoe_science.ops.attention.problem.features import PLAIN, Features
+from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.calls import device_guard, needs_grad
-from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
+from flashmoe_science.ops.calls import alignment, device_guard, needs_grad
+from flashmoe_science.ops.choose import choose, choose_fallback
 from flashmoe_science.problem import ProblemError, rounded_up
 
 
@@ -70,15 +78,22 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for.
         CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
     """
-    if not _fits(tensors, options):
+    positive, key = scale is None or scale > 0.0, None
+    if tensors[3:] == NO_FEATURES and options.kernel != PYTORCH:
+        try:
+            key = None if needs_grad(*tensors[:3]) else _class_and_kind(tensors, options, positive, checked=False)
+        except (AttributeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
+            key = None
+    if key is None:
         check_call(tensors, options)
+        if tensors.needs_grad():
+            return plan_training(tensors, options, scale)
         required = _why_pytorch(tensors, options)
         if required is not None or options.kernel == PYTORCH:
             decision = choose_fallback(AttentionProblem.op, options.kernel, required)
             assert decision is not None
             return _pytorch_plan(decision, tensors, options)
-    features = features_of(tensors, options)
-    key = (features, *_class_of(tensors, options, features), *_kind(tensors, options, scale is None or scale > 0.0))
+        key = _class_and_kind(tensors, options, positive, checked=True)
     plan = PLANS.get(key)
     if plan is None:
         check_call(tensors, options)
@@ -91,35 +106,45 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
 
 
-_NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
+def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
+    """The plan for a call whose inputs require gradients, until PyTorch's switch for deterministic algorithms is turned."""
+    switch = torch.are_deterministic_algorithms_enabled()
+    decision = decide_training(tensors, options, scale)
+
+    def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
+        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
+            if torch.are_deterministic_algorithms_enabled() != switch:
+                return None
+            given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+            return _finished(differentiable(given, options, scale), given, options, lse)
+
+        return launch
+
+    return Plan(decision, bind), bind(tensors, options)
 
 
-def _fits(tensors: Tensors, options: Options) -> bool:
-    """Whether a call without features is right in all that its class's key does not hold, and may be a kernel's."""
-    q, k, v = tensors[:3]
-    if tensors[3:] != _NO_FEATURES or options.kernel == PYTORCH:
-        return False
-    try:
-        batch, heads, queries, width = q.shape
-        batch_k, heads_k, keys, width_k = k.shape
-        batch_v, heads_v, keys_v, _ = v.shape
-        if needs_grad(q, k, v):
-            return False
-    except (AttributeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
-        return False
-    return (
-        (keys == keys_v and heads_k == heads_v and batch == batch_k == batch_v and width == width_k)
-        and (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device)
-        and (heads == heads_k or (options.gqa and heads_k > 0 == heads % heads_k))
-        and (1 == q.stride(3) == k.stride(3) == v.stride(3) and 0 not in (batch, heads, queries, keys, width))
-    )
+def decide_training(tensors: Tensors, options: Options, scale: float | None) -> Decision:
+    """What serves the forward of such a call, its reason with what serves the backward."""
+    check_gradients(tensors, options)
+    refusal = why_no_backward(tensors, options)
+    if refusal is None:
+        chosen = choose_backward(tensors, options)
+        if chosen.kernel == BACKWARD_BY_PYTORCH:
+            basis: Basis = "requested" if chosen.basis == "requested" else "required"
+            return Decision(PYTORCH, Config(), f"{GRADIENTS}; {chosen.reason}", basis, None, chosen.others)
+        options = options._replace(kernel=forward_kernel(options), return_lse=True)
+    with torch.no_grad():
+        plan, _ = plan_call(tensors, options, scale)
+    by = f"no backward: {refusal}" if refusal else f"its backward by {chosen.kernel}({chosen.config}): {chosen.reason}"
+    return replace(plan.decision, reason=f"{plan.decision.reason}; {GRADIENTS}, {by}")
+
+
+NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 
 
 def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
     """Why PyTorch's operators must serve the call, whatever our kernels support; None where they need not."""
     q, k = tensors.q, tensors.k
-    if tensors.needs_grad():
-        return NO_BACKWARD
     if 0 in q.shape or 0 in k.shape or sequences(tensors) == 0:
         return "a size is 0, so there is nothing to compute"
     if q.is_cuda and gpu_of(q) is None and options.kernel is None:
@@ -127,21 +152,49 @@ def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
     return None
 
 
-def _class_of(tensors: Tensors, options: Options, features: Features) -> tuple[Hashable, ...]:
-    """Equal for calls that share a choice: sizes of a class are rounded, but those that were measured, for which their own
-    record decides. With features only keys of another number than the queries share one: they may grow by a token a call."""
-    (batch, heads, queries, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
-    if tensors.cu_seqlens_q is not None:
-        batch, queries = tensors.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
-    keys = max_keys(tensors, options)
+def _class_and_kind(
+    tensors: Tensors, options: Options, positive: bool, checked: bool
+) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]] | None:
+    """The class of a call, and all else that a choice or a launcher depends on; None where Q, K and V do not fit one another.
+
+    Equal classes share a choice: their sizes are rounded, but those that were measured, for which their own record decides.
+    With features only keys of another number than the queries share one: they may grow by a token a call.
+
+    Args:
+        checked: the call is right, which is not asked again; else it has no other tensor than Q, K and V.
+
+    Raises:
+        AttributeError, ValueError, RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
+    """
+    q, k, v = tensors[0], tensors[1], tensors[2]
+    (batch, heads, queries, width), shape_k, (batch_v, heads_kv, keys, width_v) = q.shape, k.shape, v.shape
+    (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = q.stride(), k.stride(), v.stride()
+    dtypes: Hashable = q.dtype
+    if checked:
+        dtypes = tuple([None if one is None else one.dtype for one in tensors])
+        batch, keys = sequences(tensors), max_keys(tensors, options)
+        queries = queries if tensors.cu_seqlens_q is None else options.max_seqlen_q
+    elif not (
+        (shape_k == (batch, heads_kv, keys, width) and batch_v == batch)
+        and (dtypes == k.dtype == v.dtype and q.device == k.device == v.device)
+        and (heads == heads_kv or (options.gqa and heads_kv > 0 == heads % heads_kv))
+        and (1 == qd == kd == vd and 0 not in (batch, heads, queries, keys, width))
+    ):
+        return None
+    plain = not checked and options.window_left is options.window_right is None and not options.softcap
+    features = PLAIN if plain else features_of(tensors, options)
+    plain = plain or features == PLAIN
     # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
     # tiles depend on where the diagonal begins, and peers serve the bottom-right one by other kernels.
-    square = queries == keys and (options.mask != "full" or features != PLAIN)
+    square = queries == keys and (options.mask != "full" or not plain)
     sizes: tuple[int, ...] = (batch, heads, heads_kv, queries, keys, width, width_v)
-    grows = features.lengths == "equal" and queries != keys
-    if sizes not in _measured_sizes() if features == PLAIN else grows:
+    if sizes not in _measured_sizes() if plain else features.lengths == "equal" and queries != keys:
         sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
-    return (sizes, square, options.mask, tensors.q.stride(1) < tensors.q.stride(2))
+    step, broadcast = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn, 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
+    rest = (options.return_lse, options.kernel, options.num_splits > 1, options.one_length)
+    given = (q, k, v) if tensors.bias is None else (q, k, v, tensors.bias)
+    kind = (q.device, positive, step & -step, broadcast, alignment(given), dtypes, rest)
+    return (features, sizes, square, options.mask, qh < qm), kind
 
 
 @cache
@@ -150,7 +203,7 @@ def _measured_sizes() -> frozenset[tuple[int, ...]]:
     return frozenset(
         (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
         for one in problems
-        if isinstance(one, AttentionProblem)
+        if type(one) is AttentionProblem
     )
 
 
@@ -158,17 +211,6 @@ def _representative(problem: AttentionProblem) -> AttentionProblem:
     """The problem that a choice is made for: with features, where keys may grow, the class's own."""
     grows = problem.features != PLAIN and problem.features.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
     return problem.rounded() if grows else problem
-
-
-def _kind(tensors: Tensors, options: Options, positive: bool) -> tuple[Hashable, ...]:
-    """All but the problem's class that a choice or a launcher depends on."""
-    q, k, v, bias = *tensors[:3], tensors.bias
-    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
-    step, broadcast = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn, 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
-    alignments = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, bias is not None and bias.data_ptr() & 15)
-    dtypes = tuple([None if one is None else one.dtype for one in tensors])
-    rest = (options.return_lse, options.kernel, options.num_splits > 1, options.one_length)
-    return (q.device, positive, step & -step, broadcast, alignments, dtypes, rest)
 
 
 def _new_plan(
@@ -235,10 +277,12 @@ def _launcher_for(
 ) -> Launcher:
     """The kernel's launcher for calls of this kind, stored with what it builds. Raises CannotServe."""
     # A launcher for features depends on no size; one without may be specialised on its class.
-    like: Hashable = _class_of(tensors, options, problem.features)
+    both = _class_and_kind(tensors, options, scale is None or scale > 0.0, checked=True)
+    assert both is not None
+    like, kind = both
     if problem.features != PLAIN:
         like = (problem.mask, problem.features, problem.head_dim, problem.head_dim_v, problem.heads // problem.heads_kv)
-    key = (kernel.name, config, like, *_kind(tensors, options, scale is None or scale > 0.0))
+    key = (kernel.name, config, like, kind)
     launcher = LAUNCHERS.get(key)
     if launcher is None:
         assert kernel.plan is not None
@@ -251,18 +295,20 @@ def _launcher_for(
     return launcher
 
 
-def bind_append(tensors: Tensors, options: Options, scale: float | None) -> AttentionLaunch | None:
-    """The launch that also appends to the cache first; None where an append must be a launch of its own.
+def bind_append(
+    tensors: Tensors, options: Options, scale: float | None
+) -> tuple[Decision, AttentionLaunch] | tuple[None, None]:
+    """The launch that also appends to the cache first, and why it serves; None where an append must be a launch of its own.
 
     Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
     """
     gpu = gpu_of(tensors.q)
-    if gpu is None or _why_pytorch(tensors, options) is not None:
-        return None
+    if gpu is None or tensors.needs_grad() or _why_pytorch(tensors, options) is not None:
+        return None, None
     try:
         problem = problem_of(tensors, options)
     except ProblemError:
-        return None
+        return None, None
     kernels = [one for one in operation(problem.op).ours() if options.kernel in (None, one.name)]
     able = [one for one in kernels if one.cannot(problem, gpu) is None]
     for kernel in sorted(able, key=lambda one: not one.suits(problem, gpu)):
@@ -270,17 +316,20 @@ def bind_append(tensors: Tensors, options: Options, scale: float | None) -> Atte
         try:
             plan = _plan(kernel, decision.config, tensors, options, problem, scale)
             assert plan.launcher is not None
-            return plan.bind(tensors, options) if plan.launcher.appends else None
+            return (decision, plan.bind(tensors, options)) if plan.launcher.appends else (None, None)
         except CannotServe:
             continue
-    return None
+    return None, None
 
 
-def key_lengths(tensors: Tensors, options: Options, launcher: Launcher) -> KeyLengths | None:
-    """Other numbers of keys that a launch serves; None where it serves its own alone. They share its class of lengths."""
+def key_lengths(tensors: Tensors) -> KeyLengths | None:
+    """``class_lengths`` for a launch of any number of keys; None where another tensor has a length too."""
     others = (one for one in tensors[3:] if one is not None and one is not tensors.sinks and one is not tensors.alibi_slopes)
-    if not launcher.any_keys or next(others, None) is not None:
-        return None
+    return None if next(others, None) is not None else class_lengths(tensors)
+
+
+def class_lengths(tensors: Tensors) -> KeyLengths:
+    """The numbers of keys that share a call's class."""
     (batch, heads, queries, width), (_, heads_v, keys, width_v) = tensors.q.shape, tensors.v.shape
     measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
     if keys in measured or keys == queries:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from flashmoe_science.ops.attention.call.checks import check_count, check_dense, check_flag, check_table
+from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import chunk_mask
 from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.calls import autocast
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -25,7 +28,8 @@ _NAMES = {
 }
 FLASH_NAMES = ArgNames(**_NAMES)
 CACHE_NAMES = ArgNames(k="k_cache", v="v_cache", **_NAMES)
-VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", **_NAMES)
+VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", page_table="block_table", **_NAMES)
+USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  # of queries that take no part
 
 
 def window_of(window_size: object, causal: bool) -> Window:
@@ -96,11 +100,20 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
         raise ValueError(f"qv has shape {tuple(qv.shape)}; it must have q's, with the width of v: {shape}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"v has dtype {v.dtype} and k has {k.dtype}; they must be the same")
     if k.dtype == E4M3:
         raise NotImplementedError(f"qv is given and k has dtype {E4M3}; it is served for other dtypes")
     if qv.dtype != q.dtype or qv.device != q.device:
         raise TypeError(f"qv is {qv.dtype} on {qv.device}; it must be as q, {q.dtype} on {q.device}")
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
+
+
+def refuse_other_order(seqused_q: object) -> None:
+    """Raise TypeError where arguments stand in FlashAttention-2's order, in which a number is the eighth."""
+    if isinstance(seqused_q, float | int):
+        order = f"seqused_q is {seqused_q}, as dropout_p stands in FlashAttention-2's order"
+        raise TypeError(f"{order}; from the eighth argument on they must be keywords")
 
 
 def max_seqlen(value: object, name: str, total: int) -> int:
@@ -147,8 +160,8 @@ def one_table(page_table: torch.Tensor | None, block_table: torch.Tensor | None)
 
 def rows_of_table(page_table: torch.Tensor, cache_batch_idx: torch.Tensor, batch: int) -> torch.Tensor:
     """The rows of the table that ``cache_batch_idx`` names, as FlashAttention-3 takes both. Raises as ``check_table``."""
-    check_table(page_table, "page_table", (None, None), page_table)
     check_table(cache_batch_idx, "cache_batch_idx", (batch,), page_table)
+    refuse_lengths(Lengths(cache_batch_idx=cache_batch_idx, caches=page_table.shape[0]))
     return page_table.index_select(0, cache_batch_idx)
 
 
@@ -167,6 +180,22 @@ def dequantised_query(
     if q_descale is not None:
         k_descale = q_descale if k_descale is None else q_descale * k_descale
     return q.to(torch.bfloat16), k_descale
+
+
+def autocast_beside(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, k: Any, v: Any, qv: Any
+) -> tuple[Any, ...] | None:
+    """(q, k, v, qv) under torch.autocast: queries cast as PyTorch's own operators cast, new keys and values to the caches'
+    dtypes. None where nothing is to be cast, the caches neither: they grow in their own dtype, and are cast to be read."""
+    caches = [one for one in (k_cache, v_cache) if one.dtype != E4M3]
+    if autocast((q, qv, k, v, *caches)) is None:
+        return None
+    k, v = (
+        new.to(held.dtype) if isinstance(new, torch.Tensor) and held.dtype != E4M3 else new
+        for new, held in ((k, k_cache), (v, v_cache))
+    )
+    q, qv = autocast((q, qv)) or (q, qv)
+    return q, k, v, qv
 
 
 def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> Tensors:

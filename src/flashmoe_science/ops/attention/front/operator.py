@@ -13,16 +13,32 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append, check_append
-from flashmoe_science.ops.attention.call.checks import check_call, checked_scale
-from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, outputs_of, tokens_first
+from flashmoe_science.ops.attention.call.checks import check_call, check_probability, checked_scale
+from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
+from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
+from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
-from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
+from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, of_features, unpacked
+from flashmoe_science.ops.attention.front.backward.autograd import differentiable
+from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
+from flashmoe_science.ops.attention.front.choose import (
+    NO_FEATURES,
+    KeyLengths,
+    Plan,
+    bind_append,
+    class_lengths,
+    key_lengths,
+    plan_call,
+)
+from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
-from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
-from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
-from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
+from flashmoe_science.ops.choose import choose_fallback
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 
 SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
@@ -81,9 +97,32 @@ def attend(
         if result is not None:
             return result
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    if (cast := _autocast(every)) is not None:
+        return attend(cast, options, softmax_scale, lse)
     if not is_plain(*tensors):
+        if is_explaining():
+            raise Explained(decide(every, options, softmax_scale))
         return _through_operator(every, options, softmax_scale, lse)
     return _serve(every, options, softmax_scale, lse, key, store)
+
+
+def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out. Raises as ``attend``."""
+    every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
+    check_probability(dropout_p, "dropout_p")
+    if options.deterministic and every.needs_grad():
+        raise CannotServe(f"deterministic is True, {GRADIENTS}, and dropout_p is {dropout_p}, which no kernel of ours takes")
+    check_call(every, options)
+    if options.kernel is not None or is_explaining():
+        why = f"dropout_p is {dropout_p}, which no kernel of ours takes"
+        decision = choose_fallback(AttentionProblem.op, options.kernel, why)
+        if is_explaining() and decision is not None:
+            raise Explained(decision)
+    if softmax_scale is not None:
+        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
+    return tokens_first(result, every.cu_seqlens_q is not None) if options.tokens_first else result
 
 
 def append_and_attend(
@@ -94,12 +133,18 @@ def append_and_attend(
     Args:
         tensors: without what is appended. store: as of ``attend``.
     """
-    if not is_plain(*store.tensors):
+    if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)
     check_append(append)
     new = append.k, append.v, append.rotary_cos, append.rotary_sin, append.rotary_seqlens
-    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    decision, launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
+    if is_explaining():
+        if decision is not None:
+            raise Explained(decision)
+        return None
+    if launch is not None:
+        launch = with_check(launch, lengths_of_append, append)
     store_launch(store.key, guards_of(store.given()), launch or slow_path)
     return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
 
@@ -148,6 +193,8 @@ def _serve(
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
     plan, launch = plan_call(tensors, options, softmax_scale)
+    if plan.launcher is not None:
+        launch = with_check(launch, lengths_of, tensors, options)
     # Launches of aligned tensors refuse others by themselves.
     aligned = not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
     if store is not None and plan.launcher is not None:
@@ -156,20 +203,52 @@ def _serve(
         if direct:
             return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
     elif key is not None:
-        lengths = None if plan.launcher is None else key_lengths(tensors, options, plan.launcher)
-        given = [one for one in tensors if one is not None]
-        if lengths is not None or len(given) > 3 or _seen_before(key, tensors):
-            store_launch(key, _matches(given, lengths, aligned), launch)
+        if plan.launcher is not None and plan.launcher.any_keys and (lengths := key_lengths(tensors)) is not None:
+            store_launch(key, _of_lengths([one for one in tensors if one is not None], lengths, aligned), launch)
+        elif tensors[3:] != NO_FEATURES or _seen_before((key, tensors.k.shape)):
+            store_launch(key, guards_of([one for one in tensors if one is not None], aligned=not aligned), launch)
+        elif plan.launcher is not None and _may_grow(tensors) and _seen_before(key):
+            store_launch(key, _of_grown(tensors), _binding(plan, options, key))
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
 
 
-def _seen_before(key: Hashable, tensors: Tensors) -> bool:
-    """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
-    seen = (key, tensors.k.shape, tensors.q.stride(), tensors.k.stride(), tensors.v.stride())
-    if seen in SEEN:
+def _seen_before(call: Hashable) -> bool:
+    """Whether such a call was new before: one whose lengths change from call to call is not worth its guards."""
+    if call in SEEN:
         return True
-    SEEN[seen] = True
+    SEEN[call] = True
     return False
+
+
+def _binding(plan: Plan, options: Options, key: Hashable) -> AttentionLaunch:
+    """Binds a call of the plan's class, whose keys have grown, and launches it; stores the launch at a length's second call.
+    It spares such calls the look-up of their plan, which takes as long as to bind them."""
+
+    def bind_and_launch(
+        tensors: Given, softmax_scale: float | None, length: int, out: torch.Tensor | None, lse: torch.Tensor | None
+    ) -> Result | None:
+        every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        try:
+            launch = plan.bind(every, options)
+        except CannotServe:  # these very strides
+            return _serve(every, options, softmax_scale, lse, None, None)
+        if _seen_before((key, every.k.shape)):
+            store_launch(key, guards_of(every[:3]), launch)
+        return launch(tensors, softmax_scale, length, out, lse)
+
+    return bind_and_launch
+
+
+def _may_grow(tensors: Tensors) -> bool:
+    """Whether keys and values are as those of a growing cache mostly are, which one class and kind of a call can hold."""
+    q, k, v = tensors[:3]
+    return q.shape[2] != k.shape[2] and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and _in_steps(k, v)
+
+
+def _in_steps(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all steps are multiples of 16 elements, and none is 0."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    return (kb | kh | kn | vb | vh | vn) & 15 == 0 and 0 not in (kb, kh, kn, vb, vh, vn)
 
 
 def _launched(result: Result | None) -> Result:
@@ -177,10 +256,23 @@ def _launched(result: Result | None) -> Result:
     return result
 
 
-def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: bool) -> Callable[..., bool]:
+def _of_grown(tensors: Tensors) -> Callable[..., bool]:
+    """Whether other Q, K and V are like a call's, of which K and V have grown within its class, in memory too."""
+    guards, (first, last, excluded) = guards_of(tensors[:3], {1: 2, 2: 2}, any_strides=True), class_lengths(tensors)
+
+    def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        keys = k.shape[2]
+        return (
+            (guards(q, k, v) and first <= keys <= last and keys == v.shape[2] and keys not in excluded)
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+            and _in_steps(k, v)
+        )
+
+    return matches
+
+
+def _of_lengths(given: list[torch.Tensor], lengths: KeyLengths, aligned: bool) -> Callable[..., bool]:
     """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
-    if lengths is None:
-        return guards_of(given, aligned=not aligned)
     guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, aligned=not aligned), lengths
 
     def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -193,6 +285,7 @@ def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: boo
 def decide(tensors: Given, options: Options, softmax_scale: float | None = None) -> Decision:
     """What ``attend`` would serve the call by, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+    every = _autocast(every) or every
     check_call(every, options)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
@@ -201,37 +294,32 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 
 # The operator -----------------------------------------------------------------------------------------------------------------
 
-_FEATURES = Tensors._fields[3:15]
+
+def _autocast(tensors: Tensors) -> Tensors | None:
+    """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
+    with any dtype, and stay so."""
+    sinks = tensors.sinks if tensors.sinks is not None and tensors.sinks.dtype != torch.float32 else None
+    cast = autocast((*tensors[:3], sinks, tensors.bias))
+    if cast is None:
+        return None
+    q, k, v, sinks, bias = cast
+    return tensors._replace(q=q, k=k, v=v, sinks=tensors.sinks if sinks is None else sinks, bias=bias)
 
 
 def _through_operator(tensors: Tensors, options: Options, softmax_scale: float | None, lse: torch.Tensor | None) -> Result:
+    tensors = _autocast(tensors) or tensors
     check_call(tensors, options)
     o = options
-    out, new_lse = _OPERATOR(
-        *tensors[:3], o.mask, softmax_scale, o.return_lse, o.kernel, *tensors.of_features(), o.window_left, o.window_right,
-        o.softcap, o.num_splits, o.max_seqlen_q, o.max_seqlen_k,
-    )  # fmt: skip
+    out, new_lse = _OPERATOR(*tensors[:3], o.mask, softmax_scale, o.return_lse, o.kernel, *of_features(tensors, options))
     if lse is not None and o.return_lse:
         new_lse = lse.copy_(new_lse)
     result = (out, new_lse if o.return_lse else None)
     return tokens_first(result, tensors.cu_seqlens_q is not None) if o.tokens_first else result
 
 
-def _unpacked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    softmax_scale: float | None = None,
-    return_lse: bool = False,
-    kernel_name: str | None = None,
-    *rest: Any,
-) -> tuple[Tensors, Options, float | None]:
+def _unpacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[Tensors, Options, float | None]:
     """The operator's arguments."""
-    if softmax_scale is not None:
-        softmax_scale = checked_scale(softmax_scale, "softmax_scale")
-    count = len(_FEATURES)
-    return Tensors(q, k, v, *rest[:count]), Options(mask, return_lse, kernel_name, *rest[count:]), softmax_scale
+    return unpacked((q, k, v), *rest)
 
 
 @torch.no_grad()
@@ -249,17 +337,16 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward``'s results without the work."""
     tensors, options, _ = _unpacked(*args)
     check_call(tensors, options)
-    out, lse = outputs_of(tensors, options)
+    out, lse = outputs_of(tensors, options, out_strides(tensors))
     made = [tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype) for one in (out, lse) if one is not None]
     return made[0], _or_empty(tensors.q, made[1] if lse is not None else None)
 
 
 def _differentiable(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator by PyTorch's operators, which have derivatives."""
+    """The operator as a part of PyTorch's graph."""
     tensors, options, softmax_scale = _unpacked(*args)
     check_call(tensors, options)
-    choose_fallback(AttentionProblem.op, options.kernel, NO_BACKWARD)
-    out, lse = pytorch_attention(tensors, options, softmax_scale)
+    out, lse = differentiable(tensors, options, softmax_scale)
     return out, _or_empty(tensors.q, lse)
 
 
@@ -270,10 +357,8 @@ def _or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
 
 _OPERATOR = register(
     "attention_forward(Tensor q, Tensor k, Tensor v, str mask, float? softmax_scale=None, bool return_lse=False, "
-    "str? kernel_name=None, "  # Inductor has a parameter "kernel" of its own
-    + "".join(f"Tensor? {name}=None, " for name in _FEATURES)
-    + "int? window_left=None, int? window_right=None, float softcap=0.0, int num_splits=0, SymInt max_seqlen_q=0, "
-    "SymInt max_seqlen_k=0) -> (Tensor out, Tensor lse)",
+    # Inductor has a parameter "kernel" of its own.
+    f"str? kernel_name=None, {SCHEMA_OF_FEATURES}) -> (Tensor out, Tensor lse)",
     _forward,
     _fake,
     _differentiable,

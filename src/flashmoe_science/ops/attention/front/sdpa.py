@@ -1,8 +1,8 @@
-"""``scaled_dot_product_attention`` where it is more than a plain call: masks, autocast, and PyTorch's own function."""
+"""``scaled_dot_product_attention`` where it is more than a plain call: masks, and PyTorch's own function."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,11 @@ from flashmoe_science.ops.attention.call.checks import (
     checked_scale,
 )
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
-from flashmoe_science.ops.calls import is_plain, needs_grad
-from flashmoe_science.ops.choose import NO_BACKWARD
+from flashmoe_science.ops.calls import autocast, is_plain, needs_grad
+from flashmoe_science.ops.explain import Explained, is_explaining
 
 TORCH_NAMES = ArgNames(q="query", k="key", v="value", scale="scale", bias="attn_mask")
 
@@ -34,8 +35,8 @@ def masked(
     scale: float | None,
     enable_gqa: bool,
     kernel: str | None,
-) -> torch.Tensor | None:
-    """The call with a mask by our kernel; None where PyTorch's own function serves it, or refuses it.
+) -> torch.Tensor | str:
+    """The call with a mask by our kernel; why not by one, in words, where PyTorch's own function serves it, or refuses it.
 
     Raises:
         CannotServe: ``kernel`` is one of ours, and cannot serve the call.
@@ -48,46 +49,25 @@ def masked(
         if found is not None:
             return found[0]
     if kernel == PYTORCH:
-        return None
-    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
+        return "asked for by name"
+    if (cast := autocast((query, key, value, attn_mask))) is not None:
+        (query, key, value, attn_mask), store = cast, None
+    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
     if isinstance(bias, str):
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {bias}; {PYTORCH!r} can")
-        return None
+        return bias
     tensors, options = Tensors(query, key, value, bias=bias), Options(kernel=kernel, names=TORCH_NAMES)
     try:
-        plain = not torch.compiler.is_compiling() and is_plain(query, key, value)
-        if plain and decide(tensors, options, scale).kernel == PYTORCH:
-            return None
+        if not torch.compiler.is_compiling() and (is_plain(query, key, value) or is_explaining()):
+            decision = decide(tensors, options, scale)
+            if decision.kernel == PYTORCH:
+                return f"attn_mask is given: {decision.reason}"
         return attend(tensors, options, scale, store=store)[0]
-    except Unsupported:
-        if kernel is not None:
-            raise
-        return None
-
-
-def explain_masked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    is_causal: bool,
-    enable_gqa: bool,
-    kernel: str | None,
-) -> Decision | str:
-    """What ``masked`` is served by; where it gives None, why not by our kernel. Raises as ``masked``."""
-    if kernel == PYTORCH:
-        return "asked for by name"
-    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa)
-    if isinstance(bias, str):
-        return bias
-    try:
-        decision = decide(Tensors(query, key, value, bias=bias), Options(kernel=kernel, names=TORCH_NAMES))
     except Unsupported as refusal:
         if kernel is not None:
             raise
         return f"attn_mask is given, and no kernel of ours takes the input: {refusal}"
-    return decision if decision.kernel != PYTORCH else f"attn_mask is given: {decision.reason}"
 
 
 def _is_on_nvidia(tensor: torch.Tensor) -> bool:
@@ -95,7 +75,13 @@ def _is_on_nvidia(tensor: torch.Tensor) -> bool:
 
 
 def _bias(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, is_causal: bool, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    is_causal: bool,
+    enable_gqa: bool,
+    kernel: str | None,
 ) -> torch.Tensor | str:
     """The mask, broadcast to [batch, heads, seqlen_q, seqlen_k]; or why no kernel of ours takes it."""
     tensors = (query, key, value, attn_mask)
@@ -105,8 +91,9 @@ def _bias(
         return "attn_mask is given, and an argument is not a tensor"
     if not (_is_on_nvidia(query) and all(one.dim() == 4 for one in tensors[:3])):
         return "attn_mask is given, which no kernel of ours takes but with 4-D tensors on an NVIDIA GPU"
-    if needs_grad(*tensors):
-        return f"attn_mask is given; {NO_BACKWARD}"
+    asked = kernel is not None or torch.are_deterministic_algorithms_enabled()
+    if needs_grad(*tensors) and torch.compiler.is_compiling() and not asked:
+        return f"attn_mask is given, and {GRADIENTS}"
     if attn_mask.device != query.device or attn_mask.dtype not in (torch.bool, query.dtype):
         return f"attn_mask is {attn_mask.dtype} on {attn_mask.device}, which no kernel of ours takes"
     if not enable_gqa and query.shape[1] != key.shape[1]:
@@ -129,9 +116,39 @@ def by_pytorch(
     scale: float | None,
     enable_gqa: bool,
     kernel: str | None,
+    why: Unsupported | str,
+) -> torch.Tensor:
+    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong.
+
+    Args:
+        why: no kernel of ours serves the call, in words or as it was refused; "" for dropout.
+    """
+    refusal = why if isinstance(why, Unsupported) else None
+    if not is_explaining():
+        return _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:  # refuses what the call would, and computes nothing
+        given: tuple[Any, ...] = (query, key, value, attn_mask)
+        q, k, v, mask = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in given)
+        _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)
+    reason = f"no kernel of ours takes the input: {refusal}" if refusal is not None else str(why)
+    reason = reason or f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
+    raise Explained(Decision(PYTORCH, Config(), reason, "required"))
+
+
+def _by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    kernel: str | None,
     refusal: Unsupported | None,
 ) -> torch.Tensor:
-    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong (``refusal``: if found)."""
     if kernel is not None:
         _check_kernel(kernel, attn_mask, dropout_p, refusal)
     if scale is not None:
@@ -159,33 +176,3 @@ def _check_kernel(kernel: str, attn_mask: torch.Tensor | None, dropout_p: float,
         raise refusal
     argument = "dropout_p" if attn_mask is None or dropout_p != 0.0 else "attn_mask"
     raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
-
-
-def explain_by_pytorch(
-    tensors: tuple[torch.Tensor | None, ...],
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel: str | None,
-    refusal: Unsupported | None,
-    reason: str,
-) -> Decision:
-    """The Decision for PyTorch's own function of (query, key, value, attn_mask). Raises what it would, without computing."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        q, k, v, mask = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in tensors)
-        by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
-    return Decision(PYTORCH, Config(), reason, "required")
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast as PyTorch's own function does under torch.autocast: floating tensors other than fp64 to the autocast dtype."""
-    cast_tensors = []
-    for tensor in tensors:
-        eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        if eligible and torch.is_autocast_enabled(tensor.device.type):
-            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
-        cast_tensors.append(tensor)
-    return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", tuple(cast_tensors))

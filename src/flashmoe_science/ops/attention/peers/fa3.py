@@ -14,7 +14,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed
 
 _LACKS = ("FP16", "PAGEDKV", "LOCAL")
@@ -54,7 +54,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "the fa3-fwd wheel is built without a paged cache"
     if problem.features.window and _built_without("LOCAL"):
         return "the fa3-fwd wheel is built without windows"
-    return unserved(problem.features, (*_SERVED, "page", "window"), "FlashAttention-3")
+    return unsupported(problem.features, (*_SERVED, "page", "window"), "FlashAttention-3")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

@@ -12,7 +12,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed, one_config
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
@@ -39,7 +39,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashAttention-4 takes head dimensions up to 128, (192, 128) and (256, 256) on {device.product}"
     if problem.mask == "causal-topleft":
         return "FlashAttention-4 aligns its causal mask bottom-right"
-    return unserved(problem.features, _SERVED, "FlashAttention-4")
+    return unsupported(problem.features, _SERVED, "FlashAttention-4")
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:

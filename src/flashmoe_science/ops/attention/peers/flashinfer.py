@@ -19,7 +19,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ SMALLEST_PAGE = _OF_CONTIGUOUS[-1]
 _SHARED = (*range(1, 17), 32, 64)  # query heads a key head for which it compiles
 _QUERY_BYTES = 16384  # of those heads at the most, each padded to a power of two
 _BLOCK_KEYS = 256  # that a block takes at a time: no sequence is split finer
-_ROUNDS = (1, 2, 4, 8)  # splits of the keys for so many blocks a processor; 1 is FlashInfer's own choice
+_ROUNDS = (1, 2, 4, 8)  # splits of the keys for that many blocks a processor; 1 is FlashInfer's own choice
 _SEMAPHORES = 2**21  # of 4 bytes, one for each sequence and key head: as many as FlashInfer's own decoding reserves
 _SCRATCH_BYTES = 2**25  # more than 17 KiB for each of 8 times 188 blocks: queries as above, with their maxima and sums
 
@@ -66,7 +66,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashInfer's XQA takes pages of {', '.join(map(str, _PAGES))} rows"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
         return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
-    return unserved(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
+    return unsupported(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

@@ -1,7 +1,7 @@
 """FlashInfer's decoding on tensor cores (``BatchDecodeWithPagedKVCacheWrapper``, FlashAttention-2's algorithm), keys split.
 
 FlashInfer plans on the host, once a step for all layers of a model: here once for each page table and problem, when they are
-first met, and outside of what is timed. A table whose numbers change would need another plan. Lengths are the problem's own.
+first seen, and outside of what is timed. A table whose numbers change would need another plan. Lengths are the problem's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.peers.flashinfer import SMALLEST_PAGE, Pages, absent, page_rows, pages_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashInfer's wrapper for decoding takes head dimensions of {', '.join(map(str, _HEAD_DIMS))}, V's the same"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
         return f"FlashInfer reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
-    return unserved(problem.features, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
+    return unsupported(problem.features, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
 
 
 def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

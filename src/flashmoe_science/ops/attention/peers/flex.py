@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlexAttention needs compute capability 8.0"
     if min(problem.head_dim, problem.head_dim_v) < 16:
         return "FlexAttention needs head dimensions of 16 or more"
-    return unserved(problem.features, _SERVED, "FlexAttention, as it is measured here,")
+    return unsupported(problem.features, _SERVED, "FlexAttention, as it is measured here,")
 
 
 @functools.cache

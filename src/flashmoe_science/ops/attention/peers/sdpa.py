@@ -18,7 +18,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -44,10 +44,10 @@ def _common(problem: AttentionProblem) -> str | None:
         return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
     if problem.causal and problem.features.bias in ("boolean", "additive"):
         return "PyTorch's attention takes no mask tensor beside is_causal"
-    return unserved(problem.features, _MASKS, "PyTorch's attention")
+    return unsupported(problem.features, _MASKS, "PyTorch's attention")
 
 
-def _flash(problem: AttentionProblem, device: Device) -> str | None:
+def flash_supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "PyTorch's flash backend is asked for by name only on a GPU"
     if device.compute_capability < (8, 0):
@@ -58,10 +58,10 @@ def _flash(problem: AttentionProblem, device: Device) -> str | None:
         return "PyTorch's flash backend needs head_dim_v equal to head_dim"
     if problem.mask == "causal-topleft":
         return "PyTorch's flash backend takes no top-left causal mask where seqlen_q differs from seqlen_k"
-    return _common(problem) or unserved(problem.features, (), "PyTorch's flash backend")
+    return _common(problem) or unsupported(problem.features, (), "PyTorch's flash backend")
 
 
-def _cudnn(problem: AttentionProblem, device: Device) -> str | None:
+def cudnn_supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "cuDNN needs a GPU"
     if device.compute_capability < (8, 0):
@@ -98,7 +98,7 @@ def _math(problem: AttentionProblem, device: Device) -> str | None:
     return _common(problem)
 
 
-def _as_called(problem: AttentionProblem, device: Device) -> str | None:
+def as_called_supports(problem: AttentionProblem, device: Device) -> str | None:
     return _common(problem)
 
 
@@ -110,7 +110,7 @@ def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     return bias
 
 
-def _as_given(mask: torch.Tensor) -> torch.Tensor:
+def as_given(mask: torch.Tensor) -> torch.Tensor:
     """A mask as users give it, of size 1 where it is the same for all: PyTorch would convert every copy of a boolean one."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0:
@@ -118,7 +118,7 @@ def _as_given(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _attend(inputs: AttentionInputs) -> torch.Tensor:
+def attend(inputs: AttentionInputs) -> torch.Tensor:
     from torch.nn.functional import scaled_dot_product_attention
 
     problem = inputs.problem
@@ -127,7 +127,7 @@ def _attend(inputs: AttentionInputs) -> torch.Tensor:
         inputs.q,
         inputs.k,
         inputs.v,
-        attn_mask=bias if inputs.tensors.bias is None else _as_given(inputs.tensors.bias),
+        attn_mask=bias if inputs.tensors.bias is None else as_given(inputs.tensors.bias),
         is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,
@@ -135,7 +135,7 @@ def _attend(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def _run_as_called(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return finish(inputs, _attend(inputs))
+    return finish(inputs, attend(inputs))
 
 
 def _runner(backend: str) -> Callable[[AttentionInputs, Config], AttentionOutput]:
@@ -143,7 +143,7 @@ def _runner(backend: str) -> Callable[[AttentionInputs, Config], AttentionOutput
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return finish(inputs, _attend(inputs))
+            return finish(inputs, attend(inputs))
 
     return run
 
@@ -182,10 +182,10 @@ def _kernel(
 
 # The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
 KERNELS: tuple[AttentionKernel, ...] = (
-    _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", _as_called, _run_as_called,
+    _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", as_called_supports, _run_as_called,
             f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)", on_cpu=True, replaces_ours="always"),
-    _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", _flash, _runner("FLASH_ATTENTION"), _FLASH),
-    _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", _cudnn, _runner("CUDNN_ATTENTION"), _CUDNN),
+    _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", flash_supports, _runner("FLASH_ATTENTION"), _FLASH),
+    _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", cudnn_supports, _runner("CUDNN_ATTENTION"), _CUDNN),
     _kernel("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient,
             _runner("EFFICIENT_ATTENTION"), _EFFICIENT),
     _kernel("sdpa_math", "PyTorch's plain attention: matrix product, softmax, matrix product", _math, _runner("MATH"),

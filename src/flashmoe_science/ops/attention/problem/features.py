@@ -177,7 +177,7 @@ class Features:
 PLAIN = Features()
 
 
-def unserved(features: Features, served: Collection[str] = (), who: str = "it") -> str | None:
+def unsupported(features: Features, served: Collection[str] = (), who: str = "it") -> str | None:
     """Why ``who`` does not serve a problem of these features, in words; None where all of its kinds are among ``served``."""
     missing = [KINDS[kind] for kind in features.kinds() if kind not in served]
     return f"{who} does not serve {', '.join(missing)}" if missing else None

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from flashmoe_science.ops.attention.problem import features as features_of
 from flashmoe_science.ops.attention.problem.features import PLAIN, Features
@@ -212,7 +212,7 @@ class AttentionProblem(Problem):
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
-        if not isinstance(other, AttentionProblem) or self.features != other.features:  # what most differ in, at once
+        if type(other) is not type(self) or self.features != other.features:  # what most differ in, at once
             return math.inf
         if self._features() != other._features():
             return math.inf
@@ -271,10 +271,15 @@ class AttentionProblem(Problem):
 
 def parse(text: str) -> AttentionProblem:
     """Read the text form, whose first word is ``attn``. Raises ProblemError."""
+    return parse_as(AttentionProblem, text, GRAMMAR)
+
+
+def parse_as(kind: type[P], text: str, grammar: str) -> P:
+    """Read the text form of a problem of that class. Raises ProblemError."""
     flags = {"dtype": get_args(Dtype), "mask": get_args(Mask), "layout": get_args(Layout)}
-    sizes, found = read_words(text, GRAMMAR, (*_SIZE_WORDS, *features_of.SIZES), flags | features_of.FLAGS)
-    require(text, GRAMMAR, sizes, "bhqd")
-    return AttentionProblem(
+    sizes, found = read_words(text, grammar, (*_SIZE_WORDS, *features_of.SIZES), flags | features_of.FLAGS)
+    require(text, grammar, sizes, "bhqd")
+    return kind(
         batch=sizes["b"],
         heads=sizes["h"],
         heads_kv=sizes.get("hk", sizes["h"]),
@@ -287,13 +292,16 @@ def parse(text: str) -> AttentionProblem:
     )
 
 
+P = TypeVar("P", bound=AttentionProblem)
+
+
 @cache
 def _compared_alike(problem: Any) -> tuple[str, ...]:
     return tuple(one.name for one in fields(problem) if one.name not in _COMPARED_OTHERWISE)
 
 
 def tile_rows(rows: int, most: int) -> int:
-    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
+    """The rows of a tile that holds that many packed rows, or the most that a tile is made of."""
     return max(16, min(most, 1 << (rows - 1).bit_length()))
 
 

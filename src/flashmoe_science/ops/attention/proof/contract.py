@@ -37,7 +37,7 @@ from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.attention.proof import inputs as modes_inputs
 from flashmoe_science.ops.attention.proof import suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
@@ -109,10 +109,13 @@ class AttentionContract(Contract):
         return suites.sweep()
 
     def cannot(self, problem: Any) -> str | None:
-        reason = super().cannot(problem)
-        if reason is None and problem.mask == "causal-topleft":
+        return super().cannot(problem) or self.cannot_call(problem)
+
+    def cannot_call(self, problem: AttentionProblem) -> str | None:
+        """Why ``call`` has no words for a problem; None if it has."""
+        if problem.mask == "causal-topleft":
             return "causal=True says that the last query sees the last key; the contract has no word for another mask"
-        return reason or unserved(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
+        return unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return modes_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
@@ -134,7 +137,7 @@ class AttentionContract(Contract):
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
         """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; those that a problem lacks are not named."""
-        scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}
+        scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
         result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
         return result[0] if isinstance(result, tuple) and result else result
 
@@ -150,27 +153,29 @@ class AttentionContract(Contract):
     def cap(self, problem: AttentionProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         features = problem.features
         count = 4 + (features.softcap > 0) + (features.bias in ("alibi", "additive")) + 2 * features.fp8_cache
-        roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
+        roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self.score_rounding(problem, inputs, self._scale(problem))
         relative = roundings + 4 * math.sqrt(problem.seqlen_k) * _FP32
         _, largest, rms = extents(self.for_kernel(problem, inputs))
         typical = 0.5 * relative * rms
         return (Errors(relative * largest, typical, typical), _NO_CAP)
 
     def rounding(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, ...]:
-        return (0.0, self._score_rounding(problem, inputs))
+        return (0.0, self.score_rounding(problem, inputs, self._scale(problem)))
 
-    def _score_rounding(self, problem: AttentionProblem, inputs: Inputs) -> float:
+    def _scale(self, problem: AttentionProblem) -> float:
+        return problem.softmax_scale * self._stretch
+
+    def score_rounding(self, problem: AttentionProblem, inputs: Inputs, scale: float) -> float:
+        """What scores accumulated in fp32 err by; see the module."""
         query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
         key, _, _ = extents(self.for_kernel(problem, inputs))
-        scale = abs(problem.softmax_scale * self._stretch)
         more = 2.0 * problem.features.softcap
         if problem.features.bias == "additive":
             more += inputs["bias"].abs().max().item()
-        return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))
+        return float(4 * _FP32 * (math.sqrt(problem.head_dim) * abs(scale) * query * key + more))
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
-        scale = problem.softmax_scale * self._stretch
-        return AttentionInputs(problem, *modes_inputs.call_of(problem, inputs), scale)
+        return AttentionInputs(problem, *modes_inputs.call_of(problem, inputs), self._scale(problem))
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
         if result.lse is None:

@@ -1,9 +1,10 @@
 """Tensors of one call of an attention problem with features: ragged caches, shuffled pages, packed sequences, biases.
 
 All of them are inputs by name, so that whoever examines a kernel can guard, change and hand over each. Lengths are those of
-``AttentionProblem.sequence_lengths``. What a call must not use is there to be met: a cache has more pages than its sequences
-need, rows past a length hold large numbers (NaN, once ``fill_unused`` says so), and page numbers past it are of no page. The
-longest sequence fills its cache, as a call in FlashAttention's names knows no other bound on the lengths; not so if ``sliced``.
+``AttentionProblem.sequence_lengths``. What a call must not use is there to be read by mistake: a cache has more pages than its
+sequences need, rows past a length hold large numbers (NaN, once ``fill_unused`` says so), and page numbers past it are of no
+page. The longest sequence fills its cache, as a call in FlashAttention's names knows no other bound on the lengths; not so if
+``sliced``.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tupl
 
 def fill_unused(tensors: Made, value: float, leftpad: bool = False) -> None:
     """Write ``value`` to the rows of a cache that no call may use; to those before the first valid key where ``leftpad``."""
-    if "cache_seqlens" not in tensors:
+    if "cache_seqlens" not in tensors or tensors["k"].is_meta:
         return
     lengths, keys = tensors["cache_seqlens"], tensors["k"]
     first = tensors.get("leftpad") if leftpad else None

@@ -63,11 +63,11 @@ def sequences(inputs: AttentionInputs, rules: Rules | None = None) -> Iterator[S
 def _keys(inputs: AttentionInputs, tensor: torch.Tensor, index: int, lengths: list[int] | None) -> torch.Tensor:
     """The rows of K or V of one sequence, [heads_kv, keys, width]. Raises IndexError where a table names no page."""
     tensors = inputs.tensors
-    if lengths is None:
-        if tensors.cu_seqlens_k is None:
-            return tensor[index]
+    if tensors.cu_seqlens_k is not None:
         start, end = tensors.cu_seqlens_k[index : index + 2].tolist()
-        return tensor[0, :, start:end]
+        return tensor[0, :, start : end if lengths is None else min(end, start + lengths[index])]
+    if lengths is None:
+        return tensor[index]
     keys = lengths[index]
     if tensors.page_table is None:
         row = index if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[index])
@@ -95,7 +95,7 @@ def _scaled(inputs: AttentionInputs, one: Sequence, wide: torch.dtype) -> tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """Query rows ``first`` to ``last`` of ``heads`` (of keys), which may see keys ``low`` to ``high``."""
 
     heads: slice
@@ -105,7 +105,7 @@ class _Chunk:
     high: int
 
 
-def _chunks(inputs: AttentionInputs, one: Sequence, limit: int, every_key: bool) -> Iterator[_Chunk]:
+def chunks_of(inputs: AttentionInputs, one: Sequence, limit: int, every_key: bool) -> Iterator[Chunk]:
     heads_kv, keys = one.k.shape[0], one.k.shape[1]
     heads, queries, _ = one.q.shape
     group = heads // heads_kv
@@ -115,7 +115,7 @@ def _chunks(inputs: AttentionInputs, one: Sequence, limit: int, every_key: bool)
         for first in range(0, queries, rows):
             last = min(first + rows, queries)
             low, high = (0, keys) if every_key else _reach(inputs, one, first, last)
-            yield _Chunk(slice(head, min(head + step, heads_kv)), first, last, low, high)
+            yield Chunk(slice(head, min(head + step, heads_kv)), first, last, low, high)
 
 
 def _reach(inputs: AttentionInputs, one: Sequence, first: int, last: int) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def _prefix(inputs: AttentionInputs, one: Sequence) -> int:
     return 0 if inputs.tensors.prefix is None or not inputs.problem.features.prefix else int(inputs.tensors.prefix[one.index])
 
 
-def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+def _hidden(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor:
     """True where a query may not see a key: [rows, keys], or [heads_kv, group, rows, keys] under a boolean mask."""
     problem, features = inputs.problem, inputs.problem.features
     here = torch.arange(chunk.first, chunk.last, device=one.q.device)[:, None] + one.offset
@@ -151,24 +151,24 @@ def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tens
     return hidden
 
 
-def _grouped(of_heads: torch.Tensor, one: Sequence) -> torch.Tensor:
+def grouped(of_heads: torch.Tensor, one: Sequence) -> torch.Tensor:
     """[heads, ...] seen as [heads_kv, group, ...]."""
     grouped: torch.Tensor = of_heads.unflatten(0, (one.k.shape[0], -1))
     return grouped
 
 
-def _bias(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+def _bias(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor:
     """The part of the bias tensor that belongs to a chunk: [heads_kv, group, rows, keys]."""
     assert inputs.tensors.bias is not None
-    return _grouped(inputs.tensors.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
+    return grouped(inputs.tensors.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
 
 
-def _scores(
-    inputs: AttentionInputs, one: Sequence, chunk: _Chunk, k: torch.Tensor, wide: torch.dtype, rules: Rules
+def scores_of(
+    inputs: AttentionInputs, one: Sequence, chunk: Chunk, k: torch.Tensor, wide: torch.dtype, rules: Rules
 ) -> torch.Tensor:
     """Scores of a chunk in ``wide``, with all but the sink: [heads_kv, group, rows, keys]. Each step is rounded to ``wide``."""
     features = inputs.problem.features
-    queries = _grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
+    queries = grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
     keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
     scores = queries @ keys
     hidden = _hidden(inputs, one, chunk)
@@ -176,7 +176,7 @@ def _scores(
     if rules.cap_after_mask:
         scores = scores.masked_fill(hidden, -torch.inf)
     if cap:
-        scores = (scores / cap).tanh_().mul_(cap)
+        scores = torch.tanh(scores / cap) * cap  # not in place: proof/backward differentiates it
     if features.bias in ("alibi", "additive"):
         more = _alibi(inputs, one, chunk) if features.bias == "alibi" else _bias(inputs, one, chunk)
         sums = scores + more if wide == torch.float64 else scores.float() + more.float()
@@ -184,15 +184,15 @@ def _scores(
     return scores if rules.cap_after_mask else scores.masked_fill_(hidden, -torch.inf)
 
 
-def _alibi(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
+def _alibi(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor:
     assert inputs.tensors.alibi_slopes is not None
-    slopes = _grouped(inputs.tensors.alibi_slopes[one.index].double(), one)[chunk.heads]
+    slopes = grouped(inputs.tensors.alibi_slopes[one.index].double(), one)[chunk.heads]
     here = torch.arange(chunk.first, chunk.last, device=slopes.device)[:, None] + one.offset
     away = (here - torch.arange(chunk.low, chunk.high, device=slopes.device)[None, :]).abs()
     return -slopes[..., None, None] * away
 
 
-def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.Tensor) -> torch.Tensor:
+def _norm(inputs: AttentionInputs, one: Sequence, chunk: Chunk, scores: torch.Tensor) -> torch.Tensor:
     """The log-sum-exp of scores and sinks, [heads_kv, group, rows, 1]; -inf where there is neither."""
     norm = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if scores.shape[-1]:
@@ -201,9 +201,9 @@ def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.T
     return norm if sinks is None else torch.logaddexp(norm, sinks.to(norm.dtype))
 
 
-def _sinks(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor | None:
+def _sinks(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor | None:
     sinks = inputs.tensors.sinks if inputs.problem.features.sinks else None
-    return None if sinks is None else _grouped(sinks, one)[chunk.heads, :, None, None]
+    return None if sinks is None else grouped(sinks, one)[chunk.heads, :, None, None]
 
 
 def attention_oracle(inputs: AttentionInputs, rules: Rules | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,8 +217,8 @@ def attention_oracle(inputs: AttentionInputs, rules: Rules | None = None) -> tup
     out, lse = _empty(inputs, torch.float64, torch.float64)
     for one in sequences(inputs, used):
         k, v = _scaled(inputs, one, torch.float64)
-        for chunk in _chunks(inputs, one, CHUNK_SCORES, used.cap_after_mask):
-            scores = _scores(inputs, one, chunk, k, torch.float64, used)
+        for chunk in chunks_of(inputs, one, CHUNK_SCORES, used.cap_after_mask):
+            scores = scores_of(inputs, one, chunk, k, torch.float64, used)
             norm = _norm(inputs, one, chunk, scores)
             scores.sub_(torch.where(norm == -torch.inf, 0.0, norm)).exp_()
             _put(out, one, chunk, scores @ v[chunk.heads, None, chunk.low : chunk.high])
@@ -244,8 +244,8 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
         for one in sequences(inputs):
             k32, v32 = _scaled(inputs, one, torch.float32)
             k, v = k32.to(dtype), v32.to(dtype)
-            for chunk in _chunks(inputs, one, _PLAIN_CHUNK_SCORES, False):
-                scores = _scores(inputs, one, chunk, k, dtype, none)
+            for chunk in chunks_of(inputs, one, _PLAIN_CHUNK_SCORES, False):
+                scores = scores_of(inputs, one, chunk, k, dtype, none)
                 column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
                 sinks = _sinks(inputs, one, chunk)
                 if sinks is not None:
@@ -253,7 +253,7 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
                 # NaN: the softmax of a row that sees nothing
                 weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1].nan_to_num(nan=0.0)
                 _put(out, one, chunk, weights @ v[chunk.heads, None, chunk.low : chunk.high])
-                scores32 = _scores(inputs, one, chunk, k32, torch.float32, none)
+                scores32 = scores_of(inputs, one, chunk, k32, torch.float32, none)
                 _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -266,9 +266,9 @@ def _empty(inputs: AttentionInputs, dtype: torch.dtype, of_lse: torch.dtype) -> 
     return out, torch.full(rows, -math.inf, dtype=of_lse, device=inputs.q.device)
 
 
-def _put(result: torch.Tensor, one: Sequence, chunk: _Chunk, values: torch.Tensor) -> None:
+def _put(result: torch.Tensor, one: Sequence, chunk: Chunk, values: torch.Tensor) -> None:
     """Write what was computed of a chunk where it belongs."""
-    _grouped(result[one.place], one)[chunk.heads, :, one.row + chunk.first : one.row + chunk.last] = values
+    grouped(result[one.place], one)[chunk.heads, :, one.row + chunk.first : one.row + chunk.last] = values
 
 
 def extents(inputs: AttentionInputs) -> tuple[float, float, float]:

@@ -20,6 +20,7 @@ from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
+    DTYPES,
     MoEInputs,
     MoEKernel,
     MoELaunch,
@@ -54,12 +55,21 @@ def bind_call(tensors: Tensors, options: Options) -> MoELaunch:
     (views, activation), shape = checked(tensors, options), tensors.x.shape
     if views.x.shape[0] == 0:
         return lambda hidden_states, *rest: torch.zeros_like(hidden_states)
+    if decide_by_dtype(views.x, options.kernel) is not None:
+        return lambda *given: pytorch_moe(*checked(Tensors(*given), options)).view(shape)
     inputs = inputs_of(views, activation)
     plan = plan_of(inputs, options.kernel, needs_grad(*tensors))
     launch = plan.bind(inputs, shape)
     if not (plan.by_address and _in_place(inputs.tensors, tensors)):
         return lambda *given: launch(*inputs_of(*checked(Tensors(*given), options)).tensors).view(shape)
     return launch
+
+
+def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
+    """The decision for PyTorch's operators where no kernel of ours takes the dtype, None elsewhere. Raises as ``fused_moe``."""
+    if x.dtype in DTYPES:
+        return None
+    return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
 def _in_place(seen: Tensors, given: Tensors) -> bool:

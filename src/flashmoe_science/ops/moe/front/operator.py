@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.calls import Launch, find_launch, guards_of, is_plain, needs_grad, store_launch
+from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.front.choose import bind_call, plan_of
+from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, plan_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.operator import register
@@ -31,13 +32,24 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
         TypeError, ValueError: one that is not allowed, an unknown kernel, a kernel that cannot serve the call.
     """
     if torch.compiler.is_compiling():
-        return _through_operator(Tensors(*tensors), Options(*options))
+        return _through_operator(Tensors(*(_autocast(tensors) or tensors)), Options(*options))
     launch, key = _find(tensors, options)
     if launch is not None:
         return launch(*tensors)  # type: ignore[no-any-return]
+    if (cast := _autocast(tensors)) is not None:
+        return experts_forward(cast, options)
     if not is_plain(*tensors):
+        if is_explaining():
+            raise Explained(decide(Tensors(*tensors), Options(*options)))
         return _through_operator(Tensors(*tensors), Options(*options))
     return _serve(Tensors(*tensors), Options(*options), key)
+
+
+def _autocast(tensors: Given) -> Given | None:
+    """The tensors as PyTorch's own products cast them under torch.autocast, None where nothing is to be cast. The routing and
+    biases may be of any dtype, and stay so."""
+    cast = autocast(tensors[:3])
+    return None if cast is None else cast + tensors[3:]
 
 
 def _find(tensors: Given, options: Given) -> tuple[Launch | None, Hashable]:
@@ -63,10 +75,11 @@ def _serve(tensors: Tensors, options: Options, key: Hashable) -> torch.Tensor:
 
 def decide(tensors: Tensors, options: Options) -> Decision:
     """What serves such a call, and why. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
-    views, activation = checked(tensors, options)
+    views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
     if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")
-    return plan_of(inputs_of(views, activation), options.kernel, needs_grad(*tensors)).decision
+    decision = decide_by_dtype(views.x, options.kernel)
+    return decision or plan_of(inputs_of(views, activation), options.kernel, needs_grad(*tensors)).decision
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------

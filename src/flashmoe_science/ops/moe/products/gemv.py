@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
@@ -37,7 +37,6 @@ from flashmoe_science.ops.moe.call import (
     MoELauncher,
     Outputs,
     Shape,
-    activation_of,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
@@ -254,23 +253,6 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     )
 
 
-def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the first product."""
-    p, early = problem, gpu.compute_capability >= (9, 0)
-    strides = (p.dim, (2 if p.gated else 1) * p.hidden * p.dim, p.dim, 1)
-    constexprs = _up(p, activation_of(p), config, strides, early) | ({} if p.bias else {"bias": None})
-    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32", "pairs": "i32"}
-    return CompileJob(
-        function=flashmoe_moe_gemv_up,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs,
-        divisible_by_16=tuple(name for name in ("x", "w", "bias", "ids", "out") if name not in constexprs),
-        num_warps=config["up_warps"],
-        num_stages=3,
-        threads=32 * config["up_warps"],
-    )
-
-
 KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
@@ -282,7 +264,6 @@ KERNEL = MoEKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
     interpretable=True,
 )

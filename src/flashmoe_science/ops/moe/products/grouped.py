@@ -11,7 +11,16 @@ from typing import Any, Protocol
 import torch
 
 from flashmoe_science.kernel import CannotServe, Config, Launch
-from flashmoe_science.ops.launch import DIRECT, INTERPRETING, Part, address, allocator, between, bytes_between, can_start_early
+from flashmoe_science.ops.launch import (
+    DIRECT,
+    INTERPRETING,
+    Part,
+    address,
+    allocator,
+    can_start_early,
+    workspace_allocator,
+    workspace_bytes,
+)
 from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs, MoELaunch, MoELauncher, Outputs, Shape
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -53,7 +62,7 @@ class GroupedLauncher(MoELauncher):
     def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
         p, on_gpu = like.problem, like.x.is_cuda
         counts, result = RowCounts.of(p, self._block_m), Outputs.of(like, shape).y
-        take, allocate = between(on_gpu, _workspace(p, counts)), allocator(on_gpu)
+        take, allocate = workspace_allocator(on_gpu, _workspace(p, counts)), allocator(on_gpu)
         sort = rows.bind_rows(like.topk_ids, counts, self._early)
         up, down, add = self._up.bind(counts), self._down.bind(counts), self._combine.bind(p)
 
@@ -79,7 +88,7 @@ def why_not_grouped(problem: MoEProblem) -> str | None:
 
 def workspace(problem: MoEProblem, config: Config) -> int:
     """Bytes of the tables, the rows between the products and after the second, and of what a router before them chose."""
-    return bytes_between(_workspace(problem, RowCounts.of(problem, config["block_m"]))) + routing_bytes(problem)
+    return workspace_bytes(_workspace(problem, RowCounts.of(problem, config["block_m"]))) + routing_bytes(problem)
 
 
 def _workspace(problem: MoEProblem, counts: RowCounts) -> tuple[Part, ...]:

@@ -16,10 +16,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
-from flashmoe_science.kernel import CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Activation, KernelLaunch, MoEInputs, MoEKernel, activation_of
+from flashmoe_science.ops.moe.call import Activation, KernelLaunch, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
     GroupedLauncher,
@@ -263,25 +263,6 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return launches_around(problem, config, up, down)
 
 
-def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the first product, the largest of the kernels."""
-    p, rows = problem, problem.hidden * (2 if problem.gated else 1)
-    strides = (p.dim, rows * p.dim, 1, rows) if p.transposed else (p.dim, rows * p.dim, p.dim, 1)
-    constexprs = _up(p, activation_of(p), config, strides, gpu.compute_capability >= (9, 0))
-    constexprs |= {} if p.bias else {"bias": None}
-    pointers = dict.fromkeys(("x", "w", "bias", "out"), f"*{p.dtype}") | {"tables": "*i32"}
-    signature = dict.fromkeys(flashmoe_moe_up.arg_names, "i32") | pointers | dict.fromkeys(constexprs, "constexpr")
-    return CompileJob(
-        function=flashmoe_moe_up,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=tuple(name for name in pointers if name not in constexprs),
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-        threads=32 * config["num_warps"],
-    )
-
-
 KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
@@ -293,6 +274,5 @@ KERNEL = MoEKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     interpretable=True,
 )

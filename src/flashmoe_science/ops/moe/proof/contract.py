@@ -193,14 +193,13 @@ class MoEContract(Contract):
         problem, logits = like.problem.from_ids(), like.router_logits
         top_k = problem.top_k
         if kernel.origin == "ours":
-            bound = bind_route(RouterTensors(logits), Options(top_k, normalize="sum"))
-            router: Router = partial(_without_bias, bound)
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
+            experts = _experts(kernel, config, like.routed(problem, weights, ids))
+            router: Router = partial(_without_bias, bind_route(RouterTensors(logits), Options(top_k, normalize="sum")))
         else:
             router = router_of(kernel.name, top_k)
-            weights, ids = router(logits)
-        experts = _experts(kernel, config, like.routed(problem, weights, ids))
+            experts = _experts(kernel, config, like.routed(problem, *router(logits)))
         return lambda inputs: experts(inputs.routed(problem, *router(inputs.router_logits)))
 
     def user_call(

@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.hardware.gpus import why_no_triton
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.kernel import Config
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, store_launch
+from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
+from flashmoe_science.ops.choose import NO_BACKWARD
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
     Options,
@@ -40,13 +46,13 @@ def route(
     top_k_groups: int | None = None,
     scaling_factor: float = 1.0,
 ) -> Routed:
-    """The ``top_k`` best experts of each token, the best first, and their weights. All is computed in fp32.
+    """The ``top_k`` best experts of each token, the best first, and their weights. All is computed in fp32, in fp64 for fp64.
 
     Without a bias experts are compared by their logits, exactly, as each scoring rises with the logit. Of equal scores the
     lowest index comes first, of groups too; -0.0 equals 0.0; NaN comes after -inf, and no expert is chosen twice.
 
     Args:
-        router_logits: [..., experts] in fp32, bf16 or fp16; there may be no token.
+        router_logits: [..., experts] in fp32, bf16, fp16 or fp64; there may be no token.
         top_k: how many experts a token goes to.
         scoring: "softmax" over all experts (Mixtral, Qwen3, OLMoE), "softmax_topk" over the chosen (gpt-oss) or "sigmoid"
             (DeepSeek-V3, GLM-4.5, Kimi-K2).
@@ -58,7 +64,7 @@ def route(
         scaling_factor: what the weights are multiplied by at last.
 
     Returns:
-        top_k_weights [..., top_k] fp32 and top_k_ids [..., top_k] int32.
+        top_k_weights [..., top_k] fp32 (fp64 for fp64) and top_k_ids [..., top_k] int32.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
@@ -71,6 +77,8 @@ def route(
         if is_plain(router_logits, selection_bias):
             return _serve(router_logits, selection_bias, options, key)
     checked = checked_options(router_logits, selection_bias, *options)
+    if is_explaining():
+        raise Explained(_decide(router_logits, checked))
     if _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
@@ -80,22 +88,32 @@ def route(
 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
-    logits = like.router_logits
-    differentiated = logits.requires_grad and torch.is_grad_enabled()
-    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
-    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
+    if _why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
     bound: RouteLaunch = _kernel().bind(like, options)
     return bound
 
 
+def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
+    """Why PyTorch's operators serve a call, in words; None where the kernel does."""
+    if needs_grad(logits):
+        return NO_BACKWARD
+    if logits.dtype == torch.float64:
+        return "router_logits has dtype torch.float64, which the kernel does not take"
+    refusal: str | None = TRITON_MISSING or why_no_triton(gpu_of(logits)) or _kernel().cannot(options, logits.shape[-1])
+    return refusal
+
+
+def _decide(logits: torch.Tensor, options: Options) -> Decision:
+    why = _why_pytorch(logits, options)
+    if why is None:
+        return Decision("moe_route_triton", Config(), "the router has one kernel", "modelled")
+    return Decision("pytorch", Config(), why, "required")
+
+
 def _is_differentiated(logits: torch.Tensor) -> bool:
     """Whether autograd, forward or backward, or a transform of torch.func has a part in the call."""
-    if logits.requires_grad and torch.is_grad_enabled():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return needs_grad(logits) or (not torch.compiler.is_compiling() and is_transformed())
 
 
 def _find(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[RouteLaunch | None, Hashable]:
@@ -135,7 +153,8 @@ def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> 
 
 def _fake(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
     shape = (*logits.shape[:-1], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)
 
 
 # What torch.compile, export and modes see of ``route``; its arguments are checked.
@@ -152,7 +171,7 @@ _OPERATOR = register(
 
 def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> Routed:
     """``route`` of checked arguments by PyTorch's own operators, differentiable through the weights."""
-    x = logits.float().contiguous()
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
     scores = (
         x if options.scoring == "softmax_topk" else torch.sigmoid(x) if options.scoring == "sigmoid" else torch.softmax(x, -1)
     )
@@ -169,10 +188,11 @@ def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: O
 
 
 def _keys(scores: torch.Tensor) -> torch.Tensor:
-    """int32 in the order of the fp32 scores; the zeros are one, NaN comes last, and -2**31 is below all."""
-    bits = scores.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    return torch.where(scores.isnan(), 1 - 2**31, torch.where(bits < 0, -magnitude, magnitude))
+    """Integers as wide as the scores, in their order; the zeros are one, NaN comes last, and the least integer is below all."""
+    bits = scores.view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
+    limits = torch.iinfo(bits.dtype)
+    magnitude = bits & limits.max
+    return torch.where(scores.isnan(), limits.min + 1, torch.where(bits < 0, -magnitude, magnitude))
 
 
 def _descending(keys: torch.Tensor) -> torch.Tensor:
@@ -181,13 +201,13 @@ def _descending(keys: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, options: Options) -> torch.Tensor:
-    """The keys, -2**31 outside of the groups of the largest sums of their two best scores."""
+    """The keys, the least integer outside of the groups of the largest sums of their two best scores."""
     grouped = keys.unflatten(-1, (options.groups, -1))
     best_two = _descending(grouped)[..., :2]
     sums = scores.unflatten(-1, (options.groups, -1)).gather(-1, best_two).sum(-1)
     kept = _descending(_keys(sums))[..., : options.top_k_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, kept, True)
-    return torch.where(is_kept[..., None], grouped, -(2**31)).flatten(-2)
+    return torch.where(is_kept[..., None], grouped, torch.iinfo(keys.dtype).min).flatten(-2)
 
 
 def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
@@ -198,7 +218,8 @@ def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.
     """
     experts = check_logits(router_logits)
     check_ids(top_k_ids, experts, router_logits)
-    probabilities = torch.softmax(router_logits.float(), -1).reshape(-1, experts)
+    wide = torch.promote_types(router_logits.dtype, torch.float32)
+    probabilities = torch.softmax(router_logits.to(wide), -1).reshape(-1, experts)
     tokens = max(probabilities.shape[0], 1)
     return experts * (expert_load(top_k_ids, experts) / tokens * (probabilities.sum(0) / tokens)).sum()
 

@@ -14,7 +14,7 @@ import torch
 Scoring = Literal["softmax", "softmax_topk", "sigmoid"]
 Normalize = Literal["none", "sum"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
     def of(cls, logits: torch.Tensor, options: Options) -> Outputs:
         shape = (*logits.shape[:-1], options.top_k)
         strides = torch.empty(shape, device="meta").stride()
-        return cls((shape, strides, torch.float32), (shape, strides, torch.int32))
+        return cls((shape, strides, torch.promote_types(logits.dtype, torch.float32)), (shape, strides, torch.int32))
 
 
 Routed = tuple[torch.Tensor, torch.Tensor]
@@ -72,16 +72,36 @@ def checked_options(
         TypeError, ValueError: an argument that is not, in one line.
     """
     experts = check_logits(router_logits)
+    given = selection_bias is not None
+    options = options_of(experts, given, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
+    if given:
+        _check_bias(selection_bias, cast("torch.Tensor", router_logits), experts)
+    return options
+
+
+def options_of(
+    experts: int,
+    biased: bool,
+    top_k: object,
+    scoring: object,
+    normalize: object,
+    groups: object,
+    top_k_groups: object,
+    scaling_factor: object,
+) -> Options:
+    """The options of calls of ``route`` for that many experts, with a selection bias or without, where they are allowed.
+
+    Raises:
+        TypeError, ValueError: one that is not, in one line.
+    """
     _check_word("scoring", scoring, get_args(Scoring))
     _check_word("normalize", normalize, get_args(Normalize))
     top_k = _checked_count("top_k", top_k, experts, "the number of experts")
     groups = _checked_count("groups", groups, experts, "the number of experts")
-    for name, given in (("selection_bias", selection_bias is not None), ("groups", groups > 1)):
+    for name, given in (("selection_bias", biased), ("groups", groups > 1)):
         if given and scoring != "sigmoid":
             raise ValueError(f"{name} is given and scoring is {scoring!r}; it must be 'sigmoid' then")
     top_k_groups = _checked_groups(groups, top_k_groups, top_k, experts)
-    if selection_bias is not None:
-        _check_bias(selection_bias, cast("torch.Tensor", router_logits), experts)
     if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, int | float):
         raise TypeError(f"scaling_factor is {_shown(scaling_factor)}; it must be a real number")
     if not -math.inf < scaling_factor < math.inf:
@@ -102,7 +122,7 @@ def check_logits(router_logits: object) -> int:
         kind = "nested" if router_logits.is_nested else str(router_logits.layout)
         raise ValueError(f"router_logits is a {kind} tensor; it must be dense (torch.strided)")
     if router_logits.dtype not in _DTYPES:
-        allowed = "torch.float32, torch.bfloat16 or torch.float16"
+        allowed = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
         raise TypeError(f"router_logits has dtype {router_logits.dtype}; it must be {allowed}")
     if router_logits.device.type not in ("cpu", "cuda"):
         raise ValueError(f"router_logits is on device {router_logits.device}; it must be on a CPU or a CUDA device")

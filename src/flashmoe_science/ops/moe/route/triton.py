@@ -6,7 +6,6 @@ above those of experts already chosen: K different experts are chosen whatever t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.kernel import CompileJob, Launch
-from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.kernel import Launch
 from flashmoe_science.ops.calls import device_guard
 from flashmoe_science.ops.launch import (
     INTERPRETING,
@@ -26,6 +24,7 @@ from flashmoe_science.ops.launch import (
     argument,
     can_start_early,
     cdiv,
+    kept_build,
     next_power_of_2,
     stand_in,
     stride_class,
@@ -140,9 +139,6 @@ def flashmoe_moe_route(
     tl.store(ids_base + token * K + places, ids, mask=chosen)
 
 
-_BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)
-
-
 def cannot(options: Options, experts: int) -> str | None:
     """Why the kernel cannot serve logits of that number of experts, in words; None where it can."""
     if experts > MAX_EXPERTS:
@@ -183,13 +179,9 @@ def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexpr
     """The kernel compiled for the current device, kept for all calls that it serves."""
     addresses = (rows.data_ptr() % 16, 0 if bias is None else bias.data_ptr() % 16)
     key = (rows.device, rows.dtype, addresses, stride_class((stride,)), *constexprs.values())
-    build = _BUILDS.get(key)
-    if build is None:
-        pointers = (stand_in(rows), stand_in(bias), Pointer(torch.float32), Pointer(torch.int32))
-        options = {"num_warps": _tile(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
-        arguments = (*pointers, stride, 1, 0.5, *constexprs.values())
-        build = _BUILDS[key] = Build(flashmoe_moe_route, arguments, **options)
-    return build
+    pointers = (stand_in(rows), stand_in(bias), Pointer(torch.float32), Pointer(torch.int32))
+    options = {"num_warps": _tile(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
+    return kept_build(key, flashmoe_moe_route, (*pointers, stride, 1, 0.5, *constexprs.values()), **options)
 
 
 def _constexprs(o: Options, experts: int, biased: bool, early_start: bool) -> dict[str, Any]:
@@ -231,28 +223,3 @@ def launches_of(problem: MoEProblem) -> tuple[Launch, ...]:
 def routing_bytes(problem: MoEProblem) -> int:
     """Device memory that the router of a problem takes: the ids and weights that it chooses."""
     return 0 if problem.routing == "ids" else 8 * problem.pairs()
-
-
-def compile_job(options: Options, experts: int, *, dtype: str = "bf16", biased: bool = False) -> CompileJob:
-    """How to build the kernel without a GPU, for Hopper and newer, of 16-byte aligned rows."""
-    constexprs = _constexprs(options, experts, biased, early_start=True)
-    signature = {
-        "logits_base": f"*{dtype}",
-        "bias_base": "*fp32" if biased else "constexpr",
-        "weights_base": "*fp32",
-        "ids_base": "*i32",
-        "stride_t": "i32",
-        "tokens": "i32",
-        "scaling_factor": "fp32",
-    }
-    aligned = tuple(name for name in ("logits_base", "bias_base", "weights_base", "ids_base") if signature[name] != "constexpr")
-    warps = _tile(constexprs["E_PAD"])[1]
-    return CompileJob(
-        function=flashmoe_moe_route,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs | ({} if biased else {"bias_base": None}),
-        divisible_by_16=(*aligned, "stride_t"),
-        num_warps=warps,
-        num_stages=1,
-        threads=32 * warps,
-    )

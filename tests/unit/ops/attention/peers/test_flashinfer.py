@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from held import CPU, expected_of, inputs_of, reasons
+from tests.unit.ops.attention.held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from held import expected_of, inputs_of, reasons
+from tests.unit.ops.attention.held import expected_of, inputs_of, reasons
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from held import CPU, expected_of, inputs_of, reasons
+from tests.unit.ops.attention.held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.attention import flash_attn_func
 from flashmoe_science.hardware.gpus import gpu_named

@@ -16,7 +16,7 @@ from flashmoe_science.ops.attention.device.tma import (
     why_not_on_sm90,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import PLAIN, Features, unserved
+from flashmoe_science.ops.attention.problem.features import PLAIN, Features, unsupported
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
@@ -37,7 +37,7 @@ _FWD_TOO = {"packed", "page", "window", "softcap", "sinks"}  # what prefill_sm90
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    return why_not_on_sm90(problem, device) or unserved(problem.features, _SERVED)
+    return why_not_on_sm90(problem, device) or unsupported(problem.features, _SERVED)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -162,8 +162,8 @@ class Variant(NamedTuple):
     group: int
     split: bool
     compensated: bool
-    batches: int = 0  # a power of two no less than the sequences, where they start in LPT order; else 0
-    strides: Hashable = None
+    batches: int  # a power of two no less than the sequences, where they start in LPT order; else 0
+    strides: Hashable
 
 
 def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:

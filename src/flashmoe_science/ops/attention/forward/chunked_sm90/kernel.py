@@ -26,16 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
 from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
-from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
+from flashmoe_science.ops.attention.device.sm90 import threads
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
-from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
     CachePages,
     CacheRows,
@@ -47,14 +46,10 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
 )
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
-    Variant,
-    compared,
     configs,
-    constexprs_of,
     splits_for,
     suits,
     supports,
-    tile_shapes,
     work_in,
     workspace,
 )
@@ -63,7 +58,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLaun
 from flashmoe_science.ops.attention.forward.chunked_sm90.producer import produce
 from flashmoe_science.ops.attention.forward.chunked_sm90.step import keys_back
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.launch import Grid
 from flashmoe_science.ops.pipeline_gluon import make_barriers
 
 NAME = "chunk_gluon_sm90"
@@ -225,50 +219,14 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return run_planned(KERNEL, inputs, config)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:
-    work = work_in(problem, config)
-    return (work.heads * work.tiles_m, splits_for(work, config, gpu), 1)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid = _grid(problem, config, gpu)
-    main = Launch(f"^{flashmoe_chunk_gluon_sm90.__name__}$", grid, threads(config))
+    work = work_in(problem, config)
+    splits = splits_for(work, config, gpu)
+    main = Launch(f"^{flashmoe_chunk_gluon_sm90.__name__}$", (work.heads * work.tiles_m, splits, 1), threads(config))
     rows = problem.batch * problem.heads * problem.seqlen_q
     merge_grid = (chunk_merge.programs(rows, problem.head_dim_v), 1, 1)
     merge = Launch(f"^{chunk_merge.flashmoe_chunk_merge.__name__}$", merge_grid, 32 * chunk_merge.WARPS)
-    return (main,) if grid[1] == 1 else (main, merge)
-
-
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the main kernel; the merge is a few loads."""
-    group, features, paged = problem.heads // problem.heads_kv, problem.features, problem.features.page > 0
-    programs, splits, _ = _grid(problem, config, gpu)
-    split, batches = splits > 1, compared(problem, problem.batch, programs * splits, config, gpu)
-    constexprs = constexprs_of(problem, config, Variant(group, split, True, batches), early=True)
-    signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
-    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
-    (left, right), packed = window_of(problem), features.lengths == "packed"
-    types = descriptor_types("qkv", tile_shapes(problem, config, group), problem.dtype) | {
-        "partials": "*fp32" if split else None, "sinks": "*fp32" if features.sinks else None,
-        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
-        "cache_seqlens": "*i32" if features.lengths == "ragged" or paged else None, "cache_batch_idx": None,
-        "page_table": "*i32" if paged else None, "softcap": "fp32" if features.softcap else None,
-        "left": None if left is None else "i32", "right": None if right is None else "i32",
-    }  # fmt: skip
-    signature |= {name: one for name, one in types.items() if one is not None}
-    constexprs |= {name: None for name, one in types.items() if one is None}
-    aligned = ("stride_ob", "stride_oh", "stride_om") if problem.head_dim_v % 16 == 0 else ()
-    return CompileJob(
-        function=flashmoe_chunk_gluon_sm90,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs,
-        divisible_by_16=("out_base", *(("partials",) if split else ()), *aligned),
-        num_warps=4,
-        num_stages=1,
-        threads=threads(config),
-        maxnreg=registers(config),
-        gluon=True,
-    )
+    return (main,) if splits == 1 else (main, merge)
 
 
 KERNEL = AttentionKernel(
@@ -282,6 +240,5 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -12,12 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
-from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import registers, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
-from flashmoe_science.ops.attention.device.tma import Parts, check_copied, copied_strides, describer, encoders_of
+from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, check_copied, copied_strides, encoders_of
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
     Variant,
@@ -64,7 +64,7 @@ class ChunkLauncher(Launcher):
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         begin, floats = self._start(tensors, options, out)
-        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(tensors.q.is_cuda)
+        (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(tensors.q.is_cuda)
         default_scale, of_partials = tensors.q.shape[3] ** -0.5, ((floats,), (1,), torch.float32)
         nothing = (None,) * len(self._tensors)
 
@@ -99,12 +99,12 @@ class ChunkLauncher(Launcher):
         programs, all_rows = work.heads * work.tiles_m, batch * heads * seqlen_q
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
-        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        of_out = out_strides(tensors, out)
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
         batches = compared(problem, batch, programs * splits, config, self._gpu)
         variant = Variant(group, splits > 1, self._write_lse, batches, stride_class(strides_out))
         started = self._builds.get(variant) or self._build(variant, strides_out)
-        describe = describer(self._encoders(started, tensors))
+        describe = cached_descriptors(self._encoders(started, tensors))
         sizes = (*strides_out, total_q, heads_kv, seqlen_q, capacity, splits, all_rows)
         softcap = options.softcap if problem.features.softcap else None
         tail = (softcap, *window_of(problem), *sizes, stride_table, batch, *started.constexprs)

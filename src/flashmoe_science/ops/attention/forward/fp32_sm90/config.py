@@ -12,9 +12,9 @@ from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.device.sm90 import PRODUCER_REGISTERS, ROWS, SHARED_BYTES, consumer_registers
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import SPLIT_ROWS
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.descriptors import Tile
-from flashmoe_science.ops.launch import Grid, bytes_between, cdiv
+from flashmoe_science.ops.launch import Grid, cdiv, workspace_bytes
 
 Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V
 PLANES = gl.constexpr(3)
@@ -25,7 +25,7 @@ SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m")
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.features) or why_no_hopper(device):
+    if reason := unsupported(problem.features) or why_no_hopper(device):
         return reason
     return None if problem.dtype == "fp32" else f"serves fp32, not {problem.dtype}"
 
@@ -102,4 +102,4 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
     shape_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
     shape_k = (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim)
     parts = plane_elements(problem, (shape_q, shape_k, shape_k))
-    return bytes_between([(elements, torch.bfloat16) for elements in parts])
+    return workspace_bytes([(elements, torch.bfloat16) for elements in parts])

@@ -31,13 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import sm90
 from flashmoe_science.ops.attention.device.kv_pipeline import Buffers
 from flashmoe_science.ops.attention.device.mask import MaskBounds, mask_keys
 from flashmoe_science.ops.attention.device.output import no_output, scale_rows, store_rows
-from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.sm90 import threads
 from flashmoe_science.ops.attention.device.softmax import (
     add_to_sums,
     as_column,
@@ -56,17 +56,14 @@ from flashmoe_science.ops.attention.device.tiles import (
     no_scores,
     parts_of,
 )
-from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
     SIZES,
     configs,
-    constexprs_of,
     grid_of,
     plane_blocks,
     suits,
     supports,
-    tile_shapes,
     workspace,
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.launch import Fp32Launcher
@@ -320,27 +317,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     )
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the main kernel; the other one is a few loads."""
-    constexprs = constexprs_of(problem, config, early=True)
-    signature = dict.fromkeys(flashmoe_fp32_gluon_sm90.arg_names, "i32")
-    types = descriptor_types("qkv", tile_shapes(problem, config), "bf16")
-    signature |= {name: one for name, one in types.items() if one is not None}
-    constexprs |= {name: None for name, one in types.items() if one is None}
-    signature |= {"out_base": "*fp32", "lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
-    return CompileJob(
-        function=flashmoe_fp32_gluon_sm90,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=("out_base", "stride_ob", "stride_oh", "stride_om"),
-        num_warps=4,
-        num_stages=1,
-        threads=threads(config),
-        maxnreg=registers(config),
-        gluon=True,
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -352,6 +328,5 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -9,11 +9,11 @@ import torch
 
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
-from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.sm90 import registers
-from flashmoe_science.ops.attention.device.tma import Parts, described, encoders_of
+from flashmoe_science.ops.attention.device.tma import Parts, descriptors_of, encoders_of
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
     SIZES,
@@ -29,7 +29,7 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import PLANE_SIZES, flashmoe_fp32_planes
 from flashmoe_science.ops.descriptors import template
-from flashmoe_science.ops.launch import Build, Grid, Pointer, between, can_start_early, cdiv, stride_class
+from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, stride_class, workspace_allocator
 
 
 class _Builds(NamedTuple):
@@ -62,7 +62,8 @@ class Fp32Launcher(Launcher):
         (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
         shapes = (q.shape, k.shape, v.shape)
         steps = tuple(step for one in (q, k, v) for step in one.stride()[:3])
-        out_steps = (strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride())[:3]
+        of_out = out_strides(tensors, out)
+        out_steps = of_out[:3]
         grid, blocks = grid_of(batch * heads, rows, self._config), plane_blocks(batch * heads * rows, batch * heads_kv * keys)
         grid_planes: Grid = (sum(blocks), 1, 1)
         if max(grid[0], grid_planes[0]) >= 2**31:
@@ -74,14 +75,14 @@ class Fp32Launcher(Launcher):
         numbers = (heads, heads // heads_kv, rows, keys, offset, cdiv(rows, tile_rows(self._config)))
         tail = (*out_steps, *numbers, *self._of_main)
         tail_planes = (*steps, heads, heads_kv, batch * heads, batch * heads_kv, rows, keys, *blocks[:2], *self._of_planes)
-        take = between(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
+        take = workspace_allocator(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
 
         def start(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
             held, *parts = take()
             planes.launch(grid_planes, q, k, v, *parts, *tail_planes)
-            main.launch(grid, *described(encoders, parts), out, lse, scale, *tail)
+            main.launch(grid, *descriptors_of(encoders, parts), out, lse, scale, *tail)
 
-        return launch_by_address(start, tensors, options, out)
+        return launch_by_address(start, tensors, options, of_out)
 
     def _encoders(self, main: Build, shapes: Shapes) -> tuple[Parts, ...]:
         """Of the planes of tensors of such shapes."""
@@ -97,7 +98,7 @@ class Fp32Launcher(Launcher):
         lse = Pointer(torch.float32, 4) if self._write_lse else None
         of_main = (*self._templates, self._out, lse, 0.5, *of_out, *[1] * len(SIZES), *self._of_main)
         options = {"num_warps": 4, "launch_pdl": self._early}
-        planes = Build(flashmoe_fp32_planes, of_planes, **options)
         main = Build(self._function, of_main, maxnreg=registers(self._config), **options)
+        planes = Build(flashmoe_fp32_planes, of_planes, **options)
         made = self._builds[kind] = _Builds(planes, main)
         return made

@@ -17,7 +17,7 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     tiles_of_head,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
 
 SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed", "page")
@@ -33,7 +33,7 @@ SOME_KEYS = 768  # in a window, up to which small tiles are faster
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    reason = why_not_on_sm90(problem, device) or unserved(problem.features, SERVED)
+    reason = why_not_on_sm90(problem, device) or unsupported(problem.features, SERVED)
     if reason is None and problem.features.prefix and problem.features.window:
         return "it does not serve a prefix and a window"
     return reason

@@ -31,15 +31,15 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
-from flashmoe_science.ops.attention.device.bias import AT_ONCE, Bias
-from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
+from flashmoe_science.ops.attention.device.bias import Bias
+from flashmoe_science.ops.attention.device.bias_args import STRIDES
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
-from flashmoe_science.ops.attention.device.sm90 import registers, threads, window_of
+from flashmoe_science.ops.attention.device.sm90 import threads
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
-from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
+from flashmoe_science.ops.attention.device.tma import check_copied
 from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Output, Pages, Sizes, Traits, Work
 from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
@@ -48,16 +48,12 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLaunch
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
 from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
-    PACKED,
     SIZES,
-    constexprs_of,
     grid_of,
     heads_of_tile,
     is_packed,
-    most_listed,
+    max_listed,
     packed_grid,
-    tile_shapes,
-    variant_of,
     workspace,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -156,42 +152,9 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
     if not is_packed(problem):
         return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
-    tiles = most_listed(problem, config) * problem.heads // heads_of_tile(problem)
+    tiles = max_listed(problem, config) * problem.heads // heads_of_tile(problem)
     main = Launch(name, packed_grid(tiles, config, gpu), threads(config))
     return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
-
-
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    features = problem.features
-    unit = AT_ONCE.value if features.bias == "additive" else PAIR
-    variant = PACKED if is_packed(problem) else variant_of(problem, config, gpu, unit)
-    constexprs = constexprs_of(problem, config, variant, write_lse=True)
-    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
-    types = descriptor_types("qkvo", tile_shapes(problem, config), problem.dtype)
-    signature |= {name: one for name, one in types.items() if one is not None}
-    constexprs |= {name: None for name, one in types.items() if one is None}
-    more = {"softcap": "fp32" if features.softcap else None, "sinks": "*fp32" if features.sinks else None}
-    slopes = features.bias == "alibi"
-    more |= {"slopes": "*fp32" if slopes else None, "stride_slopes": "i64" if slopes else None}
-    more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if features.prefix else None}
-    more |= {"table": "*i32" if features.page else None} | dict.fromkeys(OF_PAGES, "i32" if features.page else None)
-    more |= {"left": None if window_of(problem)[0] is None else "i32"}
-    more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(features.bias)}
-    more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
-    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
-    constexprs |= {name: None for name, one in more.items() if one is None}
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    return CompileJob(
-        function=flashmoe_fwd_gluon_sm90,
-        signature=signature,
-        constexprs=constexprs,
-        divisible_by_16=("lse_base", *(name for name in ("bias", "tiles") if more[name])),
-        num_warps=4,
-        num_stages=1,
-        threads=threads(config),
-        maxnreg=registers(config),
-        gluon=True,
-    )
 
 
 KERNEL = AttentionKernel(
@@ -205,6 +168,5 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
 )

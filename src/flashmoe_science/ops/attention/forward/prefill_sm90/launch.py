@@ -1,4 +1,4 @@
-"""The launches of fwd_gluon_sm90.py: bound once to shapes and strides, then called with tensors; of packed sequences too."""
+"""The launches of the prefill kernel: bound once to shapes and strides, then called with tensors; of packed sequences too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, Sizes, sizes_of
-from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, ProblemShape, shape_of
+from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
-from flashmoe_science.ops.attention.device.bias_args import bias_of, stand_ins
+from flashmoe_science.ops.attention.device.bias_args import bias_of, placeholders
 from flashmoe_science.ops.attention.device.sm90 import ROWS, registers, window_of
-from flashmoe_science.ops.attention.device.tma import Parts, copied_strides, describer, encoders_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, most_tiles, numbers
+from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, copied_strides, encoders_of
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, max_tiles, numbers
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     EVEN,
     PACKED,
@@ -74,21 +74,21 @@ class FwdLauncher(Launcher):
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         q, k, v, bias_ = *tensors[:3], tensors.bias
         (_, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
-        out_strides = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        strides_out = out_strides(tensors, out)
         bias, offset = bias_of(tensors), keys - rows if self._mask == "causal" else 0
         even = offset >= EVEN * rows
         diagonal = self._causal and (even, offset % ROWS == 0)
-        key = (q.shape, q.stride(), out_strides, keys % self._block_n == 0, diagonal, bias.unit)
-        found = self._of_queries.get(key) or self._prepare(key, tensors, out_strides, bias.unit)
+        key = (q.shape, q.stride(), strides_out, keys % self._block_n == 0, diagonal, bias.unit)
+        found = self._of_queries.get(key) or self._prepare(key, tensors, strides_out, bias.unit)
         encode_k = encoders_of(found.build, self._templates, 1, k.shape, copied_strides("key", k.shape, k.stride()))
         encode_v = encoders_of(found.build, self._templates, 2, v.shape, copied_strides("value", v.shape, v.stride()))
         to_last = offset if self._right is None else keys - rows + self._right
         tail = (*bias.strides, heads, heads // heads_kv, rows, keys, to_last, *found.tail)
-        describe = describer((found.encode_q, encode_k, encode_v, found.encode_out))
+        describe = cached_descriptors((found.encode_q, encode_k, encode_v, found.encode_out))
         start, grid, left = found.build.launch, found.grid, self._left
-        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(q.is_cuda), q.shape[3] ** -0.5
+        (of_out, of_lse), new = outputs_of(tensors, options, strides_out), allocator(q.is_cuda)
+        default_scale, featured = q.shape[3] ** -0.5, any(one is not None for one in tensors[9:13])
         softcap, bias_at = options.softcap if self._capped else None, None if bias_ is None else bias_.data_ptr() & 15
-        featured = any(one is not None for one in tensors[9:13])
 
         def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v = tensors[0], tensors[1], tensors[2]
@@ -110,9 +110,9 @@ class FwdLauncher(Launcher):
 
         return launch
 
-    def _prepare(self, key: Hashable, tensors: Tensors, out_strides: tuple[int, ...], bias_unit: int) -> _OfQueries:
-        sizes, q, out_shape = sizes_of(tensors, self._mask), tensors.q, (*tensors.q.shape[:3], tensors.v.shape[3])
-        strides_q, strides_out = copied_strides("query", q.shape, q.stride()), copied_strides("out", out_shape, out_strides)
+    def _prepare(self, key: Hashable, tensors: Tensors, strides_out: tuple[int, ...], bias_unit: int) -> _OfQueries:
+        sizes, q, out_shape = shape_of(tensors, self._mask), tensors.q, (*tensors.q.shape[:3], tensors.v.shape[3])
+        strides_q, strides_out = copied_strides("query", q.shape, q.stride()), copied_strides("out", out_shape, strides_out)
         grid, variant = grid_of(sizes, self._config, self._gpu), variant_of(sizes, self._config, self._gpu, bias_unit)
         build, constexprs = self._builds.get(variant) or self._build(variant)
         encode_q = encoders_of(build, self._templates, 0, q.shape, strides_q)
@@ -126,7 +126,7 @@ class FwdLauncher(Launcher):
         lse = Pointer(torch.float32) if self._write_lse else None
         softcap = 0.5 if self._problem.features.softcap else None
         sizes = [1] * len(SIZES)  # no build depends on them
-        more = stand_ins(self._dtypes, variant.bias_unit)
+        more = placeholders(self._dtypes, variant.bias_unit)
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
         prefix = Pointer(torch.int32, 4) if self._problem.features.prefix else None
         left = None if self._left is None else 1
@@ -150,17 +150,18 @@ class PackedLauncher(FwdLauncher):
             raise CannotServe("keys are in a cache without pages; of packed queries this kernel takes packed keys, or pages")
         batch, (_, heads, total, _), (_, heads_kv, keys, _) = tensors.cu_seqlens_q.shape[0] - 1, q.shape, k.shape
         rows = queries_of_tile(self._problem, self._config)
-        listed = most_tiles(total, batch, rows)
+        listed = max_tiles(total, batch, rows)
         grid = packed_grid(listed * heads // heads_of_tile(self._problem), self._config, self._gpu)
         build, constexprs = self._builds.get(PACKED) or self._build(PACKED)
-        describe = describer(self._packed_encoders(build, tensors, out))
+        describe = cached_descriptors(self._packed_encoders(build, tensors, out))
         sizes = (heads, heads // heads_kv, total, keys, self._right or 0, 0, batch * heads, 0)
         tail = (*bias_of(tensors).strides, *sizes, *constexprs)
         of_pages, left = _of_pages(tensors), self._left
         max_keys = 2**30 if tensors.page_table is None else tensors.page_table.shape[1] * keys
         kind = (tensors.cu_seqlens_k is not None, tensors.cache_seqlens is not None)
         start, list_tiles = build.launch, self._list(kind, rows)
-        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(q.is_cuda), q.shape[3] ** -0.5
+        (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(q.is_cuda)
+        default_scale = q.shape[3] ** -0.5
         of_tiles, softcap = ((numbers(listed),), (1,), torch.float32), options.softcap if self._capped else None
 
         def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
@@ -182,12 +183,11 @@ class PackedLauncher(FwdLauncher):
 
     def _packed_encoders(self, build: Build, tensors: Tensors, out: torch.Tensor | None) -> tuple[Parts, ...]:
         q, k, v = tensors[:3]
-        out_strides = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
         named = (
             ("query", q.shape, q.stride()),
             ("key", k.shape, k.stride()),
             ("value", v.shape, v.stride()),
-            ("out", (*q.shape[:3], v.shape[3]), out_strides),
+            ("out", (*q.shape[:3], v.shape[3]), out_strides(tensors, out)),
         )
         return tuple(
             encoders_of(build, self._templates, n, *ragged(shape[1:], copied_strides(name, shape, strides)[1:]))
@@ -218,6 +218,6 @@ def _pitch(name: str, cache: torch.Tensor) -> int:
     return of_page // of_row
 
 
-def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, int]:
+def _schedule(sizes: ProblemShape, config: Config, programs: int) -> tuple[int, int, int]:
     """The kernel's last three integers: tiles_m, heads_all and pair_rounds."""
     return tiles_of_head(sizes, config), sizes.batch * sizes.heads, pair_rounds_of(sizes, config, programs)

@@ -84,7 +84,7 @@ def flashmoe_packed_tiles_triton(
         tl.store(at + 6, keys, mask=ok)
 
 
-def most_tiles(total: int, batches: int, rows: int) -> int:
+def max_tiles(total: int, batches: int, rows: int) -> int:
     """The most tiles of ``rows`` rows that ``total`` queries of ``batches`` sequences fill."""
     return total // rows + batches
 

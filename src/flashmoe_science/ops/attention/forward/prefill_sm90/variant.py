@@ -9,11 +9,11 @@ from triton.experimental.gluon import language as gl
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.kernel import Sizes
+from flashmoe_science.ops.attention.call.kernel import ProblemShape
 from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers
 from flashmoe_science.ops.attention.device.tma import rows_of_copy
 from flashmoe_science.ops.attention.device.wide import CHUNK
-from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles, numbers
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import max_tiles, numbers
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.lengths import sequence_lengths
 from flashmoe_science.ops.descriptors import Tile
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
     bias_unit: int
 
 
-def variant_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias_unit: int) -> Variant:
+def variant_of(problem: AttentionProblem | ProblemShape, config: Config, gpu: Gpu, bias_unit: int) -> Variant:
     """The Variant of a problem's sizes, of a bias of which ``bias_unit`` elements are read at once."""
     even_k = problem.seqlen_k % config["block_n"] == 0
     return Variant(_aligned(problem), even_k, schedule_of(problem, config, gpu).value, bias_unit)
@@ -80,16 +80,16 @@ def out_fits_query(problem: AttentionProblem) -> bool:
     return head_parts(problem.head_dim)[: len(of_out)] == of_out
 
 
-def _aligned(problem: AttentionProblem | Sizes) -> bool:
+def _aligned(problem: AttentionProblem | ProblemShape) -> bool:
     """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
     return problem.causal and problem.causal_offset % ROWS == 0
 
 
-def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
+def _paired(problem: AttentionProblem | ProblemShape, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def schedule_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
+def schedule_of(problem: AttentionProblem | ProblemShape, config: Config, gpu: Gpu) -> gl.constexpr:
     """How tiles of queries are scheduled: LINEAR, PAIRED or PAIRED_TAIL."""
     if not _paired(problem, config):
         return LINEAR
@@ -103,23 +103,23 @@ def schedule_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> 
     return PAIRED_TAIL if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRED
 
 
-def _even(problem: AttentionProblem | Sizes) -> bool:
+def _even(problem: AttentionProblem | ProblemShape) -> bool:
     """Whether enough keys are before the diagonal that all tiles of queries cost about the same."""
     return problem.causal_offset >= EVEN * problem.seqlen_q
 
 
-def pair_rounds_of(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
+def pair_rounds_of(problem: AttentionProblem | ProblemShape, config: Config, programs: int) -> int:
     """Whole rounds of pairs of tiles that ``programs`` programs take before single tiles."""
     pairs = problem.batch * problem.heads * cdiv(tiles_of_head(problem, config), 2)
     return max(0, pairs // programs - LAST_ROUNDS)
 
 
-def tiles_of_head(problem: AttentionProblem | Sizes, config: Config) -> int:
+def tiles_of_head(problem: AttentionProblem | ProblemShape, config: Config) -> int:
     """Tiles of queries of a head."""
     return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
 
 
-def grid_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> Grid:
+def grid_of(problem: AttentionProblem | ProblemShape, config: Config, gpu: Gpu) -> Grid:
     """The grid of sequences of equal lengths."""
     tiles_m, heads = tiles_of_head(problem, config), problem.batch * problem.heads
     pairs = cdiv(tiles_m, 2)
@@ -163,12 +163,12 @@ def packed_grid(tiles: int, config: Config, gpu: Gpu) -> Grid:
     return min(tiles, gpu.sm_count * config["occupancy"]), 1, 1
 
 
-def most_listed(problem: AttentionProblem, config: Config) -> int:
+def max_listed(problem: AttentionProblem, config: Config) -> int:
     """The most tiles of packed sequences that are listed, as the problem's text has them."""
     lengths = sequence_lengths(problem.features, problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return most_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
+    return max_tiles(sum(one.queries for one in lengths), problem.batch, queries_of_tile(problem, config))
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the list of tiles of packed sequences."""
-    return 4 * numbers(most_listed(problem, config)) if is_packed(problem) else 0
+    return 4 * numbers(max_listed(problem, config)) if is_packed(problem) else 0

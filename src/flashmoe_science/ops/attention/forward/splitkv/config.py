@@ -305,10 +305,10 @@ class Variant(NamedTuple):
     ends: bool
     wide: bool
     compensated: bool
-    unit: int = 1
-    new: tuple[int, ...] = NO_NEW.constexprs
-    new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
-    strides: Hashable = None
+    unit: int
+    new: tuple[int, ...]
+    new_pointers: tuple[torch.dtype | None, ...]
+    strides: Hashable
 
 
 def constexprs_of(

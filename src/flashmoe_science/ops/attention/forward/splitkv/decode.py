@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
@@ -41,7 +41,6 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     PAGED_KEYS,
     Variant,
     config_of,
-    constexprs_of,
     shared_bytes,
     suits,
     workspace,
@@ -50,7 +49,7 @@ from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_s
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
 from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Strided, Traits
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.gluon_bridge import barrier
 
 NAME = "decode_gluon"
@@ -139,7 +138,7 @@ def flashmoe_decode_gluon(
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := unserved(problem.features, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
+    if reason := unsupported(problem.features, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
         return reason
     if reason := why_not_in_copies(problem):
         return reason
@@ -167,13 +166,6 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     return tuple(config_of(tile) for tile in tiles if shared_bytes(tile, *widths, 2, 2, tile[3] - 1) <= limit)
 
 
-def _constexprs(problem: AttentionProblem, config: Config, variant: Variant, early: bool) -> dict[str, Any]:
-    """Those of split_triton.py that the kernel has too, and its own, in its order."""
-    every = constexprs_of(problem, config, variant, scale_first=False, early=early)
-    every |= {"STAGES": config["num_stages"] - 1, "WARPS": config["num_warps"]}
-    return {name: every[name] for name in flashmoe_decode_gluon.arg_names if name in every}
-
-
 class DecodeLauncher(SplitLauncher):
     """``SplitLauncher`` for this kernel, which needs rows in steps of 16 bytes."""
 
@@ -182,13 +174,16 @@ class DecodeLauncher(SplitLauncher):
         super().__init__(flashmoe_decode_gluon, inputs, config)
 
     def _constexprs(self, variant: Variant, strides: tuple[float, ...]) -> dict[str, Any]:
+        """Those of split_triton.py that the kernel has too, and its own, in its order. Raises CannotServe."""
         if any(one is not None for one in variant.new_pointers):
             raise CannotServe("appends to a cache are split_triton's")
         if variant.wide:
             raise CannotServe("rows of a tile are 2^30 elements apart")
         if any(stride % 8 for stride in strides):
             raise CannotServe(f"a stride of {next(one for one in strides if one % 8)}; its copies need multiples of 8")
-        return _constexprs(self._problem, self._config, variant, self._early)
+        every, config = super()._constexprs(variant, strides), self._config
+        every |= {"STAGES": config["num_stages"] - 1, "WARPS": config["num_warps"]}
+        return {name: every[name] for name in flashmoe_decode_gluon.arg_names if name in every}
 
 
 def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
@@ -204,22 +199,6 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (replace(main, name=f"^{flashmoe_decode_gluon.__name__}$"), *merge)
 
 
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the main kernel, whose arguments but for the constexprs are split_triton's."""
-    job, variant = split_triton.compile_job(problem, config, gpu), split_triton.variant_of(problem, config, gpu)
-    constexprs = _constexprs(problem, config, variant, early=gpu.compute_capability >= (9, 0))
-    signature = {name: job.signature[name] for name in flashmoe_decode_gluon.arg_names if name not in constexprs}
-    absent = {name: None for name, kind in signature.items() if kind == "constexpr"}
-    return replace(
-        job,
-        function=flashmoe_decode_gluon,
-        signature=signature | dict.fromkeys(constexprs, "constexpr"),
-        constexprs=constexprs | absent,
-        num_stages=1,
-        gluon=True,
-    )
-
-
 KERNEL = AttentionKernel(
     name=NAME,
     origin="ours",
@@ -231,6 +210,5 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
 from flashmoe_science.ops.attention.device.partials import Partials
@@ -37,15 +37,9 @@ from flashmoe_science.ops.attention.device.ranges import (
 )
 from flashmoe_science.ops.attention.device.rotary import RotaryTables
 from flashmoe_science.ops.attention.device.sequences import Sequences
-from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
-    Splits,
-    Variant,
-    Work,
     configs,
-    constexprs_of,
     main_grid,
-    right_of,
     splits_in,
     suits,
     supports,
@@ -55,7 +49,6 @@ from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
 from flashmoe_science.ops.attention.forward.splitkv.records import New, Operands, Scores, Split, Strided, Traits
 from flashmoe_science.ops.attention.forward.splitkv.split import attend_split
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.launch import stride_unit
 
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
@@ -64,7 +57,6 @@ SIZES = (
     "stride_lse", "stride_table", "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new",
     "caches", "positions", "stride_cos",
 )  # fmt: skip
-_STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -177,78 +169,14 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return run_planned(KERNEL, inputs, config)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
-    """The grid of the main kernel and the rows of the merge, for a problem without tensors."""
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     work, chosen = splits_in(problem, config, gpu.sm_count)
     grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
-    return grid, problem.batch * problem.heads * problem.seqlen_q, work, chosen
-
-
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid, rows, _, chosen = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
+    rows = problem.batch * problem.heads * problem.seqlen_q
     warps = merge_warps(rows, gpu.sm_count)
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
     return (main, merge) if chosen.splits > 1 or chosen.ranges else (main,)
-
-
-_PRESENT = {  # of compile_job: pointers of the features and their types
-    "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "cache_seqlens": "*i32", "page_table": "*i32", "cache_batch_idx": "*i32",
-    "leftpads": "*i32", "slopes": "*fp32", "prefixes": "*i32", "k_scales": "*fp32", "v_scales": "*fp32",
-}  # fmt: skip
-
-
-def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
-    """The type of each pointer of a problem's call, None for one that is not given."""
-    features = problem.features
-    cached = features.lengths == "ragged" or features.page > 0
-    given = {
-        "cu_seqlens_q": features.lengths == "packed", "cu_seqlens_k": features.lengths == "packed" and not cached,
-        "cache_seqlens": cached, "page_table": features.page > 0, "cache_batch_idx": False, "leftpads": features.leftpad,
-        "slopes": features.bias == "alibi", "prefixes": features.prefix > 0,
-        "k_scales": features.fp8_cache, "v_scales": features.fp8_cache,
-    }  # fmt: skip
-    types = {name: _PRESENT[name] if there else None for name, there in given.items()}
-    biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
-    types |= dict.fromkeys(("new_ks", "new_vs", "cos", "sin", "rotary_seqlens"))
-    return types | {"sinks": "*fp32" if features.sinks else None, "bias": biases.get(features.bias)}
-
-
-def variant_of(problem: AttentionProblem, config: Config, gpu: Gpu) -> Variant:
-    """What a build is specialised on, for a problem without tensors."""
-    _, _, work, chosen = _grid(problem, config, gpu)
-    ends = problem.features.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
-    right = right_of(problem, problem.seqlen_q) is not None
-    compensated = problem.seqlen_k > PLAIN_SUM
-    widths = (problem.head_dim, problem.head_dim_v)  # powers of two of the strides too, in memory as models lay it out
-    group, kinds = problem.heads // problem.heads_kv, (chosen.splits > 1, chosen.ranges > 0, chosen.lpt_order, chosen.batches)
-    return Variant(group, work.tiles_m == 1, *kinds, right, ends, False, compensated, stride_unit(widths))
-
-
-def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the main kernel; the merge is a few loads."""
-    variant = variant_of(problem, config, gpu)
-    merged = variant.split or variant.stream_k
-    constexprs = constexprs_of(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
-    kind = "*fp8e4nv" if problem.features.fp8_cache else f"*{problem.dtype}"
-    types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
-    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if merged else None} | _pointer_types(problem)
-    absent = {name: None for name, one in pointers.items() if one is None}
-    signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
-    signature |= {name: one for name, one in pointers.items() if one is not None}
-    signature |= {"even_slope": "fp32", "even_least": "fp32"}
-    signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
-    main = tuple(name for name in signature if name in _STRIDES)
-    aligned = main if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
-    return CompileJob(
-        function=flashmoe_split_triton,
-        signature=signature,
-        constexprs=constexprs | absent,
-        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if merged else ()), *aligned),
-        num_warps=config["num_warps"],
-        num_stages=config["num_stages"],
-        threads=32 * config["num_warps"],
-    )
 
 
 KERNEL = AttentionKernel(
@@ -262,7 +190,6 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
     interpretable=True,
 )

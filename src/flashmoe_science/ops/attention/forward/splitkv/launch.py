@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
-from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
+from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
 from flashmoe_science.ops.attention.device.launch import alignment_mask
@@ -114,7 +114,7 @@ class SplitLauncher(Launcher):
         if tensors.new_k is not None:
             self._check_new(tensors, sizes)
         begin, floats = self._bind(sizes, options)
-        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(self._on_gpu)
+        (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(self._on_gpu)
         default_scale, must_align = tensors.q.shape[3] ** -0.5, alignment_mask(tensors)
         bias_at = 0 if tensors.bias is None else tensors.bias.data_ptr() & 15
         of_keys, capacity, in_cache = sizes.of_keys, sizes.of_keys[6], tensors.cache_seqlens is not None
@@ -162,7 +162,7 @@ class SplitLauncher(Launcher):
             raise CannotServe("a tensor does not start at a multiple of 16 bytes")
 
     def _splits(self, batch: int, heads_kv: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, Splits]:
-        """Tiles of rows of each key head of a sequence, and into how many pieces their keys are split."""
+        """Tiles of rows of each key head of a sequence, and into how many splits their keys are split."""
         config = self._config
         work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
@@ -200,28 +200,28 @@ class SplitLauncher(Launcher):
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
         tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
-        pieces, batches, ordered, ranges, *even = chosen
+        splits, batches, ordered, ranges, *even = chosen
         programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, unit, new.constexprs, new.pointers, of_strides)
-        variant = Variant(group, tiles_m == 1, pieces > 1, ranges > 0, ordered, batches, *kinds)
+        variant = Variant(group, tiles_m == 1, splits > 1, ranges > 0, ordered, batches, *kinds)
         all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
-            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, pieces, ranges,
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
             batch, *even, self._left, FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
         grid = main_grid(chosen, programs, batch)
-        if max(pieces, ranges) == 1:
+        if max(splits, ranges) == 1:
             return partial(_launch_one, start, grid, softcap, tail), 0
         warps = merge_triton.merge_warps(rows, self._sm_count)
-        of_merge = merge_triton.Merged(group, pieces, ranges, batches)
+        of_merge = merge_triton.Merged(group, splits, ranges, batches)
         merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
         places = slots_of(chosen, batch)
         merge_tail = (
-            *strides[3:], stride_lse, heads_kv, seqlen_q, pieces, places, batch, *even, all_rows, new.sizes[0],
+            *strides[3:], stride_lse, heads_kv, seqlen_q, splits, places, batch, *even, all_rows, new.sizes[0],
             *merge_constexprs,
         )  # fmt: skip
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
@@ -298,7 +298,7 @@ def _sizes_of(tensors: Tensors, options: Options, out: torch.Tensor | None) -> _
     q, k, v, table = tensors.q, tensors.k, tensors.v, tensors.page_table
     (_, heads, rows, _), (_, heads_kv, page, _) = q.shape, k.shape
     qb, qh, qm, _ = q.stride()
-    ob, oh, om, _ = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+    ob, oh, om, _ = out_strides(tensors, out)
     (kb, kh, kn, _), (vb, vh, vn, _), keys, seqlen_q = k.stride(), v.stride(), max_keys(tensors, options), rows
     capacity = page if table is None else table.shape[1] * page
     if tensors.cu_seqlens_q is not None:

@@ -11,17 +11,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from flashmoe_science.ops.attention.device.rotary import RotaryTables
-
-
-class Strided(NamedTuple):
-    """A tensor [batch, heads, rows, width] or [batch, heads]: its address, or None, and its strides. Without ``stride_n`` the
-    last dimension is contiguous."""
-
-    base: tl.tensor
-    stride_b: tl.tensor
-    stride_h: tl.tensor
-    stride_m: tl.tensor | None = None
-    stride_n: tl.tensor | None = None
+from flashmoe_science.ops.attention.device.strided import Strided
 
 
 class Operands(NamedTuple):

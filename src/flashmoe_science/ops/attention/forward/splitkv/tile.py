@@ -7,7 +7,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.device.bias_triton import bias_log2
+from flashmoe_science.ops.attention.device.mask_triton import in_band
 from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.rows_triton import load_rows
+from flashmoe_science.ops.attention.device.softcap_triton import tanh
 from flashmoe_science.ops.attention.device.softmax_triton import softmax_step
 
 
@@ -38,40 +42,14 @@ class QueryRows(NamedTuple):
 
 
 @triton.jit
-def _tanh(x):
-    """tanh, right to 2e-7 of 1 and up to 0.62 to 1e-7 of itself: there by a minimax polynomial, above by an exponential."""
-    square = x * x
-    odd = -0.33333283 + square * (0.13331454 + square * (-0.05374067 + square * (0.020642346 - square * 0.0057087843)))
-    small = x + x * (square * odd)
-    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
-    return tl.where(square < 0.39, small, large)
-
-
-@triton.jit
-def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of K or V at ``offsets`` from ``head``; zeros where not ``inside``: what a cache holds there may be NaN."""
-    pointers = head + offsets[:, None] + dims[None, :]
-    if MASKED:
-        if D == BLOCK_D:
-            return tl.load(pointers, mask=inside[:, None], other=0.0)
-        return tl.load(pointers, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
-    if D == BLOCK_D:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=dims[None, :] < D, other=0.0)
-
-
-@triton.jit
 def _masked(s, key, inside, seen, query, left, traits: tl.constexpr):
     """Scores, -inf where a row does not see a key."""
     visible = inside[None, :]
     if traits.LEFT or traits.RIGHT:
-        near = key[None, :] < seen.end
-        if traits.RIGHT:
-            near = near & (key[None, :] < query[:, None] + seen.right_end)
-        if traits.LEFT:
-            near = near & (key[None, :] >= query[:, None] + seen.diagonal - left)
-        if traits.PREFIX:
-            near = near | (key[None, :] < seen.prefix)
+        near = in_band(
+            query[:, None], key[None, :], seen.end, seen.diagonal, left, seen.right_end, seen.prefix,
+            traits.LEFT, traits.RIGHT, traits.PREFIX,
+        )  # fmt: skip
         visible = visible & near
     return tl.where(visible, s, float("-inf"))
 
@@ -110,8 +88,8 @@ def attend_tile(
     else:
         page, row = page_of(table, key, inside, 0, PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
         k_rows, v_rows = page * k.stride_b + row * stride_kn, page * v.stride_b + row * stride_vn
-    k_tile = _load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
-    v_tile = _load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
+    k_tile = load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+    v_tile = load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
 
     if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
         s = tl.dot(q.to(tl.float32), tl.trans(k_tile).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
@@ -125,7 +103,7 @@ def attend_tile(
     else:
         s = tl.dot(q, tl.trans(k_tile), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
     if traits.SOFTCAP:
-        s = _tanh(s * rows.over_cap) * rows.cap_log2
+        s = tanh(s * rows.over_cap) * rows.cap_log2
     elif traits.SCALE_FIRST:
         s = s * scale_log2
     if traits.BIAS == "alibi":
@@ -137,9 +115,7 @@ def attend_tile(
         if traits.BIAS == "boolean":
             s = tl.where(bias != 0, s, float("-inf"))
         else:
-            # Not below what fp32 holds: a row of nothing but bf16's lowest number has the mean of all values. -inf stays.
-            more = bias.to(tl.float32)
-            s += tl.where(more == float("-inf"), more, tl.maximum(more, -2.3e38) * 1.4426950408889634)
+            s += bias_log2(bias)
     if MASKED:
         if traits.ALWAYS:  # noqa: SIM114 (a branch at compile time, the other is not)
             s = _masked(s, key, inside, seen, query, scores.left, traits)

@@ -13,8 +13,6 @@ consumer warpgroups (``consumer.py``) of 64 rows multiply.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,21 +20,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.descriptors import type_of
-from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel, activation_of
+from flashmoe_science.kernel import Config, Launch
+from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import (
     NAME,
-    REGISTERS,
     THREADS,
-    Product,
     check_tensors,
     configs,
     grid,
     suits,
     supports,
-    up_of,
 )
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.gluon_sm90.launch import Down, Up
@@ -118,29 +112,6 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return launches_around(problem, config, up, down)
 
 
-def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
-    """Of the first product."""
-    return job(flashmoe_moe_up_gluon_sm90, problem, up_of(problem, activation_of(problem), config, problem.dim))
-
-
-def job(function: Any, problem: MoEProblem, product: Product) -> CompileJob:
-    described = {name: type_of(block, problem.dtype) for name, block in product.blocks.items()}
-    pointers = {"x": f"*{problem.dtype}", "tables": "*i32"}
-    signature = dict.fromkeys(function.arg_names, "i32") | described | dict.fromkeys(product.constexprs, "constexpr")
-    signature |= {name: kind for name, kind in pointers.items() if name in signature}
-    return CompileJob(
-        function=function,
-        signature=signature,
-        constexprs=product.constexprs,
-        divisible_by_16=tuple(name for name in pointers if name in signature),
-        num_warps=4,
-        num_stages=1,
-        threads=THREADS,
-        maxnreg=REGISTERS,
-        gluon=True,
-    )
-
-
 KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
@@ -152,6 +123,5 @@ KERNEL = MoEKernel(
     launches=launches,
     plan=plan,
     workspace=workspace,
-    compile_job=compile_job,
     suits=suits,
 )

@@ -1,0 +1,43 @@
+"""FlashAttention-2's ``bert_padding``: padded sequences as packed ones, and back."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["pad_input", "unpad_input"]
+
+
+def unpad_input(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor, unused_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """The rows of [batch, seqlen, ...] where the mask is not 0, one after another. It waits for the GPU, to count them.
+
+    Args:
+        attention_mask: [batch, seqlen], bool or 0 and 1.
+        unused_mask: likewise, rows that are kept too and not used: no row is in both.
+
+    Returns:
+        rows [total, ...], their int64 indices [total] among batch * seqlen, int32 cu_seqlens [batch + 1], the longest length,
+        and int32 [batch], the rows of each sequence that are used.
+
+    Raises:
+        ValueError: a mask of another shape.
+    """
+    shape = tuple(hidden_states.shape[:2])
+    masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
+    for name, mask in masks.items():
+        if tuple(mask.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {shape}, as hidden_states begins")
+    kept = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
+    lengths, used = (one.sum(-1, dtype=torch.int32) for one in (kept, attention_mask.bool()))
+    indices = kept.flatten().nonzero().flatten()
+    starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = hidden_states.flatten(0, 1).index_select(0, indices)
+    return rows, indices, starts, int(lengths.max()) if lengths.numel() else 0, used
+
+
+def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """[batch, seqlen, ...] of rows [total, ...] at the ``indices`` that ``unpad_input`` gave, zeros elsewhere."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])

@@ -1,0 +1,126 @@
+"""What was judged of a folder of records, kept in the user's cache folder under a digest of the records and of the program.
+
+A file there holds text and numbers, and is read as nothing else. What cannot be read is judged again; what cannot be written
+is not kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import flashmoe_science
+from flashmoe_science.cli.evidence import machine_named, runs_under, suite_named
+from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.judge.stats import Floats, Interval
+from flashmoe_science.judge.summary import groups
+from flashmoe_science.judge.trust import gpu_name
+from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.store import Run, records_under
+
+_PROGRAM = Path(flashmoe_science.__file__).parent
+_MOST_KEPT = 12  # files; one of 91 runs has 10 MB
+_NUMBERS = [one.name for one in dataclasses.fields(Interval) if one.name != "resamples"]
+
+Kept = tuple[Any, Floats]  # what JSON holds, and rows of numbers beside it
+
+
+class Standing(NamedTuple):
+    """The verdicts that stand, and the (GPU, suite) of every run that was judged."""
+
+    verdicts: list[Verdict]
+    runs: list[tuple[str, str]]
+
+
+def standing_under(folder: Path, gpu: str | None = None, suite: str | None = None) -> Standing:
+    """The verdicts that stand under a folder, of one GPU and one suite where these are named. Raises ValueError as
+    ``runs_under``, ``machine_named`` and ``suite_named`` do."""
+
+    def judged(runs: Sequence[Run]) -> Kept:
+        rows = standing([JudgedRun(run) for run in runs])
+        fronts = [row for group in groups(rows) for row in group.front if row.interval is not None]
+        place = {id(row): at for at, row in enumerate(fronts)}  # those whose geometric mean is asked for
+        plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
+        return plain, np.array([row.interval.resamples for row in fronts if row.interval is not None])
+
+    plain, numbers = remembered(folder, ("standing",), judged)
+    runs = [(name, of) for name, of in plain["runs"]]
+    gpu, suite = machine_named(gpu, [name for name, _ in runs]), suite_named(suite, [of for _, of in runs], folder)
+    rows = (_verdict(values, numbers) for values in plain["rows"])
+    wanted = [(name, of) for name, of in runs if gpu in (None, name) and suite in (None, of)]
+    return Standing([row for row in rows if gpu in (None, row.gpu) and suite in (None, row.suite)], wanted)
+
+
+def remembered(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Kept]) -> Kept:
+    """What ``judge`` makes of the runs under a folder, from the cache where it was made before of the same records by the same
+    program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises ValueError."""
+    path = _cache() / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
+    with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
+        with np.load(path, allow_pickle=False) as found:
+            kept = json.loads(found["text"].tobytes()), found["numbers"]
+        path.touch()
+        return kept
+    runs = runs_under(folder)
+    made = judge(runs)
+    if not any(run.torn for run in runs):
+        with contextlib.suppress(OSError):
+            _keep(path, made)
+    return json.loads(json.dumps(made[0])), made[1]
+
+
+def _keep(path: Path, made: Kept) -> None:
+    content = io.BytesIO()
+    np.savez(content, text=np.frombuffer(json.dumps(made[0]).encode(), np.uint8), numbers=made[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(content.getvalue())
+    partial.replace(path)
+    latest_first = sorted(path.parent.glob("*.npz"), key=lambda one: one.stat().st_mtime, reverse=True)
+    for old in latest_first[_MOST_KEPT:]:
+        old.unlink(missing_ok=True)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashmoe-science", "judged")
+
+
+def _digest(folder: Path, words: Sequence[str]) -> str:
+    """Of the records' names and contents, of the program's files as they lie there, of what it computes with, and of words."""
+    digest = hashlib.sha256(json.dumps([*words, *map(version, ("numpy", "scipy"))]).encode())
+    for path in sorted(_PROGRAM.rglob("*.py")):
+        status = path.stat()
+        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\0".encode())
+    for path in sorted(records_under(folder)):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _where(run: Run) -> tuple[str, str]:
+    return gpu_name(run.header.environment), run.header.suite
+
+
+def _plain(row: Verdict, place: int | None) -> dict[str, Any]:
+    """A verdict as JSON holds it; ``place`` is that of its resamples among the numbers."""
+    values = {one.name: getattr(row, one.name) for one in dataclasses.fields(row)}
+    interval = row.interval and [*(getattr(row.interval, name) for name in _NUMBERS), place]
+    return values | {"interval": interval}
+
+
+def _verdict(values: dict[str, Any], numbers: Floats) -> Verdict:
+    interval = None
+    if values["interval"] is not None:
+        *ends, place = values["interval"]
+        beside = {} if place is None else {"resamples": numbers[place]}
+        interval = Interval(**dict(zip(_NUMBERS, ends, strict=True)), **beside)
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Verdict(**values | lists | {"interval": interval})

@@ -1,0 +1,93 @@
+"""What a run comes to, by its verdicts: the exit code, and the first lines that a user reads. Pure, as verdicts are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from flashmoe_science.exit_codes import ExitCode, worst
+from flashmoe_science.judge.formats import microseconds, times, within
+from flashmoe_science.judge.summary import SAID, Candidate, Group, candidates, groups, in_question
+from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.records import STAGES, NoteRow, TimingRow
+from flashmoe_science.store import Run
+
+_WRONG, _CANNOT = ("correctness:", "callpath:", "wrong:", "call path:"), ("preflight:",)
+_CAUGHT = "sanity:"  # what another measurement would find again
+
+
+def code_of(verdicts: Sequence[Verdict]) -> ExitCode:
+    """The worst of the kernels in question: of a user's, else of ours, else of all. Of no verdicts at all it is GOOD: whether
+    something was to be timed is for whoever measured to say."""
+    asked = in_question(verdicts)
+    nothing = bool(asked) and all(row.ratio is None for row in asked)
+    return worst([*map(_code, asked), *([ExitCode.NO_NUMBER] if nothing else [])])
+
+
+def _code(row: Verdict) -> ExitCode:
+    reason = (row.reason or "") if row.verdict == "refused" else None
+    if reason is None:
+        return ExitCode.NO_NUMBER if row.promise == "broken" else ExitCode.GOOD
+    if reason.startswith(_WRONG) and row.origin != "peer":
+        return ExitCode.WRONG
+    return ExitCode.COULD_NOT_RUN if reason.startswith(_CANNOT) else ExitCode.NO_NUMBER
+
+
+def first_lines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for each kernel that a user brought, else for each GPU, suite and clock: its verdict and number, or the reason why
+    there is none and what to do. None where nothing was judged."""
+    brought = candidates(runs, verdicts)
+    if brought:
+        return [_of_candidate(one, [row for row in verdicts if row.kernel == one.name]) for one in brought]
+    return [_of_group(group) for group in groups(verdicts)]
+
+
+def left_out(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Kernel -> what its runs note of problems that it was not timed on: why it took no part."""
+    rows = [row for run in runs for row in run.rows]
+    timed = {(row.problem, name) for row in rows if isinstance(row, TimingRow) for name in (row.kernel, row.rival)}
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if isinstance(row, NoteRow) and row.kernel and row.problem and (row.problem, row.kernel) not in timed:
+            found[row.kernel].append(f"{row.kernel} on {row.problem}: {row.text}")
+    return found
+
+
+def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:
+    lost = sorted((row for row in own if row.verdict == "refused"), key=lambda row: _code(row) != ExitCode.WRONG)
+    problems = dict.fromkeys(row.problem for row in own if row.ratio is not None)
+    if not own:
+        return one.headline
+    said, _, found = one.headline.partition(": ")
+    result = f"{found}, on {f'{len(problems)} problems' if len(problems) > 1 else ''.join(problems)}"
+    if len(problems) == 1 and len({row.clock for row in own}) == 1:
+        time = next(row.time_ns for row in own if row.ratio is not None)
+        result = f"{microseconds(time)} us a call, {result}"
+    if one.said == "undecided":
+        result += f"; {_again(own[0])}"
+    if not lost:
+        return f"{said}: {one.name}: {result}"
+    more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    why = f"{_code(lost[0]).word}: {_reason(lost[0])} ({one.name} on {lost[0].problem}{more})"
+    return f"{why}; otherwise {said}: {result}" if problems else why
+
+
+def _of_group(group: Group) -> str:
+    counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
+    mean = f": {times(group.mean.ratio)} ({within(group.mean.low, group.mean.high)})" if group.mean else ""
+    lost = [row for row in in_question(group.rows) if row.verdict == "refused"]
+    why = f"; {_reason(lost[0])} ({lost[0].kernel} on {lost[0].problem})" if lost else ""
+    return f"{counts}: {group.title}{mean}{why}"
+
+
+def _reason(row: Verdict) -> str:
+    """Why there is no number, and what to do where measuring again may give one."""
+    reason = row.reason or "nothing that can be believed was timed"
+    stage, _, rest = reason.partition(": ")
+    words = rest if stage in STAGES else reason
+    return words if reason.startswith((*_WRONG, *_CANNOT, _CAUGHT)) else f"{words}; {_again(row)}"
+
+
+def _again(row: Verdict) -> str:
+    samples = ", and without --quick, which takes few samples" if row.quick else ""
+    return f"measure again with less beside it on this machine{samples}"

@@ -1,0 +1,152 @@
+"""Which backward serves a call whose inputs require gradients, and why.
+
+PyTorch's operators serve the forward and the backward while no record says that a backward of ours is faster on the GPU. Ours
+serve where they are asked for: by a kernel's name, by ``deterministic``, by PyTorch's switch for deterministic algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from flashmoe_science.dispatch.peers import faster_peer
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
+from flashmoe_science.operations import operation
+from flashmoe_science.ops.attention.call.backward import backward_problem_of
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.problem import ProblemError
+
+GRADIENTS = "an input requires gradients"
+_OP = AttentionBackwardProblem.op
+_NO_RECORD = "no record has a backward of ours faster than PyTorch's"
+DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
+
+
+def why_no_backward(tensors: Tensors, options: Options) -> str | None:
+    """Why no backward at all serves a call, which its forward computes all the same; None where one does."""
+    for one, what in (
+        (tensors.page_table, options.names.page_table),
+        (tensors.k_scale, options.names.k_scale),
+        (tensors.v_scale, options.names.v_scale),
+    ):
+        if one is not None:
+            return f"{what} is given, and a cache in pages or in 8 bits has no gradients"
+    return None
+
+
+def check_gradients(tensors: Tensors, options: Options) -> None:
+    """Raise ValueError where a gradient is asked for that does not exist."""
+    slopes = tensors.alibi_slopes
+    if slopes is not None and slopes.requires_grad:
+        name = options.names.alibi_slopes
+        raise ValueError(f"{name} requires gradients, and is not differentiable: pass {name}.detach()")
+
+
+def choose_backward(tensors: Tensors, options: Options) -> Decision:
+    """The decision for a call that has been checked: FALLBACK where PyTorch's operators serve it, the forward too.
+
+    Raises:
+        CannotServe: a kernel, or the same bits, were asked for by name, and nothing can serve the call so.
+        ValueError: no kernel has the name.
+    """
+    kernel, named = _requested(options)
+    if kernel == FALLBACK:
+        if options.deterministic:
+            raise CannotServe(f"deterministic is True and kernel is {options.kernel!r}, which does not promise that")
+        return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    gpu, ours = gpu_of(tensors.q), operation(_OP).ours()
+    if _is_empty(tensors):
+        return Decision(FALLBACK, Config(), "a size is 0, so there is nothing to compute", "required")
+    if gpu is None and not named:
+        return Decision(FALLBACK, Config(), "PyTorch's operators serve tensors on the CPU", "required")
+    by_option = "deterministic is True" if options.deterministic else ""
+    switch = "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
+    asked = named or by_option or switch
+    if not (asked or _recorded()):
+        return Decision(FALLBACK, Config(), _NO_RECORD, "modelled")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        if named or by_option:
+            raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
+        return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")
+    if any(isinstance(size, torch.SymInt) for one in tensors[:3] for size in one.shape):
+        if asked and ours:  # whether it can is seen when it is called
+            return Decision(kernel or ours[0].name, Config(), asked, "requested")
+        return Decision(FALLBACK, Config(), "no record is of sizes that are not known yet", "modelled")
+    try:
+        problem = backward_problem_of(tensors, options)
+        key = (problem, gpu, kernel, asked)
+        if key not in DECISIONS:
+            DECISIONS[key] = _asked(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
+        return DECISIONS[key]
+    except (CannotServe, ProblemError) as error:
+        if named or by_option:
+            without = f"{PYTORCH!r} can" if named else f"without it {PYTORCH!r} can"
+            raise CannotServe(f"{asked} and {GRADIENTS}: {error}; {without}, or call it under torch.no_grad()") from error
+        return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
+
+
+def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, words: str) -> Decision:
+    """The decision for one of ours, or the one of that name. Raises CannotServe."""
+    ours = operation(_OP).ours()
+    chosen = next((one for one in ours if one.name == kernel), None)
+    decision = select(problem, gpu, committed_table(), ours, None, chosen)
+    return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
+
+
+def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
+    """The decision for one of ours where records have it faster than PyTorch's, else FALLBACK."""
+    ours, table = operation(_OP).ours(), committed_table()
+    decision = select(problem, gpu, table, ours, FALLBACK)
+    if decision.record is None:
+        return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
+    decision = faster_peer(decision, problem, gpu, table, operation(_OP).peers())
+    return decision if decision.kernel in {one.name for one in ours} else replace(decision, kernel=FALLBACK)
+
+
+@cache
+def _recorded() -> bool:
+    """Whether there is any record of a backward."""
+    return any(entry.problem.op == _OP for entry in committed_table().entries)
+
+
+def _requested(options: Options) -> tuple[str | None, str]:
+    """The backward that a kernel's name asks for, FALLBACK for PyTorch's, None for any of ours; and the words for it, empty
+    where no name is given. A forward of ours asks for a backward of ours.
+
+    Raises:
+        CannotServe: a peer's name.
+        ValueError: no kernel has the name.
+    """
+    if options.kernel is None:
+        return None, ""
+    if options.kernel in (PYTORCH, FALLBACK):
+        return FALLBACK, "asked for by name"
+    kernel = _kernel_named(options.kernel)
+    if kernel.origin != "ours":
+        raise CannotServe(
+            f"kernel {options.kernel!r} cannot serve this call: {GRADIENTS}, and it is a peer's; {PYTORCH!r} and ours can, or "
+            "call it under torch.no_grad()"
+        )
+    return kernel.name if kernel.op == _OP else None, f"kernel {options.kernel!r} is asked for by name"
+
+
+def _kernel_named(name: str) -> AnyKernel:
+    """The kernel of that name, of the backward or of the forward. Raises ValueError."""
+    from flashmoe_science.operations import kernel_named
+
+    backward = next((one for one in operation(_OP).kernels() if one.name == name), None)
+    return backward or kernel_named(name, "attention")
+
+
+def _is_empty(tensors: Tensors) -> bool:
+    return 0 in tensors.q.shape or 0 in tensors.k.shape or sequences(tensors) == 0

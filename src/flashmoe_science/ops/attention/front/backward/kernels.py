@@ -1,0 +1,25 @@
+"""Every kernel of the backward: ours, the preferred first, then the peers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.attention.peers import sdpa_backward
+
+if TYPE_CHECKING:
+    from flashmoe_science.ops.attention.call.backward import BackwardKernel
+
+FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
+PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
+
+
+@cache
+def ours() -> tuple[BackwardKernel, ...]:
+    """Our kernels; none where Triton is missing: PyTorch's operators serve every call then."""
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
+
+    return (bwd_triton.KERNEL,)

@@ -1,0 +1,216 @@
+"""The operator ``flashmoe::attention_backward``: the gradients of one call from its results, in one order of all sums by ours.
+
+It is called by the autograd rule of ``flashmoe::attention_forward`` (autograd.py), and may be by a rule of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import Config
+from flashmoe_science.operations import kernel_named
+from flashmoe_science.ops.attention.call.backward import (
+    BackwardInputs,
+    BackwardLaunch,
+    BackwardLauncher,
+    Gradients,
+    Saved,
+    Wanted,
+    backward_problem_of,
+    gradients_like,
+)
+from flashmoe_science.ops.attention.call.checks import check_call
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, unpacked
+from flashmoe_science.ops.attention.front.backward.choose import choose_backward
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.calls import alignment, device_guard, find_launch, guards_of, store_launch
+from flashmoe_science.ops.operator import register
+
+LAUNCHERS: Cache[Hashable, BackwardLauncher] = Cache(MAX_PLANS)
+
+
+def backward(
+    tensors: Tensors, saved: Saved, options: Options, softmax_scale: float, wanted: Wanted, decision: Decision | None = None
+) -> Gradients:
+    """The gradients of a call that has been checked. ``decision``: None for the automatic one."""
+    given = [one for one in (*tensors, *saved) if one is not None]
+    absent = tuple([one is None for one in (*tensors, *saved)])
+    key = (AttentionBackwardProblem.op, options, wanted, absent, tensors.q.shape, torch.are_deterministic_algorithms_enabled())
+    launch: BackwardLaunch | None = find_launch(key, given)
+    if launch is None:
+        launch = _bound(tensors, saved, options, softmax_scale, wanted, decision or choose_backward(tensors, options))
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(tensors, saved, softmax_scale)
+
+
+def _bound(
+    tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted, decision: Decision
+) -> BackwardLaunch:
+    """The launch of the kernel that was decided for."""
+    if decision.kernel == FALLBACK:
+        return lambda tensors, saved, scale: _by_pytorch(Tensors(*tensors), Saved(*saved), options, scale, wanted)  # type: ignore[arg-type]
+    problem = backward_problem_of(tensors, options)
+    inputs = BackwardInputs(problem, tensors, saved, options, scale, wanted)
+    guard = device_guard(tensors.q.get_device())
+    return guard(guard(_launcher(decision.kernel, decision.config, inputs).bind)(tensors, saved, options, wanted))
+
+
+def _launcher(name: str, config: Config, inputs: BackwardInputs) -> BackwardLauncher:
+    """The kernel's launcher for calls of this kind, stored with what it builds."""
+    problem, every = inputs.problem, (*inputs.tensors, *inputs.saved)
+    dtypes = tuple([None if one is None else one.dtype for one in every])
+    places = alignment([*inputs.tensors[:3], inputs.saved.out, inputs.saved.dout])
+    kind = (problem.mask, problem.features, problem.head_dim, problem.head_dim_v)
+    key = (name, config, kind, dtypes, places, inputs.tensors.q.device)
+    launcher = LAUNCHERS.get(key)
+    if launcher is None:
+        plan = kernel_named(name, problem.op).plan
+        assert plan is not None
+        launcher = LAUNCHERS[key] = plan(inputs, config)
+    return launcher
+
+
+def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted) -> Gradients:
+    """By autograd of PyTorch's operators, the forward again."""
+    bias = tensors.bias
+    for dim in range(0 if bias is None else 4):
+        assert bias is not None
+        bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
+    every = (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)
+    leaves = [
+        one.detach().requires_grad_(needed) if one is not None else None for one, needed in zip(every, wanted, strict=True)
+    ]
+    with torch.enable_grad(), _autograd():
+        q, k, v, sinks, bias = leaves
+        if bias is not None and tensors.bias is not None:
+            bias = bias.expand(tensors.bias.shape)
+        call = tensors._replace(q=q, k=k, v=v, sinks=sinks, bias=bias)  # type: ignore[arg-type]  # q, k and v are not None
+        out, lse = pytorch_attention(call, options._replace(return_lse=saved.dlse is not None), scale)
+        asked = [one for one, needed in zip(leaves, wanted, strict=True) if one is not None and needed]
+        results, into = ([out, lse], [saved.dout, saved.dlse]) if saved.dlse is not None else ([out], [saved.dout])
+        found = iter(torch.autograd.grad(results, asked, into, allow_unused=True))  # type: ignore[arg-type]  # none is None
+    like = gradients_like(tensors, wanted)
+    made = []
+    for shape in like:
+        gradient = None if shape is None else next(found)
+        if shape is not None:
+            new = tensors.q.new_zeros(0, dtype=shape.dtype).new_empty_strided(shape.shape, shape.strides)
+            gradient = new.zero_() if gradient is None else new.copy_(gradient.expand(shape.shape))
+        made.append(gradient)
+    return Gradients(*made)
+
+
+def _autograd() -> AbstractContextManager[None]:
+    """A context in which PyTorch's operators are recorded, as they are not within an operator's kernel."""
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+
+
+# The operator -----------------------------------------------------------------------------------------------------------------
+
+
+def _unpacked(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    wanted: list[bool],
+    mask: Any,
+    softmax_scale: float | None = None,
+    kernel_name: str | None = None,
+    *rest: Any,
+) -> tuple[Tensors, Saved, Options, float, Wanted]:
+    tensors, options, scale = unpacked((q, k, v), mask, softmax_scale, True, kernel_name, *rest)
+    check_call(tensors, options)
+    _check(tensors, Saved(out, lse, dout, dlse))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return tensors, Saved(out, lse, dout, dlse), options, scale, Wanted(*wanted)
+
+
+def _check(tensors: Tensors, saved: Saved) -> None:
+    """Raise ValueError or TypeError unless the forward's results, and the gradients into them, are of such a call."""
+    rows = tensors.q.shape[:3]
+    of_out, of_lse = (*rows, tensors.v.shape[3]), tuple(rows)
+    for name, one, shape, dtype in (
+        ("out", saved.out, of_out, tensors.q.dtype), ("dout", saved.dout, of_out, tensors.q.dtype),
+        ("lse", saved.lse, of_lse, torch.float32), ("dlse", saved.dlse, of_lse, torch.float32),
+    ):  # fmt: skip
+        if one is None:
+            continue
+        if one.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(one.shape)}; it must be {tuple(shape)}")
+        if one.dtype != dtype:
+            raise TypeError(f"{name} has dtype {one.dtype}; it must be {dtype}")
+        if one.device != tensors.q.device:
+            raise ValueError(f"{name} is on {one.device} and q on {tensors.q.device}; they must be on the same device")
+
+
+@torch.no_grad()
+def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """The operator on CPU and CUDA: what is not wanted is empty."""
+    tensors, saved, options, scale, wanted = _unpacked(*args)
+    if 0 in (*tensors.q.shape, *tensors.k.shape):
+        made = _by_pytorch(tensors, saved, options, scale, wanted)
+    else:
+        made = backward(tensors, _as_kernels_take(saved), options, scale, wanted)
+    return tuple(_or_empty(tensors.q, one) for one in made)
+
+
+def _as_kernels_take(saved: Saved) -> Saved:
+    """O and dO with a contiguous last dimension, which an expanded gradient lacks, and contiguous sums of rows."""
+    out, dout = (one if one.stride(3) == 1 or one.shape[3] == 1 else one.contiguous() for one in (saved.out, saved.dout))
+    return Saved(out, saved.lse.contiguous(), dout, None if saved.dlse is None else saved.dlse.contiguous())
+
+
+def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Shapes, strides and dtypes of ``_backward``'s results without the work."""
+    tensors, _, _, _, wanted = _unpacked(*args)
+    return tuple(
+        _or_empty(tensors.q, None if one is None else tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype))
+        for one in gradients_like(tensors, wanted)
+    )
+
+
+def _or_empty(q: torch.Tensor, one: torch.Tensor | None) -> torch.Tensor:
+    return q.new_empty(0) if one is None else one
+
+
+class _Once(torch.autograd.Function):
+    """The operator, whose results cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return OPERATOR(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "the gradients of flashmoe::attention_backward are asked for, which has none: differentiate attention once, or use "
+            "kernel='sdpa'"
+        )
+
+
+def _differentiable(*args: Any) -> Any:
+    return _Once.apply(*args)  # type: ignore[no-untyped-call]
+
+
+Op = Callable[..., Any]
+OPERATOR: Op = register(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[5] wanted, "
+    f"str mask, float? softmax_scale=None, str? kernel_name=None, {SCHEMA_OF_FEATURES}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
+    _backward,
+    _fake,
+    _differentiable,
+)

@@ -1,0 +1,51 @@
+"""Attention to pieces of the keys, merged by PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
+    What lies where a part's log-sum-exp is -inf is not looked at; zeros and -inf where all are."""
+    lse = torch.logsumexp(torch.stack([*lses]), 0)
+    finite = torch.where(lse == -torch.inf, 0.0, lse)
+    weights = [torch.exp(one - finite).unsqueeze(-1) for one in lses]
+    parts = [torch.where(weight == 0.0, 0.0, weight * out) for weight, out in zip(weights, outs, strict=True)]
+    return torch.stack(parts).sum(0), lse
+
+
+def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
+    """Raise unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device as lses [..., heads,
+    tokens], and at least one.
+
+    Raises:
+        TypeError, ValueError: parts that do not fit.
+    """
+    if len(outs) != len(lses):
+        raise ValueError(f"outs has {len(outs)} parts and lses {len(lses)}; they must have as many")
+    if not outs:
+        raise ValueError("outs has no part; there must be at least one")
+    for kind, parts in (("outs", outs), ("lses", lses)):
+        for n, one in enumerate(parts):
+            if not isinstance(one, torch.Tensor):
+                raise TypeError(f"{kind}[{n}] is a {type(one).__name__}; it must be a torch.Tensor")
+            first = parts[0]
+            assert isinstance(first, torch.Tensor)
+            for what, own, others in (
+                ("shape", tuple(one.shape), tuple(first.shape)),
+                ("dtype", one.dtype, first.dtype),
+                ("device", one.device, first.device),
+            ):
+                if own != others:
+                    raise TypeError(f"{kind}[{n}] has {what} {own} and {kind}[0] {others}; they must be equal")
+    out, lse = outs[0], lses[0]
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(lse, torch.Tensor)
+    if out.dim() < 3:
+        raise ValueError(f"outs[0] has shape {tuple(out.shape)}; it must be [..., tokens, heads, head_dim]")
+    wanted = (*out.shape[:-3], out.shape[-2], out.shape[-3])
+    if tuple(lse.shape) != wanted:
+        raise ValueError(f"lses[0] has shape {tuple(lse.shape)}; it must be {wanted}, [..., heads, tokens]")

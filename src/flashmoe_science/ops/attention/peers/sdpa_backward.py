@@ -1,0 +1,143 @@
+"""The backward of PyTorch's own attention: as a user calls it, and of each backend by name.
+
+A backend's backward operator is called by itself, with the forward's results, as autograd calls it: the forward is not timed.
+``sdpa_bwd`` is the backward of the backend that PyTorch chooses; where that has no operator of its own (the math backend), and
+where lengths differ under a bottom-right mask, it is autograd's, with the forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device, Kernel, Launch
+from flashmoe_science.ops.attention.peers import sdpa
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.peer import one_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients
+
+_FLASH, _CUDNN = "pytorch_flash::flash_bwd", "cudnn.*(sdpa|attention|flash|bprop)"
+
+
+def _plain(problem: AttentionBackwardProblem, supported: str | None) -> str | None:
+    """Why a backend's backward cannot serve a problem that its forward ``supported`` serves or not."""
+    return supported or unsupported(problem.features, (), "the backward of one of PyTorch's backends")
+
+
+def _flash_supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
+    if problem.head_dim % 8:
+        return "the backward of PyTorch's flash backend needs head dimensions that are multiples of 8"
+    if problem.causal and problem.seqlen_q != problem.seqlen_k:
+        return "PyTorch's is_causal is top-left, which is another mask where the lengths differ"
+    return _plain(problem, sdpa.flash_supports(problem, device))
+
+
+def _cudnn_supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
+    return _plain(problem, sdpa.cudnn_supports(problem, device))
+
+
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """The state of the random numbers that no dropout draws."""
+    import torch
+
+    return torch.empty(0, dtype=torch.int64, device=like.device)
+
+
+def _flash(inputs: BackwardInputs) -> Gradients:
+    import torch
+
+    from flashmoe_science.ops.attention.call.backward import Gradients
+
+    (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    rest = (None, None, q.shape[2], k.shape[2], 0.0, inputs.problem.causal, none, none)
+    dq, dk, dv = backward(dout, q, k, v, out, lse, *rest, scale=inputs.softmax_scale)
+    return Gradients(dq, dk, dv, None, None)
+
+
+def _cudnn(inputs: BackwardInputs) -> Gradients:
+    import torch
+
+    from flashmoe_science.ops.attention.call.backward import Gradients
+
+    (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    rest = (none, none, None, None, None, q.shape[2], k.shape[2], 0.0, inputs.problem.causal)
+    dq, dk, dv = backward(dout, q, k, v, out, lse[..., None], *rest, scale=inputs.softmax_scale)
+    return Gradients(dq, dk, dv, None, None)
+
+
+def _by_autograd(inputs: BackwardInputs) -> Gradients:
+    import torch
+
+    from flashmoe_science.ops.attention.call.backward import Gradients
+    from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+
+    x, bias = inputs.tensors, inputs.tensors.bias
+    leaves = [one.detach().requires_grad_() for one in x[:3]]
+    if inputs.wanted.dbias and bias is not None:
+        bias = sdpa.as_given(bias).detach().requires_grad_()
+        leaves.append(bias)
+    with torch.enable_grad():
+        expanded = None if bias is None else bias.expand(x.bias.shape)  # type: ignore[union-attr]  # both are None, or none is
+        tensors = x._replace(q=leaves[0], k=leaves[1], v=leaves[2], bias=expanded)
+        out = sdpa.attend(AttentionInputs(inputs.problem, tensors, inputs.options, inputs.softmax_scale))
+    dq, dk, dv, *dbias = torch.autograd.grad(out, leaves, inputs.saved.dout)
+    return Gradients(dq, dk, dv, None, dbias[0] if dbias else None)
+
+
+def _as_called(inputs: BackwardInputs) -> Gradients:
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    problem, (q, k, v, *_) = inputs.problem, inputs.tensors
+    own = {SDPBackend.FLASH_ATTENTION.value: _flash, SDPBackend.CUDNN_ATTENTION.value: _cudnn}
+    if q.is_cuda and problem.features.bias == "none" and not (problem.causal and problem.seqlen_q != problem.seqlen_k):
+        gqa = problem.heads != problem.heads_kv
+        q, k, v = (one.detach().requires_grad_() for one in (q, k, v))
+        with torch.enable_grad():
+            chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, problem.causal, scale=inputs.softmax_scale, enable_gqa=gqa)
+        return own.get(chosen, _by_autograd)(inputs)
+    return _by_autograd(inputs)
+
+
+def _kernel(
+    name: str,
+    about: str,
+    supports: Callable[[AttentionBackwardProblem, Device], str | None],
+    backward: Callable[[BackwardInputs], Gradients],
+    promised: str,
+    on_cpu: bool = False,
+) -> BackwardKernel:
+    def run(inputs: BackwardInputs, config: Config) -> Gradients:
+        return backward(inputs)
+
+    def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+        return (Launch(promised),)
+
+    return Kernel(
+        name=name,
+        origin="peer",
+        op="attention_backward",
+        about=about,
+        supports=supports,
+        configs=one_config,
+        run=run,
+        launches=launches,
+        on_cpu=on_cpu,
+        replaces_ours="always" if on_cpu else "never",
+    )
+
+
+KERNELS: tuple[BackwardKernel, ...] = (
+    _kernel("sdpa_bwd", "the backward of PyTorch's attention as a user calls it", sdpa.as_called_supports, _as_called,
+            f"{_FLASH}|{_CUDNN}|fmha_cutlass|(?i:softmax)", on_cpu=True),
+    _kernel("sdpa_bwd_flash", "the backward of PyTorch's FlashAttention-2 backend", _flash_supports, _flash, _FLASH),
+    _kernel("sdpa_bwd_cudnn", "the backward of PyTorch's cuDNN backend", _cudnn_supports, _cudnn, _CUDNN),
+)  # fmt: skip

@@ -1,0 +1,212 @@
+"""The contract of the backward: ``fn(q, k, v, causal=False, softmax_scale=None)``, differentiable through autograd.
+
+A candidate is called with leaves, and asked for the gradients of what it returns (the first of a tuple) by ``dout``: dq, dk and
+dv, then those of the sinks and of an additive bias where the problem has them. A kernel of the package is given O and the
+log-sum-exp too, as the fp64 oracle has them, rounded once.
+
+The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel may
+round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add one
+each. Scores accumulated in fp32 err by ``s`` as in the forward, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With
+``e = 6 u + 2 s + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by
+``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums.
+RMS and mean are held to half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts:
+gradients as small as that are lost without a loss scale. ``f`` alone is added to the rounding floor: where all else is exact,
+as with inputs that are all alike, sums in fp32 differ with their order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Output, unit_roundoff
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.backward import (
+    BackwardInputs,
+    BackwardKernel,
+    Gradients,
+    Saved,
+    Wanted,
+    planned,
+)
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+from flashmoe_science.ops.attention.call.tensors import Tensors
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.proof import inputs as features_inputs
+from flashmoe_science.ops.attention.proof.backward import suites
+from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle, backward_plain, mass_of
+from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle
+from flashmoe_science.ops.attention.proof.suites import drawn
+
+Inputs = Mapping[str, torch.Tensor]
+
+_ANOTHER, _DEFAULT, _SLICED = "another softmax scale", "the softmax scale left to its default", "slices of larger tensors"
+_FP32 = 2.0**-24
+
+
+class AttentionBackwardContract(Contract):
+    """Gradients of softmax(Q K^T * scale + mask) V; see the module. ``stretch``, ``explicit`` and ``sliced`` are those of the
+    forward's contract; with ``of_lse`` the log-sum-exp has a gradient too, which a candidate is not asked for."""
+
+    name: ClassVar[str] = "attention_backward"
+    outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
+    variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
+    sweep_variants: ClassVar[tuple[str, ...]] = (_SLICED,)
+    families: ClassVar[Mapping[str, str]] = FORWARD.families
+
+    def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False, of_lse: bool = False) -> None:
+        self._stretch, self._explicit, self._sliced, self._of_lse = stretch, explicit, sliced, of_lse
+
+    def variant(self, name: str) -> AttentionBackwardContract:
+        return {
+            _ANOTHER: AttentionBackwardContract(stretch=1.5),
+            _DEFAULT: AttentionBackwardContract(explicit=False),
+            _SLICED: AttentionBackwardContract(sliced=True),
+        }[name]
+
+    def default_problems(self) -> Sequence[str]:
+        return suites.COMMON if torch.cuda.is_available() else suites.CPU
+
+    def suites(self) -> Mapping[str, Sequence[str]]:
+        return suites.SUITES
+
+    def draw(self, near: AttentionBackwardProblem, chance: Random) -> AttentionProblem:
+        return drawn(near, chance)
+
+    def smoke(self, device: Device) -> str:
+        return suites.SMOKE_CPU if device is None else suites.SMOKE
+
+    def build_problems(self) -> Sequence[str]:
+        return suites.BUILD
+
+    def small_problems(self) -> Sequence[str]:
+        return suites.small()
+
+    def sweep(self) -> Sequence[str]:
+        return suites.sweep()
+
+    def cannot(self, problem: Any) -> str | None:
+        reason = super().cannot(problem)
+        return reason or FORWARD.cannot_call(problem)
+
+    def inputs(
+        self, problem: AttentionBackwardProblem, device: torch.device, generator: torch.Generator
+    ) -> dict[str, torch.Tensor]:
+        made = features_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
+        rows = made["q"].shape[:3]
+        of_out = (*rows, problem.head_dim_v)
+        made["dout"] = features_inputs.normal(of_out, problem.layout == "bshd", made["q"].dtype, device, generator, False)
+        if self._of_lse:
+            made["dlse"] = torch.empty(rows, device=device).normal_(generator=generator)
+        return made
+
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return FORWARD.vary(distribution, inputs)
+
+    def call(self, fn: Callable[..., Any], problem: AttentionBackwardProblem, inputs: Inputs) -> Any:
+        """Called as the forward's contract calls a candidate, then differentiated."""
+        names = [name for name in ("q", "k", "v", "sinks", "bias") if name in inputs and inputs[name].is_floating_point()]
+        leaves = {name: inputs[name].detach().requires_grad_() for name in names}
+        scaled = FORWARD if self._explicit and self._stretch == 1.0 else type(FORWARD)(self._stretch, self._explicit)
+        with torch.enable_grad():
+            out = scaled.call(fn, problem, {**inputs, **leaves})
+        return torch.autograd.grad(out, list(leaves.values()), inputs["dout"])
+
+    def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return backward_oracle(self._taken(problem, inputs))
+
+    def plain(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return backward_plain(self._taken(problem, inputs))
+
+    def cap(
+        self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
+    ) -> tuple[Errors, ...]:
+        features, taken = problem.features, self._taken(problem, inputs)
+        count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
+        score = FORWARD.score_rounding(problem, _of_call(inputs), taken.softmax_scale)
+        relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + _sums(problem)
+        info = torch.finfo(inputs["q"].dtype)
+        lost = _lost(problem, taken, 0.5 * info.tiny * info.eps)
+        return tuple(
+            Errors(one + least, 0.5 * one + least, 0.5 * one + least)
+            for one, least in zip(_errors(taken, relative), lost, strict=False)
+        )
+
+    def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
+        return _errors(self._taken(problem, inputs), _sums(problem))
+
+    def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
+        taken = self._taken(problem, inputs)
+        tensors = taken.tensors
+        if tensors.q.is_meta:
+            return taken
+        wide = AttentionInputs(problem, _widened(tensors), taken.options, taken.softmax_scale)
+        out, lse = attention_oracle(wide)
+        return replace(taken, saved=taken.saved._replace(out=taken.saved.out.copy_(out), lse=lse.float()))
+
+    def _taken(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
+        """The call without the forward's results, for which there is memory."""
+        tensors, options = features_inputs.call_of(problem, _of_call(inputs))
+        features, dout = problem.features, inputs["dout"]
+        wanted = Wanted(dsinks=features.sinks, dbias=features.bias == "additive")
+        lse = torch.empty(tensors.q.shape[:3], dtype=torch.float32, device=tensors.q.device)
+        saved = Saved(torch.empty_like(dout), lse, dout, inputs.get("dlse"))
+        return BackwardInputs(problem, tensors, saved, options, problem.softmax_scale * self._stretch, wanted)
+
+    def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
+        return tuple(one for one in result if one is not None)
+
+    def planned(
+        self, kernel: BackwardKernel, config: Config, like: BackwardInputs
+    ) -> Callable[[BackwardInputs], Gradients]:
+        if kernel.plan is None:
+            return lambda inputs: kernel.run(inputs, config)
+        return planned(kernel, config, like)
+
+
+def _sums(problem: AttentionBackwardProblem) -> float:
+    return 4 * math.sqrt(max(problem.head_dim, problem.head_dim_v)) * _FP32
+
+
+def _errors(taken: BackwardInputs, relative: float) -> tuple[float, ...]:
+    """The most that each gradient errs by where P and dS err by ``relative``; see the module."""
+    x, mass, scale = taken.tensors, mass_of(taken), abs(taken.softmax_scale)
+    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, taken.saved.dout))
+    every = [mass.row * of_k * scale, mass.column * of_q * scale, mass.of_p * of_dout]
+    if taken.wanted.dsinks:
+        every.append(mass.sink)
+    if taken.wanted.dbias and x.bias is not None:
+        every.append(mass.element * math.prod(x.bias.shape[dim] for dim in range(4) if x.bias.stride(dim) == 0))
+    return tuple(relative * one for one in every)
+
+
+def _lost(problem: AttentionBackwardProblem, taken: BackwardInputs, least: float) -> tuple[float, ...]:
+    """The most that each gradient errs by where every P, dS and result errs by ``least``."""
+    x, scale, queries = taken.tensors, abs(taken.softmax_scale), problem.seqlen_q * problem.heads // problem.heads_kv
+    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, taken.saved.dout))
+    sums = (problem.seqlen_k * of_k * scale, queries * of_q * scale, queries * of_dout, 0.0, 0.0)
+    return tuple(least * (1.0 + one) for one in sums)
+
+
+def _of_call(inputs: Inputs) -> Inputs:
+    return {name: one for name, one in inputs.items() if name not in ("dout", "dlse")}
+
+
+def _widened(tensors: Tensors) -> Tensors:
+    wide = {
+        name: one.double()
+        for name, one in zip(tensors._fields, tensors, strict=True)
+        if one is not None and one.is_floating_point()
+    }
+    return tensors._replace(**wide)
+
+
+CONTRACT = AttentionBackwardContract()

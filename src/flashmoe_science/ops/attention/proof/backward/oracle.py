@@ -1,0 +1,154 @@
+"""Gradients computed to be right, not fast: autograd of the forward's oracle, in fp64 or in the input dtype, chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, Wanted
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+from flashmoe_science.ops.attention.proof.oracle import (
+    CHUNK_SCORES,
+    Chunk,
+    Rules,
+    Sequence,
+    chunks_of,
+    grouped,
+    scores_of,
+    sequences,
+)
+
+Made = tuple[torch.Tensor, ...]  # those of a Wanted that are, in its order
+
+
+def backward_oracle(inputs: BackwardInputs) -> Made:
+    """The wanted gradients in fp64. ``dbias`` is summed over what the bias is expanded by."""
+    return _gradients(inputs, torch.float64)
+
+
+def backward_plain(inputs: BackwardInputs) -> Made:
+    """The same maths in the dtype of Q, each step rounded to it; each chunk's part is added in fp32."""
+    made = _gradients(inputs, inputs.tensors.q.dtype)
+    return tuple(one.to(like.dtype) for one, like in zip(made, _inputs_of(inputs), strict=True))
+
+
+class Mass(NamedTuple):
+    """Of all probabilities P, and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
+    column (the queries of all heads that see a key), of T over a row and over a column, the largest T, and the largest sum over
+    a head's rows of a sink's."""
+
+    of_p: float
+    row: float
+    column: float
+    element: float
+    sink: float
+
+
+def mass_of(inputs: BackwardInputs) -> Mass:
+    """The Mass of a call, in fp64."""
+    call, dlse = _call(inputs, torch.float64), inputs.saved.dlse
+    found = [0.0] * 4
+    of_sinks = inputs.tensors.q.new_zeros(inputs.tensors.q.shape[1], dtype=torch.float64)
+    for one in sequences(call):
+        masses = one.k.new_zeros(2, *one.k.shape[:2])
+        for chunk in chunks_of(call, one, CHUNK_SCORES, False):
+            weights, _ = _weights(call, one, chunk, torch.float64)
+            rows = slice(one.row + chunk.first, one.row + chunk.last)
+            dout = grouped(inputs.saved.dout[one.place, :, rows].double(), one)[chunk.heads]
+            of_scores = dout @ one.v[chunk.heads, None, chunk.low : chunk.high].mT
+            delta = (weights * of_scores).sum(-1, keepdim=True).abs()
+            if dlse is not None:
+                delta += grouped(dlse[one.place, :, rows], one)[chunk.heads, ..., None].abs()
+            bound = weights * (of_scores.abs() + delta)
+            masses[0, chunk.heads, chunk.low : chunk.high] += weights.sum((1, 2))
+            masses[1, chunk.heads, chunk.low : chunk.high] += bound.sum((1, 2))
+            grouped(of_sinks, one)[chunk.heads] += ((1.0 - weights.sum(-1)) * delta[..., 0]).sum(-1)
+            if bound.numel():
+                found = [*found[:2], max(found[2], bound.max().item()), max(found[3], bound.sum(-1).max().item())]
+        if masses.numel():
+            found[:2] = (max(old, new.max().item()) for old, new in zip(found, masses, strict=False))
+    return Mass(found[0], found[3], found[1], found[2], of_sinks.max().item())
+
+
+def _inputs_of(inputs: BackwardInputs) -> list[torch.Tensor]:
+    """What the wanted gradients are those of; of a bias what is expanded."""
+    x = inputs.tensors
+    bias = x.bias
+    for dim in range(0 if bias is None else bias.dim()):
+        assert bias is not None
+        bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
+    every = zip((x.q, x.k, x.v, x.sinks, bias), inputs.wanted, strict=True)
+    return [one for one, wanted in every if one is not None and wanted]
+
+
+def _call(inputs: BackwardInputs, wide: torch.dtype) -> AttentionInputs:
+    """The forward's call, all that has gradients in ``wide``."""
+    x = inputs.tensors
+    bias = x.bias if x.bias is None or x.bias.dtype == torch.bool else x.bias.to(wide)
+    tensors = x._replace(q=x.q.to(wide), k=x.k.to(wide), v=x.v.to(wide), bias=bias)
+    return AttentionInputs(inputs.problem, tensors, inputs.options, inputs.softmax_scale)
+
+
+def _weights(
+    call: AttentionInputs, one: Sequence, chunk: Chunk, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities of a chunk, without a sink's, and the log-sum-exp [..., rows, 1]: 0 where nothing is seen."""
+    scores = scores_of(call, one, chunk, one.k, wide, Rules())
+    if call.tensors.sinks is not None:
+        sinks = grouped(call.tensors.sinks, one)[chunk.heads, :, None, None].to(scores.dtype)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)
+    columns = chunk.high - chunk.low
+    weights = torch.softmax(scores, -1)[..., :columns].masked_fill(empty, 0.0)
+    if not scores.shape[-1]:
+        return weights, empty * 0.0
+    norm = torch.logsumexp(scores if wide == torch.float64 else scores.float(), -1, keepdim=True)
+    return weights, norm.masked_fill(empty, 0.0)
+
+
+def _gradients(inputs: BackwardInputs, wide: torch.dtype) -> Made:
+    leaves = [one.detach().to(wide).requires_grad_() for one in _inputs_of(inputs)]
+    names = [name for name, wanted in zip(Wanted._fields, inputs.wanted, strict=True) if wanted]
+    of_sum = torch.float64 if wide == torch.float64 else torch.float32
+    sums = [torch.zeros_like(one, dtype=of_sum) for one in leaves]
+    given = {name.removeprefix("d"): leaf for name, leaf in zip(names, leaves, strict=True)}
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.enable_grad():
+            call = _call(inputs, wide)
+            if "bias" in given and inputs.tensors.bias is not None:
+                given["bias"] = given["bias"].expand(inputs.tensors.bias.shape)
+            call = replace(call, tensors=call.tensors._replace(**given))
+            for one in sequences(call):
+                for chunk in chunks_of(call, one, CHUNK_SCORES, False):
+                    loss = _loss(inputs, call, one, chunk, wide)
+                    if loss.requires_grad:
+                        parts = torch.autograd.grad(loss, leaves, allow_unused=True)
+                        _add(sums, parts)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return tuple(sums)
+
+
+def _loss(inputs: BackwardInputs, call: AttentionInputs, one: Sequence, chunk: Chunk, wide: torch.dtype) -> torch.Tensor:
+    """What has the gradients of a chunk: its results times the gradients into them."""
+    weights, norm = _weights(call, one, chunk, wide)
+    out = weights.to(wide) @ one.v[chunk.heads, None, chunk.low : chunk.high]
+    rows = slice(one.row + chunk.first, one.row + chunk.last)
+    dout = grouped(inputs.saved.dout[one.place, :, rows].to(wide), one)[chunk.heads]
+    loss = (out * dout).sum()
+    if inputs.saved.dlse is not None:
+        dlse = grouped(inputs.saved.dlse[one.place, :, rows], one)[chunk.heads]
+        loss = loss + (norm[..., 0] * dlse.to(norm.dtype)).sum()
+    return loss
+
+
+def _add(sums: Many[torch.Tensor], parts: Many[torch.Tensor | None]) -> None:
+    for total, part in zip(sums, parts, strict=True):
+        if part is not None:
+            total += part

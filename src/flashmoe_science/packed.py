@@ -1,0 +1,162 @@
+"""FlashAttention-2's functions of packed tensors: keys and values, or queries too, beside each other in one.
+
+Arguments and results are FlashAttention-2's, each function ``flash_attn_func`` or ``flash_attn_varlen_func`` of views. The mask
+of dropout, the third result with ``return_attn_probs``, is None.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe_science.attention import flash_attn_func
+from flashmoe_science.serving import flash_attn_varlen_func
+
+__all__ = [
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+) -> _Result:
+    """``flash_attn_func`` of queries, keys and values in one tensor, which is not copied.
+
+    Args:
+        qkv: [batch, seqlen, 3, heads, head_dim]. The others as of ``flash_attn_func``.
+
+    Returns:
+        As that function's; with ``return_attn_probs`` (out, lse, None).
+
+    Raises:
+        TypeError, ValueError: what it refuses, or another shape.
+    """
+    q, k, v = _parts("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options, kernel=kernel)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+) -> _Result:
+    """``flash_attn_func`` of keys and values in one tensor, which is not copied.
+
+    Args:
+        q: [batch, seqlen_q, heads, head_dim]. kv: [batch, seqlen_k, 2, heads_kv, head_dim].
+            The others as of ``flash_attn_func``.
+
+    Returns:
+        As that function's; with ``return_attn_probs`` (out, lse, None).
+
+    Raises:
+        TypeError, ValueError: what it refuses, or another shape.
+    """
+    k, v = _parts("kv", kv, ("batch", "seqlen", "2", "heads_kv", "head_dim"))
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_func(q, k, v, *options, kernel=kernel)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+) -> _Result:
+    """``flash_attn_varlen_func`` of queries, keys and values in one tensor, which is not copied.
+
+    Args:
+        qkv: [total, 3, heads, head_dim]. The others as of ``flash_attn_varlen_func``.
+
+    Returns:
+        As that function's; with ``return_attn_probs`` (out, lse, None).
+
+    Raises:
+        TypeError, ValueError: what it refuses, or another shape.
+    """
+    q, k, v = _parts("qkv", qkv, ("total", "3", "heads", "head_dim"))
+    result = flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, kernel=kernel,
+    )  # fmt: skip
+    return (*result, None) if isinstance(result, tuple) else result
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
+) -> _Result:
+    """``flash_attn_varlen_func`` of keys and values in one tensor, which is not copied.
+
+    Args:
+        q: [total_q, heads, head_dim]. kv: [total_k, 2, heads_kv, head_dim]. The others as of ``flash_attn_varlen_func``.
+
+    Returns:
+        As that function's; with ``return_attn_probs`` (out, lse, None).
+
+    Raises:
+        TypeError, ValueError: what it refuses, or another shape.
+    """
+    k, v = _parts("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
+    result = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, kernel=kernel,
+    )  # fmt: skip
+    return (*result, None) if isinstance(result, tuple) else result
+
+
+def _parts(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
+    """Views of a packed tensor. Raises TypeError, ValueError unless it has these sizes, the number where it is one."""
+    if not isinstance(packed, torch.Tensor):
+        raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
+    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be [{', '.join(sizes)}]")
+    return packed.unbind(-3)

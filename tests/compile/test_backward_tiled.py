@@ -1,0 +1,48 @@
+"""The builds of bwd_triton: all that a call launches, for each architecture, and what it spills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.measure.builds import compile_jobs
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+
+# Bytes a thread. Masks and biases are read beside the products of dK and dV: where a tile just fits the registers they spill a
+# few; dBias has the tile of dQ. fp32 is six products of bf16, whose operands take three times the registers.
+USUAL, BIASED, SUMMED, FP32, WIDE_FP32 = 0, 128, 320, 64, 512
+AGAIN = (pytest.mark.slow, pytest.mark.again)
+
+
+@pytest.mark.one_triton
+@pytest.mark.parametrize("gpu", ["a100", "l4", "h200"])
+@pytest.mark.parametrize(
+    ("text", "spills"),
+    [
+        ("b2 h16 q4096 d64 bf16 causal", USUAL),
+        pytest.param("b2 h16 q4096 d128 bf16", USUAL, marks=AGAIN),
+        ("b2 h16 q4096 d128 bf16 causal", USUAL),
+        ("b2 h16 q4096 d256 bf16 causal", USUAL),
+        pytest.param("b2 h16 q4096 d192 dv128 bf16 causal", USUAL, marks=AGAIN),
+        ("b4 h8 hk2 q1024 d128 bf16 causal bshd left100 sinks packed", USUAL),
+        pytest.param("b2 h16 q1000 d128 fp16 boolmask", BIASED, marks=AGAIN),
+        pytest.param("b2 h16 q1000 d64 fp16 bias softcap20", SUMMED, marks=AGAIN),
+        pytest.param("b2 h16 q4096 d64 fp32 causal", FP32, marks=AGAIN),
+        pytest.param("b2 h16 q4096 d256 fp32 causal", WIDE_FP32, marks=AGAIN),
+    ],
+)
+def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: str, built: Callable[..., Build]) -> None:
+    problem, device = parse_problem(f"attnbwd {text}"), gpu_named(gpu)
+    assert isinstance(problem, AttentionBackwardProblem)
+    config = KERNEL.configs(problem, device)[0]
+    for job in compile_jobs(KERNEL, problem, config, device):
+        build = built(job, device, KERNEL.name, problem, config)
+        assert fits(build, device) is None, build.kernel
+        assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"

@@ -1,0 +1,196 @@
+"""What backwards of others got wrong (a script for Triton's interpreter): prints what is wrong with each case of one trap."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.measure.guards import allocations
+from flashmoe_science.measure.inputs import same_bits
+from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, Gradients, Wanted, planned
+from flashmoe_science.ops.attention.problem.backward import parse
+from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
+from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle
+
+GPU, CPU = gpu_named("h200"), torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+Case = tuple[str, BackwardInputs]
+
+
+def made(text: str, seed: int = 1, **changed: Any) -> dict[str, torch.Tensor]:
+    problem = parse(text)
+    return CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)) | changed
+
+
+def call(text: str, inputs: dict[str, torch.Tensor] | None = None) -> BackwardInputs:
+    return CONTRACT.for_kernel(parse(text), made(text) if inputs is None else inputs)
+
+
+def run(inputs: BackwardInputs) -> Gradients:
+    launch = planned(KERNEL, KERNEL.configs(inputs.problem, GPU)[0], inputs)
+    with allocations(True):  # memory full of NaN
+        return launch(inputs)
+
+
+def complaints(inputs: BackwardInputs, got: Gradients) -> list[str]:
+    """How the gradients differ from the oracle's."""
+    found, names = [], [name for name, wanted in zip(Wanted._fields, inputs.wanted, strict=True) if wanted]
+    for name, right in zip(names, backward_oracle(inputs), strict=True):
+        one = getattr(got, name)
+        lse = inputs.saved.lse  # in fp32 a large one is off by so much more, and probabilities by that of themselves
+        size = max(1.0, lse[torch.isfinite(lse)].abs().max().item() / 16) if torch.isfinite(lse).any() else 1.0
+        close = TOLERANCE[inputs.tensors.q.dtype] * max(1.0, right.abs().max().item()) * size
+        if not bool(torch.isfinite(one).all()):
+            found.append(f"{name} is not finite")
+        elif (one.double() - right).abs().max() > close:
+            found.append(f"{name} is off by {(one.double() - right).abs().max():.3g}")
+    return found
+
+
+def lowest() -> Iterator[Case]:
+    """Keys that end 64 past a tile, and scores so low that exp(-lse) overflows (PyTorch #196678; cudnn-frontend #1072)."""
+    for text in ("attnbwd b1 h2 q64 k192 d32 fp32", "attnbwd b1 h1 q1 k64 d32 fp32 causal", "attnbwd b1 h2 q40 k70 d16 bf16"):
+        inputs = CONTRACT.vary("opposed", made(text))
+        yield text, call(text, inputs)
+
+
+def unseen() -> Iterator[Case]:
+    """Rows that see no key, and keys that no row sees (FA #443, #2421); a boolean mask that hides all of a row (#178251)."""
+    for text in ("attnbwd b1 h2 q70 k20 d16 fp32 causal", "attnbwd b1 h2 q5 k70 d16 fp32 causal left3"):
+        yield text, call(text)
+    text = "attnbwd b2 h2 q33 k40 d16 fp32 boolmask"
+    inputs = made(text)
+    inputs["bias"][:, :, ::3] = False
+    inputs["bias"][..., 7] = False
+    yield text, call(text, inputs)
+    text = "attnbwd b1 h2 q20 k24 d16 bf16 bias"
+    inputs = made(text)
+    inputs["bias"][:, :, ::2] = -torch.inf
+    yield f"{text} of -inf", call(text, inputs)
+
+
+def unused() -> Iterator[Case]:
+    """Rows past the last sequence, and keys that a sequence does not use: NaN there, zeros in the gradients."""
+    text = "attnbwd b3 h2 hk1 q20 k30 d16 bf16 causal bshd packed"
+    inputs = call(text)
+    x, saved = inputs.tensors, inputs.saved
+
+    def longer(one: torch.Tensor, value: float = math.nan) -> torch.Tensor:
+        return torch.cat((one, one.new_full((*one.shape[:2], 5, *one.shape[3:]), value)), 2)
+
+    tensors = x._replace(q=longer(x.q), k=longer(x.k), v=longer(x.v))
+    kept = saved._replace(out=longer(saved.out), dout=longer(saved.dout), lse=longer(saved.lse))
+    yield text, replace(inputs, tensors=tensors, saved=kept)
+    assert x.cu_seqlens_k is not None
+    used = (x.cu_seqlens_k.diff() // 2).to(torch.int32)
+    cut = x._replace(cache_seqlens=used)
+    yield f"{text} of which half is used", replace(inputs, tensors=cut, saved=results(replace(inputs, tensors=cut)))
+
+
+def results(inputs: BackwardInputs) -> Any:
+    """The Saved of changed tensors."""
+    from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+    from flashmoe_science.ops.attention.proof.oracle import attention_oracle
+
+    out, lse = attention_oracle(AttentionInputs(inputs.problem, inputs.tensors, inputs.options, inputs.softmax_scale))
+    return inputs.saved._replace(out=out.to(inputs.saved.out.dtype), lse=lse.float())
+
+
+def expanded() -> Iterator[Case]:
+    """A gradient with strides of 0, as of a sum (FA #2611)."""
+    text = "attnbwd b2 h4 hk2 q33 k40 d16 fp32 causal"
+    inputs = call(text)
+    for name, dout in (
+        ("rows", inputs.saved.dout[:, :1, :1].expand_as(inputs.saved.dout)),
+        ("batches", inputs.saved.dout[:1].expand_as(inputs.saved.dout)),
+    ):
+        yield f"{text} {name}", replace(inputs, saved=inputs.saved._replace(dout=dout))
+
+
+def empty() -> Iterator[Case]:
+    """Packed sequences without queries, without keys, and without either (FA #1254, #2568)."""
+    text = "attnbwd b4 h2 q24 k24 d16 fp32 bshd packed sinks"
+    inputs = call(text)
+    total_q, total_k = inputs.tensors.q.shape[2], inputs.tensors.k.shape[2]
+    for name, of_q, of_k in (
+        ("no queries", (0, 10, 10, total_q, total_q), (0, 9, 20, 30, total_k)),
+        ("no keys", (0, 10, 20, 30, total_q), (0, 9, 9, 30, 30)),
+        ("neither", (0, 0, 0, 20, total_q), (0, 0, 12, 30, total_k)),
+    ):
+        tables = {"cu_seqlens_q": torch.tensor(of_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(of_k, dtype=torch.int32)}
+        longest = inputs.options._replace(max_seqlen_q=total_q, max_seqlen_k=total_k)
+        changed = replace(inputs, tensors=inputs.tensors._replace(**tables), options=longest)
+        yield f"{text} {name}", replace(changed, saved=results(changed))
+
+
+def lengths() -> Iterator[Case]:
+    """The bottom-right mask where queries are more, and fewer, than keys (ffpa-attn #300); GQA and another value width."""
+    for sizes in ("q24 k40", "q40 k24", "q1 k40", "q129 k64"):
+        text = f"attnbwd b2 h6 hk2 {sizes} d24 dv40 fp32 causal"
+        yield text, call(text)
+
+
+def broadcast() -> Iterator[Case]:
+    """Biases that are expanded: their gradients are summed over what they are expanded by (xFormers #783)."""
+    text = "attnbwd b2 h4 hk2 q40 k37 d16 fp32 causal bias"
+    inputs = call(text)
+    bias = torch.randn(2, 4, 40, 37, generator=torch.Generator().manual_seed(4))
+    for some in ((1, 1, 40, 37), (2, 1, 40, 37), (2, 4, 1, 37), (2, 4, 40, 1), (1, 4, 1, 37), (1, 1, 1, 1)):
+        part = bias[tuple(slice(0, size) for size in some)].expand(2, 4, 40, 37)
+        changed = replace(inputs, tensors=inputs.tensors._replace(bias=part))
+        yield f"{text} {some}", replace(changed, saved=results(changed))
+
+
+def overflow() -> Iterator[Case]:
+    """Large scores in 16 bits (FA's bwd_overflow)."""
+    for text in ("attnbwd b1 h2 q40 k50 d64 fp16 causal", "attnbwd b1 h2 q40 k50 d64 bf16"):
+        inputs = made(text)
+        inputs["q"].mul_(5.0), inputs["k"].mul_(3.0)
+        yield text, call(text, inputs)
+
+
+def negative() -> Iterator[Case]:
+    """A scale below zero, and one of zero."""
+    text = "attnbwd b1 h2 q40 k50 d16 fp32 causal softcap3"
+    inputs = call(text)
+    for scale in (-0.5, 0.0):
+        changed = replace(inputs, softmax_scale=scale)
+        yield f"{text} {scale}", replace(changed, saved=results(changed))
+
+
+def asked() -> dict[str, list[str]]:
+    """Gradients one by one: only what is asked for is computed, and with the bits that it has among all."""
+    found = {}
+    for text in ("attnbwd b1 h2 q20 k24 d16 bf16 sinks bias", "attnbwd b2 h2 q20 d16 fp32 causal packed sinks"):
+        inputs = call(text)
+        every = run(inputs)
+        for place, name in enumerate(Wanted._fields):
+            if inputs.wanted[place]:
+                one = run(replace(inputs, wanted=Wanted(*(index == place for index in range(5)))))
+                wrong = [
+                    f"{other} was computed" for other in Wanted._fields if other != name and getattr(one, other) is not None
+                ]
+                same = same_bits(getattr(one, name), getattr(every, name))
+                found[f"{text}: {name}"] = wrong + ([] if same else ["its bits differ alone"])
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    trap = globals()[sys.argv[1]]
+    if trap is asked:
+        print(json.dumps(asked()))
+        return
+    print(json.dumps({name: complaints(inputs, run(inputs)) for name, inputs in trap()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The autograd rule: what serves a call whose inputs require gradients, and the operator of the backward, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.interpreter import Interpreter
+
+import flashmoe_science as fm
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
+from flashmoe_science.kernel import CannotServe
+
+OPERATOR = torch.ops.flashmoe.attention_backward.default
+H200 = gpu_named("h200")
+
+
+def t(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [t(*shape, seed=place, dtype=dtype).requires_grad_() for place, shape in enumerate(shapes)]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of [batch, rows, heads, width] in fp64, and its log-sum-exp."""
+    q, k, v = (one.double().transpose(1, 2) for one in (q, k, v))
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    scores = q @ k.mT * q.shape[3] ** -0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril(k.shape[2] - q.shape[2]).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_log_sum_exp_is_differentiable(causal: bool) -> None:
+    """FlashAttention-3 drops this gradient."""
+    inputs = leaves((2, 7, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    out, lse, _ = fm.flash_attn_func(*inputs, causal=causal, return_attn_probs=True)
+    right, right_lse = plain(*inputs, causal)
+    gradients = t(*out.shape, seed=7), t(*lse.shape, seed=8)
+    for outputs, found in (((out, lse), (right, right_lse)), ((lse,), (right_lse,))):
+        into = gradients[-len(outputs) :]
+        got = torch.autograd.grad(outputs, inputs[: 3 if len(outputs) == 2 else 2], into, retain_graph=True)
+        want = torch.autograd.grad(
+            found, inputs[: 3 if len(outputs) == 2 else 2], [one.double() for one in into], retain_graph=True
+        )
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Input #")  # of fp32
+def test_gradcheck_of_the_log_sum_exp_with_features() -> None:
+    q, k, sinks = (t(*shape, seed=2).requires_grad_() for shape in ((5, 2, 4), (6, 2, 4), (2,)))
+    cu_q, cu_k = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 6], dtype=torch.int32)
+
+    def call(*given: torch.Tensor) -> Any:
+        q, k, sinks = given
+        return fm.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 4, causal=True, s_aux=sinks, return_attn_probs=True)
+
+    assert torch.autograd.gradcheck(call, (q, k, sinks), eps=1e-2, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)])
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_opcheck_of_the_operator(wanted: tuple[bool, ...], lse: bool) -> None:
+    q, k, v = t(2, 4, 7, 16), t(2, 2, 9, 16, seed=1), t(2, 2, 9, 24, seed=2)
+    out, of_rows = torch.ops.flashmoe.attention_forward.default(q, k, v, "causal", None, True)
+    dlse = t(*of_rows.shape, seed=4) if lse else None
+    arguments = (t(*out.shape, seed=3), dlse, q, k, v, out, of_rows, [*wanted, False, False], "causal", 0.3)
+    torch.library.opcheck(OPERATOR, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_operator_by_pytorch_is_the_gradient_of_every_feature() -> None:
+    inputs = leaves((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (4,), (1, 4, 5, 6))
+    q, k, v, sinks, bias = inputs
+    forward = torch.ops.flashmoe.attention_forward.default
+    features = {"sinks": sinks, "bias": bias.expand(2, 4, 5, 6), "window_left": 3, "softcap": 2.0}
+    out, lse = forward(q, k, v, "causal", 0.5, True, None, **features)
+    dout, dlse = t(*out.shape, seed=8), t(*lse.shape, seed=9)
+    want = torch.autograd.grad((out, lse), inputs, (dout, dlse))
+    detached = {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in features.items()}
+    qkv = [one.detach() for one in (q, k, v)]
+    got = OPERATOR(dout, dlse, *qkv, out.detach(), lse.detach(), [True] * 5, "causal", 0.5, None, **detached)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert got[4].shape == (1, 4, 5, 6)
+
+
+def test_the_operator_refuses_results_of_another_call() -> None:
+    q, dout = t(1, 2, 4, 8), t(1, 2, 4, 8)
+    lse = t(1, 2, 4)
+    with pytest.raises(ValueError, match=r"dout has shape \(1, 2, 3, 8\); it must be \(1, 2, 4, 8\)"):
+        OPERATOR(dout[:, :, :3], None, q, q, q, q, lse, [True] * 3 + [False] * 2, "full")
+    with pytest.raises(TypeError, match=r"lse has dtype torch.float64; it must be torch.float32"):
+        OPERATOR(dout, None, q, q, q, q, lse.double(), [True] * 3 + [False] * 2, "full")
+
+
+def test_a_second_derivative_is_refused_by_name_when_it_is_asked_for() -> None:
+    q, dout, lse = t(1, 2, 4, 8).requires_grad_(), t(1, 2, 4, 8), t(1, 2, 4)
+    dq, *_ = OPERATOR(dout, None, q, q, q, q.detach(), lse, [True] * 3 + [False] * 2, "full")
+    with pytest.raises(NotImplementedError, match="differentiate attention once"):
+        dq.sum().backward()
+
+
+def test_pages_are_attended_to_and_refused_when_a_gradient_is_asked_for() -> None:
+    q, cache = t(1, 2, 4, 8).requires_grad_(), t(3, 5, 2, 8)
+    table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+    out = fm.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, page_table=table)
+    assert isinstance(out, torch.Tensor)
+    with torch.no_grad():
+        assert torch.equal(out, fm.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, page_table=table))
+    with pytest.raises(NotImplementedError, match=r"page_table is given, and a cache in pages .*torch.no_grad\(\)"):
+        out.sum().backward()
+
+
+def on_h200(**options: Any) -> Any:
+    q, k, v = (one.transpose(1, 2) for one in leaves((1, 64, 2, 64), (1, 64, 2, 64), (1, 64, 2, 64), dtype=torch.bfloat16))
+    with assume(H200):
+        return fm.explain(q, k, v, **options)
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_explain_names_what_serves_the_backward(switch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmoe_science.ops.attention.front import choose
+
+    monkeypatch.setattr(choose, "plan_call", lambda *given: (choose.Plan(decision_of(given[1]), lambda *rest: None), None))
+    assert on_h200().kernel == "sdpa"
+    assert "no record has a backward of ours faster" in on_h200().reason
+    assert "its backward by bwd_triton" in choose_training(kernel="fwd_gluon_sm90").reason
+    assert "its backward by bwd_triton" in choose_training(deterministic=True).reason
+    torch.use_deterministic_algorithms(switch)
+    try:
+        assert ("its backward by bwd_triton" in choose_training().reason) is switch
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose_training(kernel="sdpa").basis == "requested"
+    with pytest.raises(CannotServe, match="deterministic is True and kernel is 'sdpa', which does not promise that"):
+        choose_training(kernel="sdpa", deterministic=True)
+    with pytest.raises(CannotServe, match=r"kernel 'fa4' cannot serve this call: .* it is a peer's"):
+        choose_training(kernel="fa4")
+
+
+def decision_of(options: Any) -> Any:
+    from flashmoe_science.dispatch.select import Decision
+    from flashmoe_science.kernel import Config
+
+    return Decision(options.kernel or "fwd", Config(), "chosen", "modelled")
+
+
+def choose_training(**options: Any) -> Any:
+    from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+    from flashmoe_science.ops.attention.front.choose import decide_training
+
+    shape = (1, 2, 64, 64)
+    with assume(H200):
+        return decide_training(Tensors(*leaves(shape, shape, shape, dtype=torch.bfloat16)), Options(**options), None)
+
+
+def test_what_no_backward_of_ours_takes_is_refused_where_the_same_bits_are_asked_for() -> None:
+    from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+    from flashmoe_science.ops.attention.front.choose import decide_training
+
+    q = leaves((1, 2, 8, 272))[0]
+    with assume(H200):
+        assert decide_training(Tensors(q, q, q), Options(), None).kernel == "sdpa"
+        with pytest.raises(
+            CannotServe, match=r"deterministic is True and an input requires gradients: head_dim is 272.*'sdpa' can"
+        ):
+            decide_training(Tensors(q, q, q), Options(deterministic=True), None)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_forward_and_backward_compile_whole(backend: str) -> None:
+    torch._dynamo.reset()
+
+    def loss(*inputs: torch.Tensor) -> torch.Tensor:
+        out, lse, _ = fm.flash_attn_func(*inputs, causal=True, return_attn_probs=True)
+        return out.square().sum() + lse.sin().sum()
+
+    both = []
+    for function in (loss, torch.compile(loss, backend=backend, fullgraph=True)):
+        inputs = leaves((2, 7, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+        function(*inputs).backward()
+        both.append([one.grad for one in inputs])
+    for a, b in zip(*both, strict=True):
+        assert a is not None
+        torch.testing.assert_close(a, b)
+
+
+RULE: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "eager": lambda found: (
+        all(one < 1e-5 for one in found["errors"]) and found["bits"] and found["node"] == "_AttentionBackward"
+    ),
+    "compiled": lambda found: all(one < 1e-5 for one in found["errors"]) and "attention_backward" in found["graphs"],
+    "checkpointed": lambda found: found["bits"],
+    "features": lambda found: all(one < 2e-5 for one in found["errors"]),
+    "launches": lambda found: found["none"] == found["without"],
+}
+
+
+@pytest.mark.parametrize("case", RULE)
+def test_the_rule_by_our_kernels(case: str, interpreted: Interpreter) -> None:
+    found = interpreted("ops/attention/front/trained.py", case)
+    assert RULE[case](found), found

@@ -1,0 +1,114 @@
+"""Public calls that are differentiated by our kernels (a script for Triton's interpreter): what came of one case, as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import flashmoe_science as fm
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
+from flashmoe_science.ops import launch
+
+
+def leaves() -> list[torch.Tensor]:
+    generator, shapes = torch.Generator().manual_seed(1), ((2, 20, 4, 16), (2, 33, 2, 16), (2, 33, 2, 24))
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = True) -> torch.Tensor:
+    out, lse, _ = fm.flash_attn_func(q, k, v, causal=True, deterministic=deterministic, return_attn_probs=True)
+    return out.square().sum() + lse.sin().sum()
+
+
+def gradients(function: Any, *more: Any) -> list[torch.Tensor]:
+    inputs = leaves()
+    return list(torch.autograd.grad(function(*inputs, *more), inputs))
+
+
+def errors(one: list[torch.Tensor], other: list[torch.Tensor]) -> list[float]:
+    return [(a - b).abs().max().item() for a, b in zip(one, other, strict=True)]
+
+
+def eager() -> dict[str, Any]:
+    ours = gradients(loss)
+    node = fm.scaled_dot_product_attention(*(one.transpose(1, 2) for one in leaves()), enable_gqa=True, kernel="bwd_triton")
+    bits = all(map(torch.equal, ours, gradients(loss)))
+    return {"errors": errors(ours, gradients(loss, False)), "bits": bits, "node": type(node.grad_fn).__name__}
+
+
+def compiled() -> dict[str, Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    function = torch.compile(loss, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    return {"errors": errors(gradients(function), gradients(loss, False)), "graphs": "\n".join(graphs)}
+
+
+def checkpointed() -> dict[str, Any]:
+    return {"bits": all(map(torch.equal, gradients(loss), gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False))))}
+
+
+def features() -> dict[str, Any]:
+    """Packed, windowed and capped, with sinks; half of the keys used."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, sinks = (
+        torch.randn(shape, generator=generator).requires_grad_() for shape in ((25, 4, 16), (37, 2, 16), (37, 2, 16), (4,))
+    )
+    cu_q, cu_k = torch.tensor([0, 10, 10, 24], dtype=torch.int32), torch.tensor([0, 12, 20, 36], dtype=torch.int32)
+    used_q, used_k = torch.tensor([7, 0, 14], dtype=torch.int32), torch.tensor([12, 3, 9], dtype=torch.int32)
+    found = []
+    for deterministic in (True, False):
+        out, lse = fm.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 14, 16, used_q, used_k, causal=True, window_size=(5, -1), softcap=3.0, s_aux=sinks,
+            deterministic=deterministic, return_attn_probs=True,
+        )  # fmt: skip
+        finite = torch.where(torch.isfinite(lse), lse, 0.0)
+        found.append(list(torch.autograd.grad(out.square().sum() + finite.cos().sum(), (q, k, v, sinks))))
+    return {"errors": errors(*found)}
+
+
+def launches() -> dict[str, Any]:
+    """How many kernels a call without gradients launches, before a call with them and after."""
+    counted = [0]
+    bound = launch.Build.__init__
+
+    def counting(self: Any, *args: Any, **options: Any) -> None:
+        bound(self, *args, **options)
+        start = self.bound
+
+        def counted_bound(*given: Any) -> Any:
+            begin = start(*given)
+
+            def run(*more: Any) -> None:
+                counted[0] += 1
+                begin(*more)
+
+            return run
+
+        self.bound = counted_bound
+
+    launch.Build.__init__ = counting  # type: ignore[method-assign]
+    inputs, found = leaves(), []
+    for _ in range(2):
+        counted[0] = 0
+        with torch.no_grad():
+            loss(*inputs)
+        found.append(counted[0])
+        gradients(loss)
+    return {"without": found[0], "none": found[1]}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with assume(gpu_named("a100")):
+        print(json.dumps(globals()[sys.argv[1]]()))
