@@ -6,7 +6,7 @@ launch cache; a new one is checked, planned (choose.py) and bound, and its launc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -241,14 +241,14 @@ def _binding(plan: Plan, options: Options, key: Hashable) -> AttentionLaunch:
 
 def _may_grow(tensors: Tensors) -> bool:
     """Whether keys and values are as those of a growing cache mostly are, which one class and kind of a call can hold."""
-    q, k, v = tensors[:3]
-    return q.shape[2] != k.shape[2] and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and _in_steps(k, v)
+    return tensors.q.shape[2] != tensors.k.shape[2] and _are_regular(*tensors[:3])
 
 
-def _in_steps(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all steps are multiples of 16 elements, and none is 0."""
+def _are_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether addresses are multiples of 16 bytes, and steps of keys and values of 16 elements, none of them 0."""
     (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
-    return (kb | kh | kn | vb | vh | vn) & 15 == 0 and 0 not in (kb, kh, kn, vb, vh, vn)
+    steps, places = kb | kh | kn | vb | vh | vn, q.data_ptr() | k.data_ptr() | v.data_ptr()
+    return (steps | places) & 15 == 0 and 0 not in (kb, kh, kn, vb, vh, vn)
 
 
 def _launched(result: Result | None) -> Result:
@@ -258,22 +258,15 @@ def _launched(result: Result | None) -> Result:
 
 def _of_grown(tensors: Tensors) -> Callable[..., bool]:
     """Whether other Q, K and V are like a call's, of which K and V have grown within its class, in memory too."""
-    guards, (first, last, excluded) = guards_of(tensors[:3], {1: 2, 2: 2}, any_strides=True), class_lengths(tensors)
-
-    def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        keys = k.shape[2]
-        return (
-            (guards(q, k, v) and first <= keys <= last and keys == v.shape[2] and keys not in excluded)
-            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-            and _in_steps(k, v)
-        )
-
-    return matches
+    are_like = _of_lengths(tensors[:3], class_lengths(tensors), aligned=True, any_strides=True)
+    return lambda q, k, v: are_like(q, k, v) and _are_regular(q, k, v)
 
 
-def _of_lengths(given: list[torch.Tensor], lengths: KeyLengths, aligned: bool) -> Callable[..., bool]:
+def _of_lengths(
+    given: Sequence[torch.Tensor], lengths: KeyLengths, aligned: bool, any_strides: bool = False
+) -> Callable[..., bool]:
     """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
-    guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, aligned=not aligned), lengths
+    guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, not aligned, any_strides), lengths
 
     def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
         keys = k.shape[2]
