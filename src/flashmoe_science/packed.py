@@ -44,9 +44,9 @@ def flash_attn_qkvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    q, k, v = _parts("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    q, kv = _split("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *options, kernel=kernel)
+    return flash_attn_kvpacked_func(q, kv, *options, kernel=kernel)
 
 
 def flash_attn_kvpacked_func(
@@ -75,7 +75,7 @@ def flash_attn_kvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    k, v = _parts("kv", kv, ("batch", "seqlen", "2", "heads_kv", "head_dim"))
+    k, v = _checked("kv", kv, ("batch", "seqlen", "2", "heads_kv", "head_dim")).unbind(-3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *options, kernel=kernel)
 
@@ -106,13 +106,9 @@ def flash_attn_varlen_qkvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    q, k, v = _parts("qkv", qkv, ("total", "3", "heads", "head_dim"))
-    result = flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p, kernel=kernel,
-    )  # fmt: skip
-    return (*result, None) if isinstance(result, tuple) else result
+    q, kv = _split("qkv", qkv, ("total", "3", "heads", "head_dim"))
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, kernel=kernel)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -144,7 +140,7 @@ def flash_attn_varlen_kvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    k, v = _parts("kv", kv, ("total_k", "2", "heads_kv", "head_dim"))
+    k, v = _checked("kv", kv, ("total_k", "2", "heads_kv", "head_dim")).unbind(-3)
     result = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
@@ -153,10 +149,16 @@ def flash_attn_varlen_kvpacked_func(
     return (*result, None) if isinstance(result, tuple) else result
 
 
-def _parts(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Tensor, ...]:
-    """Views of a packed tensor. Raises TypeError, ValueError unless it has these sizes, the number where it is one."""
+def _split(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of a packed tensor's queries, and of its keys and values. Raises as ``_checked``."""
+    qkv = _checked(name, packed, sizes)
+    return qkv.select(-3, 0), qkv.narrow(-3, 1, 2)
+
+
+def _checked(name: str, packed: object, sizes: tuple[str, ...]) -> torch.Tensor:
+    """The packed tensor. Raises TypeError, ValueError unless it has these sizes, the number where it is one."""
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
         raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be [{', '.join(sizes)}]")
-    return packed.unbind(-3)
+    return packed
