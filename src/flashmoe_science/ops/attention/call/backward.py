@@ -82,6 +82,14 @@ def summed_shape(bias: torch.Tensor) -> tuple[int, ...]:
     return tuple(1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
+def unexpanded(bias: torch.Tensor) -> torch.Tensor:
+    """A view of a bias without what it is expanded by."""
+    for dim, size in enumerate(bias.shape):
+        if bias.stride(dim) == 0 and size > 1:
+            bias = bias.narrow(dim, 0, 1)
+    return bias
+
+
 def backward_problem_of(tensors: Tensors, options: Options) -> AttentionBackwardProblem:
     """The problem of a call's backward. Raises ProblemError: as ``problem_of``; keys in a cache."""
     problem = problem_of(tensors, options)

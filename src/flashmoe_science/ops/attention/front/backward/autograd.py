@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashmoe_science.operations import operation
+from flashmoe_science.ops.attention.call.backward import unexpanded
 from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import of_features
@@ -47,11 +48,9 @@ def forward_kernel(options: Options) -> str | None:
 def _applied(
     tensors: Tensors, options: Options, scale: float | None, kernel: str | None, refusal: str | None
 ) -> Result:
-    bias = tensors.bias
-    shape = None if bias is None else bias.shape
-    for dim in range(0 if bias is None else 4):  # what a bias is expanded by is summed over in fp32
-        assert bias is not None
-        bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 and bias.shape[dim] > 1 else bias
+    bias, shape = tensors.bias, None if tensors.bias is None else tensors.bias.shape
+    if bias is not None:
+        bias = unexpanded(bias)  # what it is expanded by is summed over in fp32
     given = tensors._replace(bias=bias)[:_COUNT]
     out, lse = _Attention.apply(options, scale, kernel, refusal, shape, *given)  # type: ignore[no-untyped-call]
     return out, lse if options.return_lse else None

@@ -23,6 +23,7 @@ from flashmoe_science.ops.attention.call.backward import (
     Wanted,
     backward_problem_of,
     gradients_like,
+    unexpanded,
 )
 from flashmoe_science.ops.attention.call.checks import check_call
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
@@ -81,10 +82,7 @@ def _launcher(name: str, config: Config, inputs: BackwardInputs) -> BackwardLaun
 
 def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted) -> Gradients:
     """By autograd of PyTorch's operators, the forward again."""
-    bias = tensors.bias
-    for dim in range(0 if bias is None else 4):
-        assert bias is not None
-        bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
+    bias = None if tensors.bias is None else unexpanded(tensors.bias)
     every = (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)
     leaves = [
         one.detach().requires_grad_(needed) if one is not None else None for one, needed in zip(every, wanted, strict=True)
