@@ -153,14 +153,14 @@ def features_of(tensors: Tensors, options: Options) -> Features:
     elif tensors.cache_seqlens is not None:
         lengths = "ragged"
     page = 0 if tensors.page_table is None else tensors.k.shape[2]
-    make = _modes if type(page) is int and not torch.compiler.is_compiling() else Features  # a symbolic size has no hash
+    make = _features if type(page) is int and not torch.compiler.is_compiling() else Features  # a symbolic size has no hash
     return make(
         options.window_left, options.window_right, math.ceil(options.softcap), tensors.sinks is not None, bias,
         int(tensors.prefix is not None), lengths, page, tensors.leftpad is not None, tensors.k.dtype == E4M3,
     )  # fmt: skip
 
 
-_modes = lru_cache(maxsize=512)(Features)
+_features = lru_cache(maxsize=512)(Features)
 
 
 def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:

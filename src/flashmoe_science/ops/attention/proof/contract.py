@@ -38,7 +38,7 @@ from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.attention.proof import inputs as modes_inputs
+from flashmoe_science.ops.attention.proof import inputs as features_inputs
 from flashmoe_science.ops.attention.proof import suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
@@ -118,10 +118,10 @@ class AttentionContract(Contract):
         return unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return modes_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
+        return features_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
 
     def poisoned(self, problem: AttentionProblem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        modes_inputs.fill_unused(inputs, math.nan, leftpad=True)
+        features_inputs.fill_unused(inputs, math.nan, leftpad=True)
         return inputs
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ class AttentionContract(Contract):
             changed = inputs | {"q": inputs["q"].abs_().mul_(reach), "k": _negative(inputs["k"], reach)}
         else:  # of e4m3 keys and values the scales change
             changed = inputs | super().vary(distribution, {name: one for name, one in inputs.items() if one.dtype != _E4M3})
-        modes_inputs.fill_unused(changed, modes_inputs.GARBAGE)
+        features_inputs.fill_unused(changed, features_inputs.GARBAGE)
         return changed
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
@@ -175,7 +175,7 @@ class AttentionContract(Contract):
         return float(4 * _FP32 * (math.sqrt(problem.head_dim) * abs(scale) * query * key + more))
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
-        return AttentionInputs(problem, *modes_inputs.call_of(problem, inputs), self._scale(problem))
+        return AttentionInputs(problem, *features_inputs.call_of(problem, inputs), self._scale(problem))
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
         if result.lse is None:
