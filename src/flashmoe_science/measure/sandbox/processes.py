@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MARK_VARIABLE = "FLASHMOE_CHILD"
 _PROC = Path("/proc")
-_SWEEPS = 5  # a process may fork during the scan
+_SWEEPS, _SWEEP_S = 5, 0.02  # a process may fork during the scan, and one that is killed takes a moment to end
 _SLACK_S = 0.05  # the system counts in hundredths of a second
 _MOST_OF_OTHERS = 0.03  # processors, of threads beside the one that is timed: nothing but its work is there
 _MOST_OF_STARTED = 0.1  # processors, of processes that it started: a compiler's helpers wait
@@ -43,6 +43,7 @@ def end_marked(mark: str) -> None:
                 os.kill(one, signal.SIGKILL)
         if not found:
             return
+        time.sleep(_SWEEP_S)
 
 
 def _seconds(stat: str, counts: int) -> float:
