@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
 from flashmoe_science.ops.attention.front.merge import check_parts, merged
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
-from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, by_pytorch, masked
+from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
 from flashmoe_science.ops.explain import explained
 
 _DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
@@ -88,7 +88,7 @@ def scaled_dot_product_attention(
             if not isinstance(out, str):
                 return out
             why = out
-    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, why)
+    return by_pytorch(TorchCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel), why)
 
 
 def explain(*arguments: Any, **options: Any) -> Decision:

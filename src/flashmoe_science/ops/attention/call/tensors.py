@@ -127,6 +127,10 @@ class Options(NamedTuple):
     tokens_first: bool = False
     names: ArgNames = DEFAULT_NAMES
 
+    def is_plain(self) -> bool:
+        """Whether the options ask for no feature."""
+        return self.window_left is self.window_right is None and not self.softcap
+
 
 def sequences(tensors: Tensors) -> int:
     """The number of sequences."""

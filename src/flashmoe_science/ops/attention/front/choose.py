@@ -84,7 +84,7 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
             key = None if needs_grad(*tensors[:3]) else _class_and_kind(tensors, options, positive, checked=False)
         except (AttributeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
             key = None
-    if key is None:
+    if checked := key is None:
         check_call(tensors, options)
         if tensors.needs_grad():
             return plan_training(tensors, options, scale)
@@ -96,7 +96,8 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         key = _class_and_kind(tensors, options, positive, checked=True)
     plan = PLANS.get(key)
     if plan is None:
-        check_call(tensors, options)
+        if not checked:
+            check_call(tensors, options)
         plan, launch = _new_plan(tensors, options, scale, {})
         PLANS[key] = plan
         return plan, launch
@@ -181,7 +182,7 @@ def _class_and_kind(
         and (1 == qd == kd == vd and 0 not in (batch, heads, queries, keys, width))
     ):
         return None
-    plain = not checked and options.window_left is options.window_right is None and not options.softcap
+    plain = not checked and options.is_plain()
     features = PLAIN if plain else features_of(tensors, options)
     plain = plain or features == PLAIN
     # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
@@ -323,20 +324,29 @@ def bind_append(
 
 
 def key_lengths(tensors: Tensors) -> KeyLengths | None:
-    """``class_lengths`` for a launch of any number of keys; None where another tensor has a length too."""
+    """The numbers of keys that share a call's class; None where another tensor has a length too."""
     others = (one for one in tensors[3:] if one is not None and one is not tensors.sinks and one is not tensors.alibi_slopes)
-    return None if next(others, None) is not None else class_lengths(tensors)
-
-
-def class_lengths(tensors: Tensors) -> KeyLengths:
-    """The numbers of keys that share a call's class."""
-    (batch, heads, queries, width), (_, heads_v, keys, width_v) = tensors.q.shape, tensors.v.shape
-    measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
+    if next(others, None) is not None:
+        return None
+    queries, keys = tensors.q.shape[2], tensors.k.shape[2]
+    measured = {other for rows, other in measured_lengths(tensors) if rows == queries}
     if keys in measured or keys == queries:
         return KeyLengths(keys, keys, frozenset())
     measured.add(queries)  # as many keys as queries: a class of its own under a mask
+    return KeyLengths(*lengths_of_class(keys), frozenset(measured))
+
+
+def lengths_of_class(keys: int) -> tuple[int, int]:
+    """The least and the largest length of a length's class."""
     last = length_class(keys)
-    return KeyLengths(bisect_left(range(keys + 1), last, key=length_class), last, frozenset(measured))
+    return bisect_left(range(keys + 1), last, key=length_class), last
+
+
+def measured_lengths(tensors: Tensors) -> frozenset[tuple[int, int]]:
+    """Numbers of queries and keys that are a class of their own, with all other sizes as a call's."""
+    (batch, heads, _, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
+    others = batch, heads, heads_kv, width, width_v
+    return frozenset(one[3:5] for one in _measured_sizes() if (*one[:3], *one[5:]) == others)  # type: ignore[misc]
 
 
 def _pytorch_plan(decision: Decision, tensors: Tensors, options: Options) -> tuple[Plan, AttentionLaunch]:

@@ -28,19 +28,21 @@ from flashmoe_science.ops.attention.front.choose import (
     KeyLengths,
     Plan,
     bind_append,
-    class_lengths,
     key_lengths,
+    lengths_of_class,
+    measured_lengths,
     plan_call,
 )
 from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
-from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.cache import MAX_CALLS, Cache
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
+from flashmoe_science.ops.cache import MAX_CALLS, MAX_PLANS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import choose_fallback
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 
+CallKey = tuple[Any, ...]  # the shape of Q, the options, then all else that is no tensor and decides how a call is served
 SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
 
 
@@ -48,7 +50,7 @@ class Store(NamedTuple):
     """What a launch is to be stored under: the key of a public call, its own tensors, and the one length of all sequences that
     they have in place of ``cache_seqlens`` (ALL_KEYS for none)."""
 
-    key: Hashable
+    key: CallKey
     tensors: Given
     length: int
 
@@ -82,15 +84,15 @@ def attend(
         return _through_operator(Tensors(*tensors), options, softmax_scale, lse)  # type: ignore[arg-type]
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
-    key: Hashable = None
+    key: CallKey | None = None
     found: Callable[..., Any] | None = None
     try:
         if len(tensors) == 3:  # written out: a call of _find is a fiftieth of the host's time
             key = (tensors[0].shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled())  # type: ignore[union-attr]
-            found = find_launch(key, tensors)  # type: ignore[arg-type]  # q, k and v are never None
+            found = find_launch(key, tensors) or find_launch(_class_key(key), tensors)  # type: ignore[arg-type]
         else:
             found, key = _find(tensors, options, (), softmax_scale)
-    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a nested query: no shape
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
         key = None
     if found is not None:
         result: Result | None = found(tensors, softmax_scale, ALL_KEYS, None, lse)
@@ -172,12 +174,12 @@ def cached_call(
 
 def _find(
     tensors: Given, options: Hashable, kinds: tuple[type, ...], softmax_scale: float | None
-) -> tuple[Callable[..., Any] | None, Hashable]:
+) -> tuple[Callable[..., Any] | None, CallKey | None]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     try:
         q: Any = tensors[0]
         absent = tuple([one is None for one in tensors])
-        key: Hashable = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled(), absent, kinds)
+        key = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled(), absent, kinds)
         return find_launch(key, [one for one in tensors if one is not None]), key
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, an option that has no hash, a nested query: no shape
         return None, None
@@ -188,7 +190,7 @@ def _serve(
     options: Options,
     softmax_scale: float | None,
     lse: torch.Tensor | None,
-    key: Hashable,
+    key: CallKey | None,
     store: Store | None,
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
@@ -207,8 +209,10 @@ def _serve(
             store_launch(key, _of_lengths([one for one in tensors if one is not None], lengths, aligned), launch)
         elif tensors[3:] != NO_FEATURES or _seen_before((key, tensors.k.shape)):
             store_launch(key, guards_of([one for one in tensors if one is not None], aligned=not aligned), launch)
-        elif plan.launcher is not None and _may_grow(tensors) and _seen_before(key):
-            store_launch(key, _of_grown(tensors), _binding(plan, options, key))
+        elif plan.launcher is not None and _seen_before(_class_key(key)) and (matches := _of_class(tensors, options)):
+            binding = _binding(plan, options, key)
+            store_launch(_class_key(key), matches, binding)
+            store_launch(key, matches, binding)  # found first by keys that grow under the same queries
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
 
 
@@ -220,9 +224,16 @@ def _seen_before(call: Hashable) -> bool:
     return False
 
 
-def _binding(plan: Plan, options: Options, key: Hashable) -> AttentionLaunch:
-    """Binds a call of the plan's class, whose keys have grown, and launches it; stores the launch at a length's second call.
+def _class_key(key: CallKey) -> CallKey:
+    """The key of a plain call for all lengths like its own, from the call's own key."""
+    batch, heads, queries, width = key[0]
+    return batch, heads, width, length_class(queries), key[1:]
+
+
+def _binding(plan: Plan, options: Options, key: CallKey) -> AttentionLaunch:
+    """Binds a call of the plan's class, whose lengths are new, and launches it; stores the launch when the lengths come again.
     It spares such calls the look-up of their plan, which takes as long as to bind them."""
+    seen: Cache[tuple[int, int], bool] = Cache(MAX_PLANS)
 
     def bind_and_launch(
         tensors: Given, softmax_scale: float | None, length: int, out: torch.Tensor | None, lse: torch.Tensor | None
@@ -232,23 +243,42 @@ def _binding(plan: Plan, options: Options, key: Hashable) -> AttentionLaunch:
             launch = plan.bind(every, options)
         except CannotServe:  # these very strides
             return _serve(every, options, softmax_scale, lse, None, None)
-        if _seen_before((key, every.k.shape)):
-            store_launch(key, guards_of(every[:3]), launch)
+        lengths = every.q.shape[2], every.k.shape[2]
+        if lengths in seen:
+            store_launch((every.q.shape, *key[1:]), guards_of(every[:3]), launch)
+        seen[lengths] = True
         return launch(tensors, softmax_scale, length, out, lse)
 
     return bind_and_launch
 
 
-def _may_grow(tensors: Tensors) -> bool:
-    """Whether keys and values are as those of a growing cache mostly are, which one class and kind of a call can hold."""
-    return tensors.q.shape[2] != tensors.k.shape[2] and _are_regular(*tensors[:3])
+def _of_class(tensors: Tensors, options: Options) -> Callable[..., bool] | None:
+    """Whether other Q, K and V with the class key of a call are of its class and kind, by lengths and memory too; None where
+    its lengths are a class of their own, or its memory is not laid out as most is."""
+    measured, layout = measured_lengths(tensors), _layout(*tensors[:3])
+    queries, keys = tensors.q.shape[2], tensors.k.shape[2]
+    square = queries == keys
+    if layout == 0 or (queries, keys) in measured or (square and not options.is_plain()):
+        return None
+    guards, (first, last) = guards_of(tensors[:3], {0: 2, 1: 2, 2: 2}, any_strides=True), lengths_of_class(keys)
+
+    def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+        queries, keys = lengths = q.shape[2], k.shape[2]
+        if not (first <= keys <= last and keys == v.shape[2] and (queries == keys) is square and lengths not in measured):
+            return False
+        return guards(q, k, v) and _layout(q, k, v) == layout
+
+    return matches
 
 
-def _are_regular(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether addresses are multiples of 16 bytes, and steps of keys and values of 16 elements, none of them 0."""
-    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
-    steps, places = kb | kh | kn | vb | vh | vn, q.data_ptr() | k.data_ptr() | v.data_ptr()
-    return (steps | places) & 15 == 0 and 0 not in (kb, kh, kn, vb, vh, vn)
+def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """1 where Q's heads come first in memory, 2 where its tokens do; 0 for tensors whose addresses are no multiples of 16 bytes
+    or whose strides are no multiples of 16 elements, or 0."""
+    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
+    steps, places = qb | qh | qm | kb | kh | kn | vb | vh | vn, q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if (steps | places) & 15 or 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn):
+        return 0
+    return 2 if qh < qm else 1
 
 
 def _launched(result: Result | None) -> Result:
@@ -256,17 +286,9 @@ def _launched(result: Result | None) -> Result:
     return result
 
 
-def _of_grown(tensors: Tensors) -> Callable[..., bool]:
-    """Whether other Q, K and V are like a call's, of which K and V have grown within its class, in memory too."""
-    are_like = _of_lengths(tensors[:3], class_lengths(tensors), aligned=True, any_strides=True)
-    return lambda q, k, v: are_like(q, k, v) and _are_regular(q, k, v)
-
-
-def _of_lengths(
-    given: Sequence[torch.Tensor], lengths: KeyLengths, aligned: bool, any_strides: bool = False
-) -> Callable[..., bool]:
+def _of_lengths(given: Sequence[torch.Tensor], lengths: KeyLengths, aligned: bool) -> Callable[..., bool]:
     """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
-    guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, not aligned, any_strides), lengths
+    guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, not aligned), lengths
 
     def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
         keys = k.shape[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -106,18 +106,21 @@ def _bias(
     return attn_mask.expand(full)
 
 
-def by_pytorch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel: str | None,
-    why: Unsupported | str,
-) -> torch.Tensor:
+class TorchCall(NamedTuple):
+    """The arguments of PyTorch's function, and the kernel asked for."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    kernel: str | None
+
+
+def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
     """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong.
 
     Args:
@@ -125,45 +128,30 @@ def by_pytorch(
     """
     refusal = why if isinstance(why, Unsupported) else None
     if not is_explaining():
-        return _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)
+        return _by_pytorch(call, refusal)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:  # refuses what the call would, and computes nothing
-        given: tuple[Any, ...] = (query, key, value, attn_mask)
-        q, k, v, mask = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in given)
-        _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)
+        tensors = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in call[:4])
+        _by_pytorch(TorchCall(*tensors, *call[4:]), refusal)  # type: ignore[arg-type, call-arg]
     reason = f"no kernel of ours takes the input: {refusal}" if refusal is not None else str(why)
-    reason = reason or f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
+    reason = reason or f"dropout_p is {call.dropout_p}, which no kernel of ours takes yet"
     raise Explained(Decision(PYTORCH, Config(), reason, "required"))
 
 
-def _by_pytorch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel: str | None,
-    refusal: Unsupported | None,
-) -> torch.Tensor:
-    if kernel is not None:
-        _check_kernel(kernel, attn_mask, dropout_p, refusal)
-    if scale is not None:
-        scale = checked_scale(scale, "scale")
+def _by_pytorch(call: TorchCall, refusal: Unsupported | None) -> torch.Tensor:
+    if call.kernel is not None:
+        _check_kernel(call.kernel, call.attn_mask, call.dropout_p, refusal)
+    scale = None if call.scale is None else checked_scale(call.scale, "scale")
     try:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return F.scaled_dot_product_attention(*call[:6], scale=scale, enable_gqa=call.enable_gqa)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if refusal is not None:
             raise refusal from error
-        check_tensors(query, key, value, TORCH_NAMES)
-        if attn_mask is not None:
-            check_mask_argument(attn_mask, query, key, TORCH_NAMES)
-        check_probability(dropout_p, "dropout_p")
+        check_tensors(*call[:3], TORCH_NAMES)
+        if call.attn_mask is not None:
+            check_mask_argument(call.attn_mask, call.query, call.key, TORCH_NAMES)
+        check_probability(call.dropout_p, "dropout_p")
         raise
 
 

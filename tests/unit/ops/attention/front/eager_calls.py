@@ -44,15 +44,16 @@ def masked() -> tuple[float, float]:
     )
 
 
-def growing(kernel: str, way: str) -> tuple[float, float]:
-    """Median over 200 tokens of a call with a cache that has grown by one, each length met for the first time; and the plans.
+def growing(kernel: str, way: str) -> tuple[float, float, float]:
+    """Median over 200 tokens of a call with a cache that has grown by one, each length for the first time: ours, PyTorch's; and the plans.
 
     The first pass makes the plans, which is mostly compilation; the second finds them, and no call bound.
     """
     from flashmoe_science.ops import calls
     from flashmoe_science.ops.attention.front import choose, operator
 
-    times = []
+    times: list[float] = []
+    pytorchs: list[float] = []
     for _ in range(2):
         cache = torch.randn(2, 1, 8, 200, 64, device="cuda", dtype=torch.float16)
         q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.float16)
@@ -65,7 +66,11 @@ def growing(kernel: str, way: str) -> tuple[float, float]:
             start = time.perf_counter()
             fm.scaled_dot_product_attention(q, k, v, kernel=kernel)
             times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times), float(len(choose.PLANS))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            F.scaled_dot_product_attention(q, k, v)
+            pytorchs.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times), statistics.median(pytorchs), float(len(choose.PLANS))
 
 
 if __name__ == "__main__":

@@ -119,6 +119,49 @@ def test_grown_keys_are_bound_without_a_look_at_their_class(chosen: FakeKernel, 
         call(grown(72)[0], grown(73)[1])
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_prompts_of_new_lengths_are_bound_without_a_look_at_their_class(
+    is_causal: bool, chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tuple[int, int]] = []
+    plan_call = choose.plan_call
+
+    def recording(given: Any, *rest: Any) -> Any:
+        looked.append((given.q.shape[2], given.k.shape[2]))
+        return plan_call(given, *rest)
+
+    monkeypatch.setattr(operator, "plan_call", recording)
+
+    def call(rows: int, keys: int, layout: str = "bhsd", width: int = 16, heads: int = 4) -> None:
+        shapes = [(1, heads, rows, width), (1, heads, keys, width), (1, heads, keys, width)]
+        tensors = [torch.randn(shape) for shape in shapes]
+        if layout == "bshd":
+            tensors = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in tensors]
+        scaled_dot_product_attention(*tensors, is_causal=is_causal)
+
+    for length in range(65, 81):  # one class
+        call(length, length)
+    assert looked == [(65, 65), (66, 66)]
+    bound = len(chosen.bound)
+    for _ in range(3):
+        call(70, 70)
+    assert len(chosen.bound) == bound + 1  # and stored
+    looked.clear()
+    call(81, 81)  # another class
+    call(67, 71)  # not square
+    call(68, 68, layout="bshd")
+    call(68, 68, width=32)
+    call(68, 68, heads=2)
+    assert looked == [(81, 81), (67, 71), (68, 68), (68, 68), (68, 68)]
+
+
+def test_measured_lengths_are_no_part_of_their_class(chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_measured_sizes", lambda: frozenset({(1, 4, 4, 70, 70, 16, 16)}))
+    for length in (69, 71, 72, 70, 70, 73):
+        scaled_dot_product_attention(*(torch.randn(1, 4, length, 16) for _ in range(3)))
+    assert len(chosen.planned) == 2
+
+
 def test_grown_keys_whose_strides_a_kernel_refuses_are_served_by_another(chosen: FakeKernel) -> None:
     query, cache = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 4, 128, 16)
     for keys in range(65, 72):

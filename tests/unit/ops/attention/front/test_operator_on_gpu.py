@@ -145,14 +145,14 @@ def test_a_growing_cache_costs_microseconds_a_token_and_a_plan_a_class(kernel: s
     if kernel not in serving(*tensors()):
         pytest.skip(f"{kernel} does not serve this GPU")
     found = []
-    for _ in range(3):  # beside other tests the processor is busy: the least counts
-        microseconds, plans = eager_microseconds("growing", kernel, way)
-        print(f"{kernel}, {way}: {microseconds:.1f} us a token, {plans:.0f} plans")
+    for _ in range(3):  # other tests keep the processor busy: the least counts
+        microseconds, pytorchs, plans = eager_microseconds("growing", kernel, way)
+        print(f"{kernel}, {way}: {microseconds:.1f} us a token, PyTorch's {pytorchs:.1f}, {plans:.0f} plans")
         assert plans <= 22  # 200 lengths, four classes to every doubling from 16
-        found.append(microseconds)
-        if microseconds < 60:
+        found.append(microseconds / pytorchs)
+        if found[-1] < 4:
             break
-    assert min(found) < 60
+    assert min(found) < 4  # hosts differ by a third; on the slower of two PyTorch's own call takes 16 us
 
 
 def eager_microseconds(*arguments: str) -> list[float]:
