@@ -34,7 +34,7 @@ def test_calls_are_checked_each_time_and_only_where_asked_for(interpreted: Inter
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU; torch sees none here")
 def test_the_kernel_refuses_on_a_gpu_what_the_cpu_refuses() -> None:
-    from checked_lengths import draw, refusal
+    from tests.unit.ops.attention.checked_lengths import draw, refusal
 
     from flashmoe_science.ops.attention.device.check_triton import is_wrong
 

@@ -45,7 +45,7 @@ def masked() -> tuple[float, float]:
 
 
 def growing(kernel: str, way: str) -> tuple[float, float, float]:
-    """Median over 200 tokens of a call with a cache that has grown by one, each length for the first time: ours, PyTorch's; and the plans.
+    """Medians over 200 tokens of a call whose cache has grown by one, a new length each: ours, PyTorch's; and how many plans.
 
     The first pass makes the plans, which is mostly compilation; the second finds them, and no call bound.
     """
