@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from record import write_record
 
 import flashmoe_science as fms
-from flashmoe_science.ops.moe.peers.batched_mm import batched_mm
-from flashmoe_science.ops.moe.peers.grouped_mm import grouped_mm
+from flashmoe_science.ops.moe.call import Tensors
+from flashmoe_science.ops.moe.peers.pytorch import batched_mm, grouped_mm
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
 
 Tensor = torch.Tensor
@@ -151,9 +151,9 @@ def ways(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
     """Those that can run, the one that the others are held to first; and of others, why not."""
     if size.experts:
         after: dict[str, Callable[..., Tensor]] = {
-            "grouped_mm": grouped_mm,
+            "grouped_mm": lambda *tensors: grouped_mm(Tensors(*tensors)),
             "fms-experts": fms.fused_moe,
-            "batched_mm": batched_mm,
+            "batched_mm": lambda *tensors: batched_mm(Tensors(*tensors)),
         }
         found = [Way(name, Ours(), partial(_after_top_k, experts)) for name, experts in after.items()]
         return [*found, Way("fms", Ours(), _ours)], {}

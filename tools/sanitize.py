@@ -40,14 +40,14 @@ def _apart() -> None:
 
     from flashmoe_science.ops.moe.products import grouped
 
-    def between(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
+    def allocator(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
         def take() -> tuple[Any, ...]:
             tensors = [torch.empty(elements, dtype=dtype, device="cuda") for elements, dtype in parts]
             return (tensors, *(one.data_ptr() for one in tensors))
 
         return take
 
-    setattr(grouped, "between", between)  # noqa: B010  # mypy: it is not a name that the module exports
+    setattr(grouped, "workspace_allocator", allocator)  # noqa: B010  # mypy: it is not a name that the module exports
 
 
 def _normal(*shape: int, width: int = 1) -> Any:

@@ -59,7 +59,7 @@ def gradients(fn: Callable[..., Any]) -> Callable[[BackwardInputs, Config], Grad
 
 
 def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
-    return lambda inputs, config: fn(inputs.x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+    return lambda inputs, config: fn(*inputs.tensors[:5])
 
 
 RUNS: dict[str, Callable[..., Any]] = {"attention": attention, "attention_backward": gradients, "moe": experts}

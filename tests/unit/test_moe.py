@@ -22,10 +22,11 @@ E, H, F, K, T = 4, 16, 24, 2, 6
 def call(inputs: Any, transposed: bool = False, **options: Any) -> torch.Tensor:
     """``fused_moe`` of a kernel's inputs."""
     a = inputs.activation
-    w1, w2 = (one.transpose(1, 2) if transposed else one for one in (inputs.w1, inputs.w2))
+    x, w1, w2, weights, ids, gate_up_bias, down_bias = inputs.tensors
+    w1, w2 = (one.transpose(1, 2) if transposed else one for one in (w1, w2))
     return fm.fused_moe(
-        inputs.x, w1, w2, inputs.topk_weights, inputs.topk_ids, activation=a.function, gate_up_bias=inputs.gate_up_bias,
-        down_bias=inputs.down_bias, transposed=transposed, interleaved=a.interleaved, alpha=a.alpha, limit=a.limit, **options,
+        x, w1, w2, weights, ids, activation=a.function, gate_up_bias=gate_up_bias, down_bias=down_bias, transposed=transposed,
+        interleaved=a.interleaved, alpha=a.alpha, limit=a.limit, **options,
     )  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def arguments(dtype: torch.dtype = torch.float32, dim: int = H, hidden: int = F)
 def test_a_case_is_right(case: Case) -> None:
     inputs = inputs_of(case, "cpu")
     got = call(inputs, transposed=inputs.problem.transposed)
-    assert got.dtype == inputs.x.dtype
+    assert got.dtype == inputs.tensors.x.dtype
     assert off(got, inputs) is None
 
 
@@ -241,9 +242,9 @@ def test_it_compiles_whole_with_sizes_and_numbers_that_change() -> None:
 
 def test_the_operator_is_as_pytorch_wants_one() -> None:
     inputs = inputs_of(CASES[1], "cpu")
-    rest = (inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids, None, None, "silu", True, False, 1.702, 7.0)
+    rest = (*inputs.tensors[1:], "silu", True, False, 1.702, 7.0)
     for grad in (False, True):
-        x = inputs.x.clone().requires_grad_(grad)
+        x = inputs.tensors.x.clone().requires_grad_(grad)
         torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest))
 
 

@@ -5,8 +5,6 @@ A refusal is one line: the argument, what it was, what is allowed.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +12,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from flashmoe_science.kernel import Kernel
+from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
 
@@ -77,55 +75,29 @@ class MoEInputs:
     are contiguous; a problem with a bias may have one of the two."""
 
     problem: MoEProblem
-    x: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
+    tensors: Tensors
     activation: Activation = SWIGLU
 
-    @property
-    def tensors(self) -> Tensors:
-        routing = self.topk_weights, self.topk_ids
-        return Tensors(self.x, self.w1, self.w2, *routing, self.gate_up_bias, self.down_bias)
 
-
-# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it looks at.
+# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
 MoELaunch = Callable[..., torch.Tensor]
 # One of its launches, bound likewise: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]
-
-
-class Outputs(NamedTuple):
-    """The result by name: its shape, strides and dtype. It is contiguous."""
-
-    y: tuple[Shape, Shape, torch.dtype]
-
-    @classmethod
-    def of(cls, like: MoEInputs, shape: Shape | None = None) -> Outputs:
-        """``shape``: where it is not [tokens, dim]."""
-        shape, dim = tuple(shape or (like.problem.tokens, like.problem.dim)), like.problem.dim
-        strides = [dim * math.prod(shape[place + 1 : -1]) for place in range(len(shape) - 1)]
-        return cls((shape, (*strides, 1), like.x.dtype))
-
-
-class MoELauncher(ABC):
-    """What a kernel's ``plan`` gives: it serves inputs like those that it was planned for, of any number of tokens that the
-    kernel takes. Holds no tensor."""
-
-    @abstractmethod
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
-        """The call for one number of tokens: all that depends on it is worked out here. ``shape``: of its result, where it
-        is not [tokens, dim]."""
-
-    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
-        return self.bind(inputs)(*inputs.tensors)
-
-
+# What a kernel's ``plan`` returns: bind(inputs, shape), the launch for inputs like those planned for, of any number of tokens
+# that the kernel supports, whose result has that shape. Neither keeps a tensor.
+Bind = Callable[[MoEInputs, Shape], MoELaunch]
 MoEKernel = Kernel[MoEProblem, MoEInputs, torch.Tensor]
+
+
+def run_of(plan: Callable[[MoEInputs, Config], Bind]) -> Callable[[MoEInputs, Config], torch.Tensor]:
+    """The ``run`` of a kernel that has a ``plan``."""
+    return lambda inputs, config: plan(inputs, config)(inputs, inputs.tensors.x.shape)(*inputs.tensors)
+
+
+def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
+    """Shape, strides and dtype of a contiguous result, as ``ops.launch.allocator`` takes them."""
+    return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
 
 
 # Checks ----------------------------------------------------------------------------------------------------------------------
@@ -169,7 +141,8 @@ def inputs_of(tensors: Tensors, activation: Activation) -> MoEInputs:
     bias = gate_up_bias is not None or down_bias is not None
     problem = _problem(*sizes, x.dtype, activation.function, bias, activation.gated, activation.interleaved, transposed)
     gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
-    return MoEInputs(problem, x, w1, w2, weights.contiguous(), ids.contiguous(), gate_up_bias, down_bias, activation)
+    routing = weights.contiguous(), ids.contiguous()
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation)
 
 
 @lru_cache(maxsize=1024)

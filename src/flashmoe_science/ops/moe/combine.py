@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -36,18 +38,14 @@ def flashmoe_moe_combine(
     tl.store(out + token * WIDTH + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-class Combine:
-    """The kernel, built for inputs like these, of any number of tokens."""
-
-    def __init__(self, like: MoEInputs, early_start: bool) -> None:
-        p, new = like.problem, Pointer(like.x.dtype)
-        self._constexprs = (p.top_k, p.dim, _block(p.dim), early_start)
-        arguments = (new, stand_in(like.topk_weights), new, Pointer(torch.int32), 2, *self._constexprs)
-        self._build = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
-
-    def bind(self, problem: MoEProblem) -> KernelLaunch:
-        """launch(rows, weights, out, tables): of rows [pairs, dim], weights [tokens, top_k] and out [tokens, dim]."""
-        return self._build.bound(_grid(problem), problem.pairs(), *self._constexprs)
+def build(like: MoEInputs, early_start: bool) -> Callable[[MoEProblem], KernelLaunch]:
+    """bind(problem): launch(rows, weights, out, tables) for inputs like these, of any number of tokens, with rows [pairs, dim],
+    weights [tokens, top_k] and out [tokens, dim]."""
+    p, new = like.problem, Pointer(like.tensors.x.dtype)
+    constexprs = (p.top_k, p.dim, _block(p.dim), early_start)
+    arguments = (new, stand_in(like.tensors.topk_weights), new, Pointer(torch.int32), 2, *constexprs)
+    built = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
+    return lambda problem: built.bound(_grid(problem), problem.pairs(), *constexprs)
 
 
 def launches(problem: MoEProblem) -> tuple[Launch, ...]:

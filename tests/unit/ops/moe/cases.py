@@ -14,7 +14,7 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, activation_of
+from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 
@@ -90,23 +90,29 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
     x = (3 * torch.randn(problem.tokens, h)).to(device, dtype)
     routing = torch.rand(ids.shape).to(device), ids.to(device)
     activation = replace(activation_of(problem), alpha=case.alpha, limit=case.limit)
-    return MoEInputs(problem, x, weights(h, rows), weights(i, h), *routing, *biases, activation)
+    return MoEInputs(problem, Tensors(x, weights(h, rows), weights(i, h), *routing, *biases), activation)
+
+
+def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
+    """The inputs with other tensors, by their names in Tensors."""
+    return replace(inputs, tensors=inputs.tensors._replace(**tensors))
 
 
 def reference(inputs: MoEInputs) -> torch.Tensor:
     """The experts in fp64, pair by pair."""
-    x, w1, w2 = (one.double() for one in (inputs.x, inputs.w1, inputs.w2))
+    *tensors, gate_up_bias, down_bias = inputs.tensors
+    x, w1, w2, topk_weights = (one.double() for one in tensors[:4])
     out = torch.zeros_like(x)
-    for token, (weights, ids) in enumerate(zip(inputs.topk_weights.double(), inputs.topk_ids.tolist(), strict=True)):
+    for token, (weights, ids) in enumerate(zip(topk_weights, inputs.tensors.topk_ids.tolist(), strict=True)):
         for weight, expert in zip(weights, ids, strict=True):
             if not 0 <= expert < inputs.problem.experts:
                 continue
             both = w1[expert] @ x[token]
-            if inputs.gate_up_bias is not None:
-                both = both + inputs.gate_up_bias[expert].double()
+            if gate_up_bias is not None:
+                both = both + gate_up_bias[expert].double()
             row = w2[expert] @ activated(both, inputs.activation)
-            if inputs.down_bias is not None:
-                row = row + inputs.down_bias[expert].double()
+            if down_bias is not None:
+                row = row + down_bias[expert].double()
             out[token] += weight * row
     return out
 
@@ -148,17 +154,16 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
     found = [off(got, inputs)]
     if device != "cpu" and not torch.equal(got, kernel.run(inputs, config)):  # the interpreter has one order of its sums
         found.append("two results of one call differ")
-    ids = inputs.topk_ids
+    x, ids = inputs.tensors.x, inputs.tensors.topk_ids
     lost = ~((ids >= 0) & (ids < inputs.problem.experts)).any(1)
     if lost.any():
-        poisoned = replace(inputs, x=torch.where(lost[:, None], torch.nan, inputs.x))
-        again = kernel.run(poisoned, config)
+        again = kernel.run(changed(inputs, x=torch.where(lost[:, None], torch.nan, x)), config)
         if not torch.equal(again, got):
             found.append("tokens without an expert here have a part in the result")
     elif inputs.problem.tokens > 1 and case.routing != "random":
-        one_lost = inputs.x.clone()
+        one_lost = x.clone()
         one_lost[1] = torch.nan
-        again = kernel.run(replace(inputs, x=one_lost), config)
+        again = kernel.run(changed(inputs, x=one_lost), config)
         if not again[1].isnan().all() or not torch.equal(again[0], got[0]) or not torch.equal(again[2:], got[2:]):
             found.append("a token that is no number is not one alone")
     return [one for one in found if one]

@@ -6,7 +6,7 @@ It holds no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
     DTYPES,
+    Bind,
     MoEInputs,
     MoEKernel,
     MoELaunch,
-    MoELauncher,
     Options,
     Shape,
     Tensors,
@@ -34,8 +34,6 @@ from flashmoe_science.ops.moe.call import (
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.problem import rounded_up
-
-Bind = Callable[[MoEInputs, Shape], MoELaunch]
 
 
 class Plan(NamedTuple):
@@ -80,10 +78,10 @@ def _in_place(seen: Tensors, given: Tensors) -> bool:
 
 def plan_of(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
-    p, x = inputs.problem, inputs.x
+    p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, x.device,
-        x.stride(), inputs.w1.stride(), inputs.w2.stride(), inputs.activation, kernel, grad,
+        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, grad,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -102,14 +100,15 @@ def _make_plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
         if chosen.plan is None:
             return _bind_of_peer(chosen, config), False
-        with torch.cuda.device_of(inputs.x):
-            launcher: MoELauncher = chosen.plan(inputs, config)
-        guard = device_guard(inputs.x.get_device())  # a launch may compile when it is bound
-        return guard(lambda like, shape: guard(launcher.bind(like, shape))), True
+        with torch.cuda.device_of(x):
+            planned: Bind = chosen.plan(inputs, config)
+        guard = device_guard(x.get_device())  # a launch may compile when it is bound
+        return guard(lambda like, shape: guard(planned(like, shape))), True
 
-    decision, made = choose_fallback(MoEProblem.op, kernel, NO_BACKWARD if grad else None), None
+    x, made = inputs.tensors.x, None
+    decision = choose_fallback(MoEProblem.op, kernel, NO_BACKWARD if grad else None)
     if decision is None:
-        decision, made = choose(inputs.problem, gpu_of(inputs.x), kernel, bind)
+        decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
     return Plan(decision, *(made or (_bind_pytorch, False)))
 
 
@@ -121,9 +120,9 @@ def _bind_pytorch(like: MoEInputs, shape: Shape) -> MoELaunch:
 def _bind_of_peer(kernel: MoEKernel, config: Config) -> Bind:
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         def launch(*tensors: Any) -> torch.Tensor:
-            return kernel.run(MoEInputs(problem, *Tensors(*tensors), activation), config)
+            return kernel.run(MoEInputs(problem, Tensors(*tensors), activation), config)
 
         problem, activation = like.problem, like.activation
-        return device_guard(like.x.get_device())(launch)
+        return device_guard(like.tensors.x.get_device())(launch)
 
     return bind

@@ -6,10 +6,10 @@ from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.moe.call import MoEKernel
-from flashmoe_science.ops.moe.peers import batched_mm, expert_loop, grouped_mm, sonicmoe
+from flashmoe_science.ops.moe.peers import pytorch, sonicmoe
 
 FALLBACK = "grouped_mm"  # PyTorch's grouped products
-PEERS: tuple[MoEKernel, ...] = (grouped_mm.KERNEL, batched_mm.KERNEL, sonicmoe.KERNEL, expert_loop.KERNEL)
+PEERS: tuple[MoEKernel, ...] = (pytorch.GROUPED_MM, pytorch.BATCHED_MM, sonicmoe.KERNEL, pytorch.EXPERT_LOOP)
 
 
 @cache

@@ -58,7 +58,7 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
 
-    x, p = inputs.x, inputs.problem
+    p, (x, w1, w2, weights, ids, *_) = inputs.problem, inputs.tensors
     pairs, top_k = p.pairs(), p.top_k
 
     def indices(count: int) -> torch.Tensor:
@@ -66,15 +66,14 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
     counts, offsets = indices(p.experts), indices(p.experts + 1)
     token_of_row, pair_of_row, row_of_pair = indices(pairs), indices(pairs), indices(pairs)
-    ids = inputs.topk_ids
     TC_topk_router_metadata_triton(ids, p.experts, counts, offsets, token_of_row, pair_of_row, row_of_pair)
     swiglu, inference, concatenated, counted = ActivationType.SWIGLU, True, True, False
     active, before = _UpProjection.apply(
-        x, inputs.w1.permute(1, 2, 0), None, offsets, pairs, top_k, token_of_row, pair_of_row, row_of_pair, None, counted,
+        x, w1.permute(1, 2, 0), None, offsets, pairs, top_k, token_of_row, pair_of_row, row_of_pair, None, counted,
         swiglu, inference, concatenated,
     )  # fmt: skip
     out: torch.Tensor = _DownProjection.apply(
-        active, before, inputs.w2.permute(1, 2, 0), None, inputs.topk_weights, offsets, p.tokens, top_k, token_of_row,
+        active, before, w2.permute(1, 2, 0), None, weights, offsets, p.tokens, top_k, token_of_row,
         pair_of_row, row_of_pair, None, counted, swiglu,
     )  # fmt: skip
     return out

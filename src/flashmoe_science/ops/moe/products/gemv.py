@@ -7,38 +7,18 @@ order is the result. fp16, bf16 and fp32, sums in fp32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
-from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.launch import (
-    INTERPRETING,
-    Build,
-    Grid,
-    Pointer,
-    address,
-    allocator,
-    can_start_early,
-    cdiv,
-    next_power_of_2,
-    stand_in,
-)
+from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import (
-    Activation,
-    MoEInputs,
-    MoEKernel,
-    MoELaunch,
-    MoELauncher,
-    Outputs,
-    Shape,
-)
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, MoELaunch, Shape, contiguous, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -102,9 +82,9 @@ def flashmoe_moe_gemv_up(
 @triton.jit(do_not_specialize=["tokens"])
 def flashmoe_moe_gemv_down(
     a_base, w, bias, ids, weights, out, tokens,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
+    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """out[token, n] = the sum over the token's experts of weight times (a[pair] . w[expert, n] + bias)."""
     if EARLY_START:
@@ -163,59 +143,33 @@ def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     return problem.tokens <= 4
 
 
-def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
-    a, p = activation, problem
-    return {
-        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
-        "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
-        "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
-        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
-        "EARLY_START": early,
-    }  # fmt: skip
+def _block(most: int, width: int) -> int:
+    return min(most, max(16, next_power_of_2(width)))
 
 
-def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
-    p, places = problem, next_power_of_2(problem.top_k)
-    return {
-        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
-        "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
-        "PLACES": places, "BLOCK_N": config["down_n"],
-        "BLOCK_K": min(max(16, config["down_k"] // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
-        "EARLY_START": early,
-    }  # fmt: skip
+def plan(inputs: MoEInputs, config: Config) -> Bind:
+    p, (x, w1, w2, weights, ids, gate_up_bias, down_bias), early = inputs.problem, inputs.tensors, starts_early(inputs)
+    new, places = Pointer(x.dtype), next_power_of_2(p.top_k)
+    up_tile = config["up_n"], _block(config["up_k"], p.dim), UNROLLED, early
+    up = (*up_constexprs(inputs).values(), *up_tile)
+    of_up = (*map(stand_in, (x, w1, gate_up_bias, ids)), new, 2, *up)
+    build_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early)
+    down_tile = config["down_n"], _block(max(16, config["down_k"] // places), p.hidden), UNROLLED, early
+    down = (*down_constexprs(inputs).values(), p.top_k, places, *down_tile)
+    of_down = (new, *map(stand_in, (w2, down_bias, ids, weights)), new, 2, *down)
+    build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
 
-
-class _Launcher(MoELauncher):
-    """Computes inputs like those that it was planned for, of as many tokens as the kernel takes. Holds no tensor."""
-
-    def __init__(self, inputs: MoEInputs, config: Config) -> None:
-        x, p = inputs.x, inputs.problem
-        if x.stride(1) != 1:
-            raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
-        early = not INTERPRETING and can_start_early(x.device)
-        self._config = config
-        up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
-        down = _down(p, config, inputs.w2.stride(), early)
-        self._up, self._down = tuple(up.values()), tuple(down.values())
-        new = Pointer(x.dtype)
-        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, 2, *self._up)
-        self._build_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early)
-        of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
-        of_down = (new, *of_experts, new, 2, *self._down)
-        self._build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
-
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
-        p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
-        grid_up, grid_down = _grids(p, self._config)
-        launch_up = self._build_up.bound(grid_up, p.pairs(), *self._up)
-        launch_down = self._build_down.bound(grid_down, p.tokens, *self._down)
-        of_active, result = ((p.pairs(), p.hidden), (p.hidden, 1)), Outputs.of(like, shape).y
+    def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
+        p, like_x = like.problem, like.tensors.x
+        allocate, grids = allocator(like_x.is_cuda), _grids(p, config)
+        launch_up, launch_down = build_up.bound(grids[0], p.pairs(), *up), build_down.bound(grids[1], p.tokens, *down)
+        of_active, result = ((p.pairs(), p.hidden), (p.hidden, 1), like_x.dtype), contiguous(shape, like_x.dtype)
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            active, out = allocate(*of_active, dtype), allocate(*result)
+            active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)
             bias_1 = None if gate_up_bias is None else address(gate_up_bias)
             bias_2 = None if down_bias is None else address(down_bias)
@@ -225,18 +179,12 @@ class _Launcher(MoELauncher):
 
         return call
 
+    return bind
+
 
 def _grids(problem: MoEProblem, config: Config) -> tuple[Grid, Grid]:
     up_n, down_n = config["up_n"], config["down_n"]
     return (cdiv(problem.hidden, up_n) * problem.pairs(), 1, 1), (cdiv(problem.dim, down_n) * problem.tokens, 1, 1)
-
-
-def plan(inputs: MoEInputs, config: Config) -> _Launcher:
-    return _Launcher(inputs, config)
-
-
-def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
-    return plan(inputs, config)(inputs)
 
 
 def workspace(problem: MoEProblem, config: Config) -> int:
@@ -260,7 +208,7 @@ KERNEL = MoEKernel(
     about="Triton for a few tokens: two matrix-vector products that stream the chosen experts' weights",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

@@ -6,7 +6,8 @@ gives a row for each (token, expert) pair; combine weights and sums them by toke
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from flashmoe_science.ops.launch import (
     workspace_bytes,
 )
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs, MoELaunch, MoELauncher, Outputs, Shape
+from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -30,18 +31,36 @@ from flashmoe_science.ops.moe.rows import RowCounts
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class Product(Protocol):
-    """A grouped product that is built, for any number of rows."""
-
-    def bind(self, counts: RowCounts) -> KernelLaunch:
-        """launch(a, w, bias, out, tables): out[row] of every row of the tables; a is x, or what the up product wrote."""
+# Of a grouped product that is built, for any number of rows: bind(counts) gives launch(a, w, bias, out, tables), which writes
+# out[row] of every row of the tables; a is x, or what the up product wrote.
+Product = Callable[[RowCounts], KernelLaunch]
 
 
 def starts_early(inputs: MoEInputs) -> bool:
     """Whether launches of a call start while those before them finish. Raises CannotServe: no kernel reads such rows of x."""
-    if inputs.x.stride(1) != 1:
-        raise CannotServe(f"hidden_states has stride {inputs.x.stride(1)} in its last dimension; it must be 1")
-    return not INTERPRETING and can_start_early(inputs.x.device)
+    x = inputs.tensors.x
+    if x.stride(1) != 1:
+        raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
+    return not INTERPRETING and can_start_early(x.device)
+
+
+def up_constexprs(inputs: MoEInputs) -> dict[str, Any]:
+    """The first constexprs of a first product: all but its tiles."""
+    p, a, (x, w1, *_) = inputs.problem, inputs.activation, inputs.tensors
+    return {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
+        "STRIDE_X": x.stride(0), "STRIDE_E": w1.stride(0), "STRIDE_N": w1.stride(1), "STRIDE_K": w1.stride(2),
+        "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
+    }  # fmt: skip
+
+
+def down_constexprs(inputs: MoEInputs) -> dict[str, Any]:
+    """The first constexprs of a second product: all but its tiles."""
+    p, w2 = inputs.problem, inputs.tensors.w2
+    return {
+        "EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim,
+        "STRIDE_E": w2.stride(0), "STRIDE_N": w2.stride(1), "STRIDE_K": w2.stride(2),
+    }  # fmt: skip
 
 
 def _handle(tensor: torch.Tensor) -> Any:
@@ -51,20 +70,16 @@ def _handle(tensor: torch.Tensor) -> Any:
 handle = address if DIRECT else _handle
 
 
-class GroupedLauncher(MoELauncher):
-    """All launches of a call by two products. Holds no tensor."""
+def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
+    """All launches of a call by two products."""
+    early = starts_early(inputs)
+    bind_combine = combine.build(inputs, early)
 
-    def __init__(self, inputs: MoEInputs, config: Config, up: Product, down: Product) -> None:
-        self._early = starts_early(inputs)
-        self._block_m, self._up, self._down = config["block_m"], up, down
-        self._combine = combine.Combine(inputs, self._early)
-
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
-        p, on_gpu = like.problem, like.x.is_cuda
-        counts, result = RowCounts.of(p, self._block_m), Outputs.of(like, shape).y
-        take, allocate = workspace_allocator(on_gpu, _workspace(p, counts)), allocator(on_gpu)
-        sort = rows.bind_rows(like.topk_ids, counts, self._early)
-        up, down, add = self._up.bind(counts), self._down.bind(counts), self._combine.bind(p)
+    def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
+        p, (x, _, _, _, ids, _, _) = like.problem, like.tensors
+        counts, result = RowCounts.of(p, config["block_m"]), contiguous(shape, x.dtype)
+        take, allocate = workspace_allocator(x.is_cuda, _workspace(p, counts)), allocator(x.is_cuda)
+        sort, up, down, add = rows.bind_rows(ids, counts, early), bind_up(counts), bind_down(counts), bind_combine(p)
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
@@ -79,6 +94,8 @@ class GroupedLauncher(MoELauncher):
             return out
 
         return call
+
+    return bind
 
 
 def why_not_grouped(problem: MoEProblem) -> str | None:

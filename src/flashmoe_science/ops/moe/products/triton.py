@@ -19,12 +19,15 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Activation, KernelLaunch, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
-    GroupedLauncher,
+    Product,
+    down_constexprs,
+    grouped,
     launches_around,
     starts_early,
+    up_constexprs,
     why_not_grouped,
     workspace,
 )
@@ -191,75 +194,43 @@ def _tiles(rows: float, wgmma: bool) -> list[_Tile]:
     return [*widest, (128, 128, 64, 8, 3), (64, 128, 64, 4, 3)]
 
 
-Strides = tuple[int, ...]
-
-
-def _up(problem: MoEProblem, a: Activation, config: Config, strides: Strides, early_start: bool) -> dict[str, Any]:
-    """The constexprs of the first product; ``strides``: of x's rows, then of w1."""
-    p = problem
-    return {
-        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
-        "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
-        "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
-        "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"] // (2 if a.gated else 1), "BLOCK_K": config["block_k"],
-        **_rest(problem, config, early_start),
-    }  # fmt: skip
-
-
-def _down(problem: MoEProblem, config: Config, strides: Strides, early_start: bool) -> dict[str, Any]:
-    """The constexprs of the second product; ``strides``: of w2."""
-    return {
-        "EXPERTS": problem.experts, "DEPTH": problem.hidden, "WIDTH": problem.dim,
-        "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
-        "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "BLOCK_K": config["block_k"],
-        **_rest(problem, config, early_start),
-    }  # fmt: skip
-
-
-def _rest(problem: MoEProblem, config: Config, early_start: bool) -> dict[str, Any]:
-    precision = "bf16x6" if problem.dtype == "fp32" else "tf32"
-    return {
-        "GROUP": GROUP, "NUM_STAGES": config["num_stages"], "PRECISION": precision, "INTERPRET": INTERPRETING,
-        "EARLY_START": early_start,
-    }  # fmt: skip
-
-
 def _grid(counts: RowCounts, width: int, block_n: int) -> Grid:
     return (counts.tiles * cdiv(width, block_n), 1, 1)
 
 
-class _Product:
+def _columns(problem: MoEProblem, config: Config) -> int:
+    """Columns of the first product's result in one tile."""
+    return config["block_n"] // (2 if problem.gated else 1)
+
+
+def _product(
+    function: Any, a: Pointer, w: torch.Tensor, bias: torch.Tensor | None, constexprs: dict[str, Any], config: Config
+) -> Product:
     """One of the two products, built for operands like these; ``a`` stands for x, or for what the first product wrote."""
-
-    def __init__(
-        self, function: Any, a: Pointer, w: torch.Tensor, bias: torch.Tensor | None, constexprs: dict[str, Any], config: Config
-    ) -> None:
-        self._width, self._block_n, self._constexprs = constexprs["WIDTH"], constexprs["BLOCK_N"], tuple(constexprs.values())
-        arguments = (a, stand_in(w), stand_in(bias), Pointer(w.dtype), Pointer(torch.int32), 2, 2, *self._constexprs)
-        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
-        self._build = Build(function, arguments, **options, launch_pdl=constexprs["EARLY_START"])
-
-    def bind(self, counts: RowCounts) -> KernelLaunch:
-        grid = _grid(counts, self._width, self._block_n)
-        return self._build.bound(grid, counts.pairs, counts.tiles, *self._constexprs)
+    width, block_n, values = constexprs["WIDTH"], constexprs["BLOCK_N"], tuple(constexprs.values())
+    arguments = (a, stand_in(w), stand_in(bias), Pointer(w.dtype), Pointer(torch.int32), 2, 2, *values)
+    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    build = Build(function, arguments, **options, launch_pdl=constexprs["EARLY_START"])
+    return lambda counts: build.bound(_grid(counts, width, block_n), counts.pairs, counts.tiles, *values)
 
 
-def plan(inputs: MoEInputs, config: Config) -> GroupedLauncher:
-    (x, w1, w2, _, _, gate_up_bias, down_bias), p, early = inputs.tensors, inputs.problem, starts_early(inputs)
-    of_up = _up(p, inputs.activation, config, (x.stride(0), *w1.stride()), early)
-    up = _Product(flashmoe_moe_up, Pointer(x.dtype, x.data_ptr()), w1, gate_up_bias, of_up, config)
-    down = _Product(flashmoe_moe_down, Pointer(x.dtype), w2, down_bias, _down(p, config, w2.stride(), early), config)
-    return GroupedLauncher(inputs, config, up, down)
-
-
-def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
-    return plan(inputs, config)(inputs)
+def plan(inputs: MoEInputs, config: Config) -> Bind:
+    p, (x, w1, w2, _, _, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
+    rest = {
+        "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
+        "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(inputs),
+    }  # fmt: skip
+    of_up = {**up_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": _columns(p, config), **rest}
+    of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
+    up = _product(flashmoe_moe_up, Pointer(x.dtype, x.data_ptr()), w1, gate_up_bias, of_up, config)
+    down = _product(flashmoe_moe_down, Pointer(x.dtype), w2, down_bias, of_down, config)
+    return grouped(inputs, config, up, down)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    counts, threads, block_n = RowCounts.of(problem, config["block_m"]), 32 * config["num_warps"], config["block_n"]
-    up = Launch(f"^{flashmoe_moe_up.__name__}$", _grid(counts, problem.hidden, block_n // (2 if problem.gated else 1)), threads)
-    down = Launch(f"^{flashmoe_moe_down.__name__}$", _grid(counts, problem.dim, block_n), threads)
+    counts, threads = RowCounts.of(problem, config["block_m"]), 32 * config["num_warps"]
+    up = Launch(f"^{flashmoe_moe_up.__name__}$", _grid(counts, problem.hidden, _columns(problem, config)), threads)
+    down = Launch(f"^{flashmoe_moe_down.__name__}$", _grid(counts, problem.dim, config["block_n"]), threads)
     return launches_around(problem, config, up, down)
 
 
@@ -270,7 +241,7 @@ KERNEL = MoEKernel(
     about="portable Triton: rows sorted by expert, two grouped products, a sum in a fixed order",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

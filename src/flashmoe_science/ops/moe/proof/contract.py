@@ -21,12 +21,12 @@ from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
-from flashmoe_science.ops.moe.peers.routers import Router, router_of
+from flashmoe_science.ops.moe.peers.routers import router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
 from flashmoe_science.ops.moe.route.route import bind_route
-from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch
+from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 _BIASES = ("gate_up_bias", "down_bias")
@@ -63,8 +63,8 @@ class RouterInputs:
 
     def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
         """The inputs of the experts when these have been chosen."""
-        rest = self.gate_up_bias, self.down_bias, self.activation
-        return MoEInputs(from_ids, self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
+        tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, self.gate_up_bias, self.down_bias)
+        return MoEInputs(from_ids, tensors, self.activation)
 
 
 Taken = MoEInputs | RouterInputs
@@ -185,7 +185,7 @@ class MoEContract(Contract):
         activation = activation_of(problem)
         if problem.routing != "ids":
             return RouterInputs(problem, activation=activation, **inputs)
-        return MoEInputs(problem, activation=activation, **inputs)
+        return MoEInputs(problem, Tensors(**inputs), activation)
 
     def planned(self, kernel: MoEKernel, config: Config, like: Taken) -> Callable[[Any], torch.Tensor]:
         if isinstance(like, MoEInputs):
@@ -196,10 +196,10 @@ class MoEContract(Contract):
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
             experts = _experts(kernel, config, like.routed(problem, weights, ids))
-            router: Router = partial(_without_bias, bind_route(RouterTensors(logits), Options(top_k, normalize="sum")))
-        else:
-            router = router_of(kernel.name, top_k)
-            experts = _experts(kernel, config, like.routed(problem, *router(logits)))
+            route = bind_route(RouterTensors(logits), Options(top_k, normalize="sum"))
+            return lambda inputs: experts(inputs.routed(problem, *route(inputs.router_logits, None)))
+        router = router_of(kernel.name, top_k)
+        experts = _experts(kernel, config, like.routed(problem, *router(logits)))
         return lambda inputs: experts(inputs.routed(problem, *router(inputs.router_logits)))
 
     def user_call(
@@ -217,8 +217,8 @@ class MoEContract(Contract):
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
-            routing = one.topk_weights, one.topk_ids
-            return experts(one.x, one.w1, one.w2, *routing, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias)
+            *tensors, gate_up_bias, down_bias = one.tensors
+            return experts(*tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
         def from_logits(one: RouterInputs) -> Any:
             routing = route(one.router_logits, top_k, normalize="sum")
@@ -239,15 +239,11 @@ class MoEContract(Contract):
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
-def _without_bias(bound: RouteLaunch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return bound(logits, None)
-
-
 def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
     """A call of the kernel's experts on inputs like these."""
     if kernel.plan is None:
         return lambda inputs: kernel.run(inputs, config)
-    bound: MoELaunch = kernel.plan(like, config).bind(like)
+    bound: MoELaunch = kernel.plan(like, config)(like, like.tensors.x.shape)
     return lambda inputs: bound(*inputs.tensors)
 
 

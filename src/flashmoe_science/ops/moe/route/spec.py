@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -36,47 +36,24 @@ class Options(NamedTuple):
     scaling_factor: float = 1.0
 
 
-_Meta = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-class Outputs(NamedTuple):
-    """The results by name: shape, strides and dtype of each. They are contiguous."""
-
-    top_k_weights: _Meta
-    top_k_ids: _Meta
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, options: Options) -> Outputs:
-        shape = (*logits.shape[:-1], options.top_k)
-        strides = torch.empty(shape, device="meta").stride()
-        return cls((shape, strides, torch.promote_types(logits.dtype, torch.float32)), (shape, strides, torch.int32))
-
-
 Routed = tuple[torch.Tensor, torch.Tensor]
 RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
 
 
-def checked_options(
-    router_logits: object,
-    selection_bias: object,
-    top_k: object,
-    scoring: object,
-    normalize: object,
-    groups: object,
-    top_k_groups: object,
-    scaling_factor: object,
-) -> Options:
+def checked_options(router_logits: torch.Tensor, selection_bias: object, *options: Any) -> Options:
     """The options of a call of ``route`` whose arguments are allowed.
+
+    Args:
+        options: as ``options_of`` takes them.
 
     Raises:
         TypeError, ValueError: an argument that is not, in one line.
     """
     experts = check_logits(router_logits)
-    given = selection_bias is not None
-    options = options_of(experts, given, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
-    if given:
-        _check_bias(selection_bias, cast("torch.Tensor", router_logits), experts)
-    return options
+    checked = options_of(experts, selection_bias is not None, *options)
+    if selection_bias is not None:
+        _check_bias(selection_bias, router_logits, experts)
+    return checked
 
 
 def options_of(

@@ -29,8 +29,9 @@ from flashmoe_science.ops.launch import (
     stand_in,
     stride_class,
 )
+from flashmoe_science.ops.moe.call import contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.route.spec import Options, Outputs, RouteLaunch, Tensors
+from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch, Tensors
 
 MAX_EXPERTS = 4096
 _TAKEN = tl.constexpr(-(2**31))  # below every key: an expert that is chosen, in a group that is out, or only padding
@@ -161,7 +162,8 @@ def bind(like: Tensors, options: Options) -> RouteLaunch:
     build = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs)
     grid = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1)
     launch = build.bound(grid, stride, tokens, options.scaling_factor, *constexprs.values())
-    (of_weights, of_ids), empty = Outputs.of(logits, options), allocator(logits.is_cuda)
+    shape, empty = (*logits.shape[:-1], options.top_k), allocator(logits.is_cuda)
+    of_weights, of_ids = contiguous(shape, torch.float32), contiguous(shape, torch.int32)
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = empty(*of_weights), empty(*of_ids)

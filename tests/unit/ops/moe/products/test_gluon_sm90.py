@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.ops.moe.cases import changed
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe, Config
@@ -56,7 +56,7 @@ def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> Non
 def test_tensors_that_it_leaves_to_the_portable_kernel(change: dict[str, Any], words: str) -> None:
     served = inputs()
     with pytest.raises(CannotServe, match=words):
-        plan(replace(served, **change), configs(served.problem, GPU)[0])
+        plan(changed(served, **change), configs(served.problem, GPU)[0])
 
 
 @pytest.mark.parametrize(("tokens", "many"), [(767, False), (768, True), (16384, True)])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from tests.unit.ops.moe.cases import CASES, Case, inputs_of, off, put, reference
+from tests.unit.ops.moe.cases import CASES, Case, changed, inputs_of, off, put, reference
 
 import flashmoe_science as fm
 from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs, Tensors
 from flashmoe_science.ops.moe.front.choose import PLANS
 from flashmoe_science.ops.moe.front.kernels import ours
 
@@ -33,11 +31,11 @@ LARGER = (
 
 def uniform(text: str, skewed: bool = False) -> MoEInputs:
     inputs = inputs_of(Case(text, routing="crowded" if skewed else "random"), "cuda")
-    return replace(inputs, x=inputs.x / 3)
+    return changed(inputs, x=inputs.tensors.x / 3)
 
 
 def called(one: MoEInputs) -> torch.Tensor:
-    return fm.fused_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids)
+    return fm.fused_moe(*one.tensors[:5])
 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
@@ -60,7 +58,7 @@ def test_experts_whose_rows_end_about_a_tile_s_end(counts: tuple[int, ...], kern
         pytest.skip("the kernel does not take the problem")
     inputs = uniform(f"moe t{rows} {of}")
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(rows)]
-    inputs = replace(inputs, topk_ids=ids[:, None].int().cuda())
+    inputs = changed(inputs, topk_ids=ids[:, None].int().cuda())
     of_128_rows = kernel.configs(parse_problem(f"moe t512 {of}"), gpu)
     for config in {*kernel.configs(problem, gpu), *of_128_rows}:
         got = kernel.run(inputs, config)
@@ -78,7 +76,7 @@ def test_any_number_of_rows_an_expert(kernel: AnyKernel) -> None:
     if kernel.cannot(one.problem, current_gpu(torch.device("cuda"))):
         pytest.skip("the kernel does not take the problem")
     ids = torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS))[torch.randperm(sum(ROWS))]
-    one = replace(one, topk_ids=ids.int().cuda()[:, None].contiguous())
+    one = changed(one, topk_ids=ids.int().cuda()[:, None].contiguous())
     right = reference(one)
     for config in kernel.configs(one.problem, current_gpu(torch.device("cuda"))):
         error = (kernel.run(one, config).double() - right).abs().max()
@@ -93,7 +91,7 @@ def test_fifty_calls_on_two_streams_give_the_same_bits(tokens: int) -> None:
 
     def layer() -> torch.Tensor:
         weights, ids = fm.route(logits, 4, normalize="sum")
-        return fm.fused_moe(one.x, one.w1, one.w2, weights, ids)
+        return fm.fused_moe(*one.tensors[:3], weights, ids)
 
     first = layer()
     assert first.isfinite().all()
@@ -113,14 +111,14 @@ def test_fifty_calls_on_two_streams_give_the_same_bits(tokens: int) -> None:
 def test_pairs_of_other_ranks_and_no_numbers_reach_nothing_else(tokens: int) -> None:
     """In memory full of what is no number: rows without an expert are not written, and not read."""
     one = uniform(f"moe t{tokens} e8 k4 d264 f200 bf16")
-    ids = torch.where(torch.rand(tokens, 4, device="cuda") < 0.5, 8, one.topk_ids)
+    ids = torch.where(torch.rand(tokens, 4, device="cuda") < 0.5, 8, one.tensors.topk_ids)
     ids[1] = -1
-    one = replace(one, topk_ids=ids, topk_weights=torch.where(ids == 8, 0.0, one.topk_weights))
-    x = one.x.clone()
+    one = changed(one, topk_ids=ids, topk_weights=torch.where(ids == 8, 0.0, one.tensors.topk_weights))
+    x = one.tensors.x.clone()
     x[0] = torch.nan
     full = [torch.full((2**size,), torch.nan, device="cuda") for size in (12, 16, 20, 23)]
     del full
-    whole, lost = called(one), called(replace(one, x=x))
+    whole, lost = called(one), called(changed(one, x=x))
     assert off(whole, one) is None
     assert (whole[1] == 0).all()
     assert torch.equal(lost[1:], whole[1:])
@@ -131,15 +129,15 @@ def test_pairs_of_other_ranks_and_no_numbers_reach_nothing_else(tokens: int) -> 
 def test_weights_of_any_strides_are_served(tokens: int) -> None:
     """Last dimensions that are no rows in memory, of weights and states."""
     one = uniform(f"moe t{tokens} e8 k2 d264 f200 bf16")
-    whole = called(one)
+    whole, (x, w1, w2, weights, ids, *_) = called(one), one.tensors
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor, torch.full_like(tensor, torch.nan if tensor.is_floating_point() else -1)], -1)[..., 0]
 
     for strided in (
-        replace(one, w1=apart(one.w1), w2=apart(one.w2)),
-        replace(one, w1=one.w1.mT.contiguous().mT, w2=one.w2.mT.contiguous().mT),
-        replace(one, x=apart(one.x), topk_ids=apart(one.topk_ids), topk_weights=apart(one.topk_weights)),
+        changed(one, w1=apart(w1), w2=apart(w2)),
+        changed(one, w1=w1.mT.contiguous().mT, w2=w2.mT.contiguous().mT),
+        changed(one, x=apart(x), topk_ids=apart(ids), topk_weights=apart(weights)),
     ):
         got = called(strided)
         assert (got - whole).abs().max() < 4 * 2.0**-8 * whole.abs().max()
@@ -147,8 +145,8 @@ def test_weights_of_any_strides_are_served(tokens: int) -> None:
 
 def test_other_devices_and_dtypes_are_refused_after_a_call_that_was_served() -> None:
     one = uniform("moe t40 e8 k2 d264 f200 bf16")
-    given = {"hidden_states": one.x, "gate_up_proj": one.w1, "down_proj": one.w2, "top_k_weights": one.topk_weights}
-    given["top_k_ids"] = one.topk_ids
+    names = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
+    given = dict(zip(names, one.tensors[:5], strict=True))
     fm.fused_moe(**given)
     for name, tensor in given.items():
         with pytest.raises(ValueError, match=f"{name} is on cpu|gate_up_proj is on cuda:0 and hidden_states on cpu"):
@@ -157,7 +155,7 @@ def test_other_devices_and_dtypes_are_refused_after_a_call_that_was_served() -> 
         with pytest.raises(TypeError, match=f"{name} has dtype torch.float16"):
             fm.fused_moe(**given | {name: given[name].half()})
     with pytest.raises(TypeError, match=r"top_k_ids has dtype torch\.int16"):
-        fm.fused_moe(**given | {"top_k_ids": one.topk_ids.short()})
+        fm.fused_moe(**given | {"top_k_ids": given["top_k_ids"].short()})
     with pytest.raises(ValueError, match="activation is 'swish'"):
         fm.fused_moe(**given, activation="swish")
 
@@ -170,9 +168,9 @@ def test_a_graph_captured_at_one_routing_is_right_at_others(tokens: int) -> None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = called(one)
-    none = other.topk_ids.new_full(other.topk_ids.shape, -1)
-    for ids in (other.topk_ids.flip(0), skewed.topk_ids, none, one.topk_ids):
-        one.topk_ids.copy_(ids)
+    none = other.tensors.topk_ids.new_full(other.tensors.topk_ids.shape, -1)
+    for ids in (other.tensors.topk_ids.flip(0), skewed.tensors.topk_ids, none, one.tensors.topk_ids):
+        one.tensors.topk_ids.copy_(ids)
         graph.replay()
         torch.cuda.synchronize()
         first = out.clone()
@@ -197,7 +195,7 @@ def test_from_logits_a_call_is_the_router_and_the_experts(text: str, kernel: Any
         taken = held.for_kernel(problem, inputs)
         weights, ids = fm.route(inputs["router_logits"], problem.top_k, normalize="sum")
         torch.cuda.synchronize()
-        given = MoEInputs(problem.from_ids(), inputs["x"], inputs["w1"], inputs["w2"], weights, ids)
+        given = MoEInputs(problem.from_ids(), Tensors(inputs["x"], inputs["w1"], inputs["w2"], weights, ids))
         right.append(kernel.run(given, config))
         torch.cuda.synchronize()
         calls.append((held.planned(kernel, config, taken), taken))
@@ -210,16 +208,14 @@ def test_from_logits_a_call_is_the_router_and_the_experts(text: str, kernel: Any
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_new_number_of_tokens_waits_for_nothing_and_weights_are_not_copied() -> None:
     whole = uniform("moe t640 e16 k4 d1024 f512 bf16")
+    x, _, _, weights, ids, *_ = whole.tensors
     called(whole)
     before, compiled = torch.cuda.memory_allocated(), set(PLANS)
     torch.cuda.reset_peak_memory_stats()
     try:
         torch.cuda.set_sync_debug_mode("error")
         for tokens in (600, 601, 577):
-            part = replace(
-                whole, x=whole.x[:tokens], topk_weights=whole.topk_weights[:tokens], topk_ids=whole.topk_ids[:tokens]
-            )
-            called(part)
+            called(changed(whole, x=x[:tokens], topk_weights=weights[:tokens], topk_ids=ids[:tokens]))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.max_memory_allocated() - before < 2 * 640 * 4 * (2 * 512 + 1024) + 2 * 640 * 1024 * 2
@@ -241,8 +237,8 @@ def test_inductor_compiles_the_layer(mode: str) -> None:
 
 def test_gradients_are_served_by_pytorch_and_right() -> None:
     one = uniform("moe t50 e8 k2 d64 f48 bf16")
-    x = one.x.clone().requires_grad_()
-    out = fm.fused_moe(x, one.w1, one.w2, one.topk_weights, one.topk_ids)
+    x = one.tensors.x.clone().requires_grad_()
+    out = fm.fused_moe(x, *one.tensors[1:5])
     out.float().sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()

@@ -15,8 +15,9 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
+from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.front.kernels import PEERS
-from flashmoe_science.ops.moe.peers.expert_loop import expert_loop
+from flashmoe_science.ops.moe.peers import pytorch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 CPU = torch.device("cpu")
@@ -34,6 +35,10 @@ def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEPr
     problem = parse_problem(text)
     assert isinstance(problem, MoEProblem)
     return problem, HELD.vary(distribution, HELD.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
+
+
+def expert_loop(*tensors: torch.Tensor) -> torch.Tensor:
+    return pytorch.expert_loop(Tensors(*tensors))
 
 
 def held(problem: MoEProblem, inputs: dict[str, torch.Tensor]) -> Expected:

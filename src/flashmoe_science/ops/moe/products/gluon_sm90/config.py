@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
-from flashmoe_science.ops.moe.call import Activation, MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -54,7 +52,8 @@ def check_tensors(inputs: MoEInputs, config: Config) -> None:
     """Raises CannotServe for memory that the copy engine does not take, and for configs of older records."""
     if config["block_m"] != 2 * ROWS:
         raise CannotServe(f"block_m is {config['block_m']}; its two consumers take {2 * ROWS} rows")
-    for name, tensor in (("hidden_states", inputs.x), ("w1", inputs.w1), ("w2", inputs.w2)):
+    x, w1, w2, *_ = inputs.tensors
+    for name, tensor in (("hidden_states", x), ("w1", w1), ("w2", w2)):
         if tensor.data_ptr() % 16:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
         if tensor.stride(-1) != 1:
@@ -62,38 +61,6 @@ def check_tensors(inputs: MoEInputs, config: Config) -> None:
         for dim, stride in enumerate(tensor.stride()[:-1]):
             if stride <= 0 or stride % 8:
                 raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
-
-
-class Product(NamedTuple):
-    """What a build of one of the two products depends on: the tiles of its tensor maps, by argument, and its constexprs."""
-
-    blocks: dict[str, tuple[int, ...]]
-    constexprs: dict[str, Any]
-
-
-def up_of(problem: MoEProblem, activation: Activation, config: Config, stride_x: int) -> Product:
-    """The first product. Its weights are seen as [E, I / 8, 2, 8, H], so that gates and ups alternate in eights of a tile."""
-    p, a = problem, activation
-    blocks = {"w_desc": (1, config["block_n"] // 16, 2, 8, config["block_k"]), "out_desc": (1, 1, ROWS, STORED)}
-    constexprs = {
-        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden, "STRIDE_X": stride_x,
-        "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit, **_tiles(config, GATHERING),
-    }  # fmt: skip
-    return Product(blocks, constexprs)
-
-
-def down_of(problem: MoEProblem, config: Config) -> Product:
-    """The second product."""
-    p, deep = problem, config["block_k"]
-    blocks = {"a_desc": (ROWS, deep), "w_desc": (1, config["block_n"], deep), "out_desc": (1, 1, ROWS, STORED)}
-    return Product(blocks, {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_tiles(config, COPYING)})
-
-
-def _tiles(config: Config, registers: tuple[int, int]) -> dict[str, int]:
-    return {
-        "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
-        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1],
-    }  # fmt: skip
 
 
 def grid(counts: RowCounts, weights: int, config: Config, gpu: Gpu) -> Grid:

@@ -13,15 +13,13 @@ consumer warpgroups (``consumer.py``) of 64 rows multiply.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import (
     NAME,
@@ -33,10 +31,10 @@ from flashmoe_science.ops.moe.products.gluon_sm90.config import (
     supports,
 )
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import consume
-from flashmoe_science.ops.moe.products.gluon_sm90.launch import Down, Up
+from flashmoe_science.ops.moe.products.gluon_sm90.launch import down, up
 from flashmoe_science.ops.moe.products.gluon_sm90.memory import make_memory
 from flashmoe_science.ops.moe.products.gluon_sm90.producer import produce
-from flashmoe_science.ops.moe.products.grouped import GroupedLauncher, launches_around, starts_early, workspace
+from flashmoe_science.ops.moe.products.grouped import grouped, launches_around, workspace
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
@@ -92,17 +90,11 @@ def flashmoe_moe_down_gluon_sm90(
     )
 
 
-def plan(inputs: MoEInputs, config: Config) -> GroupedLauncher:
+def plan(inputs: MoEInputs, config: Config) -> Bind:
     check_tensors(inputs, config)
-    gpu, early_start = current_gpu(inputs.x.device), starts_early(inputs)
-    assert gpu is not None
-    up = Up(flashmoe_moe_up_gluon_sm90, inputs, config, gpu, early_start)
-    down = Down(flashmoe_moe_down_gluon_sm90, inputs, config, gpu, early_start)
-    return GroupedLauncher(inputs, config, up, down)
-
-
-def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
-    return plan(inputs, config)(inputs)
+    bind_up = up(flashmoe_moe_up_gluon_sm90, inputs, config)
+    bind_down = down(flashmoe_moe_down_gluon_sm90, inputs, config)
+    return grouped(inputs, config, bind_up, bind_down)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -119,7 +111,7 @@ KERNEL = MoEKernel(
     about="warp-specialised Gluon for Hopper, for many rows an expert: producers gather or copy, 2 consumer warpgroups",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

@@ -2,77 +2,90 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.launch import Build, Encoder, Pointer
 from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
-from flashmoe_science.ops.moe.products.gluon_sm90.config import REGISTERS, down_of, grid, up_of
+from flashmoe_science.ops.moe.products.gluon_sm90.config import COPYING, GATHERING, REGISTERS, ROWS, STORED, grid
+from flashmoe_science.ops.moe.products.grouped import Product, starts_early
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
-class Up:
-    """The first product, which gathers rows of x and activates."""
+class Weights(NamedTuple):
+    """An expert's weights as the copy engine reads them: a tile of one stage, and shape and strides of all experts'."""
 
-    def __init__(self, function: Any, inputs: MoEInputs, config: Config, gpu: Gpu, early_start: bool) -> None:
-        p, (of_expert, of_row, _) = inputs.problem, inputs.w1.stride()
-        self._weights, self._config, self._gpu = 2 * p.hidden, config, gpu
-        product = up_of(p, inputs.activation, config, inputs.x.stride(0))
-        self._constexprs = tuple(product.constexprs.values())
-        w, out = (template(block, p.dtype) for block in product.blocks.values())
-        x, tables = Pointer(inputs.x.dtype), Pointer(torch.int32)  # x begins at a multiple of 16 bytes, as was checked
-        self._build = _build(function, (x, w, out, tables, 2, 2, *self._constexprs), early_start)
-        gates_and_ups = (p.experts, p.hidden // 8, 2, 8, p.dim), (of_expert, 8 * of_row, p.hidden * of_row, of_row, 1)
-        self._encode_w = self._build.encoder(0, w, *gates_and_ups)
-        self._encode_out = self._build.encoder(1, out, *ragged((0, p.hidden), (p.hidden, 1)))
-
-    def bind(self, counts: RowCounts) -> KernelLaunch:
-        encode_w, encode_out = self._encode_w, self._encode_out
-        programs = grid(counts, self._weights, self._config, self._gpu)
-        start = self._build.bound(programs, counts.pairs, counts.tiles, *self._constexprs)
-
-        def launch(x: Any, w: Any, bias: None, out: Any, tables: Any) -> None:
-            start(x, *encode_w(w), *encode_out(out), tables)
-
-        return launch
+    tile: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-class Down:
+def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
+    """The first product, which gathers rows of x and activates. Its weights are seen as [E, I / 8, 2, 8, H], so that gates and
+    ups alternate in eights of a tile."""
+    p, a, (x, w1, *_) = inputs.problem, inputs.activation, inputs.tensors
+    of_expert, of_row, _ = w1.stride()
+    weights = Weights(
+        (1, config["block_n"] // 16, 2, 8, config["block_k"]),
+        (p.experts, p.hidden // 8, 2, 8, p.dim),
+        (of_expert, 8 * of_row, p.hidden * of_row, of_row, 1),
+    )
+    constexprs = {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden, "STRIDE_X": x.stride(0),
+        "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
+    }  # fmt: skip
+    # x begins at a multiple of 16 bytes, as was checked.
+    return _product(function, inputs, config, Pointer(x.dtype), weights, constexprs, GATHERING)
+
+
+def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product, whose rows follow each other."""
+    p, deep = inputs.problem, config["block_k"]
+    weights = Weights((1, config["block_n"], deep), (p.experts, p.dim, p.hidden), inputs.tensors.w2.stride())
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim}
+    return _product(function, inputs, config, template((ROWS, deep), p.dtype), weights, constexprs, COPYING)
 
-    def __init__(self, function: Any, inputs: MoEInputs, config: Config, gpu: Gpu, early_start: bool) -> None:
-        p = inputs.problem
-        self._dim, self._hidden, self._config, self._gpu = p.dim, p.hidden, config, gpu
-        product = down_of(p, config)
-        self._constexprs = tuple(product.constexprs.values())
-        self._a, w, out = (template(block, p.dtype) for block in product.blocks.values())
-        self._build = _build(function, (self._a, w, out, Pointer(torch.int32), 2, 2, *self._constexprs), early_start)
-        self._encode_w = self._build.encoder(1, w, (p.experts, p.dim, p.hidden), inputs.w2.stride())
-        self._encode_out = self._build.encoder(2, out, *ragged((0, p.dim), (p.dim, 1)))
-        self._encoders: Cache[int, Encoder] = Cache(64)  # of a, by its rows
 
-    def bind(self, counts: RowCounts) -> KernelLaunch:
-        encode_a, encode_w, encode_out = self._encoder_of(counts.pairs), self._encode_w, self._encode_out
-        programs = grid(counts, self._dim, self._config, self._gpu)
-        start = self._build.bound(programs, counts.pairs, counts.tiles, *self._constexprs)
+def _product(
+    function: Any,
+    inputs: MoEInputs,
+    config: Config,
+    a: Pointer | TensorDescriptor,
+    weights: Weights,
+    constexprs: dict[str, Any],
+    registers: tuple[int, int],
+) -> Product:
+    """One of the two; ``a`` stands for x, or for the copies of what the first product wrote."""
+    gpu, dtype = current_gpu(inputs.tensors.x.device), inputs.problem.dtype
+    assert gpu is not None
+    depth, width = constexprs["DEPTH"], constexprs["WIDTH"]
+    tiles = (config["block_m"], config["block_n"], config["group"], config["num_stages"], *registers)
+    values, w, out = (*constexprs.values(), *tiles), template(weights.tile, dtype), template((1, 1, ROWS, STORED), dtype)
+    arguments = (a, w, out, Pointer(torch.int32), 2, 2, *values)
+    build = Build(function, arguments, num_warps=4, maxnreg=REGISTERS, launch_pdl=starts_early(inputs))
+    maps_of_a = int(isinstance(a, TensorDescriptor))
+    encode_w = build.encoder(maps_of_a, w, weights.shape, weights.strides)
+    encode_out = build.encoder(maps_of_a + 1, out, *ragged((0, width), (width, 1)))
+
+    @lru_cache(64)
+    def encoder_of_a(rows: int) -> Encoder | None:
+        """A map of more rows would let the copy engine read past the end of their memory. None for x, which has no map."""
+        return build.encoder(0, a, (rows, depth), (depth, 1)) if maps_of_a else None
+
+    def bind(counts: RowCounts) -> KernelLaunch:
+        encode_a, programs = encoder_of_a(counts.pairs), grid(counts, math.prod(weights.shape[1:-1]), config, gpu)
+        start = build.bound(programs, counts.pairs, counts.tiles, *values)
 
         def launch(a: Any, w: Any, bias: None, out: Any, tables: Any) -> None:
-            start(*encode_a(a), *encode_w(w), *encode_out(out), tables)
+            start(*((a,) if encode_a is None else encode_a(a)), *encode_w(w), *encode_out(out), tables)
 
         return launch
 
-    def _encoder_of(self, rows: int) -> Encoder:
-        """A map of more rows would let the copy engine read past the end of their memory."""
-        made = self._encoders.get(rows)
-        if made is None:
-            made = self._encoders[rows] = self._build.encoder(0, self._a, (rows, self._hidden), (self._hidden, 1))
-        return made
-
-
-def _build(function: Any, arguments: tuple[Any, ...], early_start: bool) -> Build:
-    return Build(function, arguments, num_warps=4, maxnreg=REGISTERS, launch_pdl=early_start)
+    return bind

@@ -1,0 +1,108 @@
+"""The experts by PyTorch's operators, as transformers and models compute them: by grouped products of sorted tokens, by batched
+products of each (token, expert) pair, and by a loop over the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.peer import one_config
+
+MAX_PAIRS = 64  # of batched_mm, up to which it is measured
+
+
+def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The experts by PyTorch's grouped matrix products of tokens sorted by expert, which transformers runs by default. The
+    results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16)."""
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
+    by_expert, order = topk_ids.flatten().sort(stable=True)
+    numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    both = add_bias(functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
+    down = functional.grouped_mm(activate(both, activation), w2.transpose(1, 2), offs=ends)
+    down = add_bias(down, down_bias, by_expert)
+    row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    weights = topk_weights.to(x.dtype)
+    return functional.embedding_bag(row_of_pair.view(tokens, top_k), down, mode="sum", per_sample_weights=weights)
+
+
+def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The experts by two batched products with a copy of the weights of every pair's expert: what transformers decodes with."""
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    (tokens, top_k), ids = topk_ids.shape, topk_ids.flatten()
+    rows = x.repeat_interleave(top_k, 0)
+    both = add_bias(torch.bmm(w1[ids], rows[:, :, None]).squeeze(2), gate_up_bias, ids)
+    down = add_bias(torch.bmm(w2[ids], activate(both, activation)[:, :, None]).squeeze(2), down_bias, ids)
+    return (down.view(tokens, top_k, -1) * topk_weights[:, :, None].to(x.dtype)).sum(1)
+
+
+def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The experts by a loop over all of them, each on the tokens that chose it: how models write it without a fused kernel."""
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(w1.shape[0]):
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        both = add_bias(x[tokens] @ w1[expert].T, gate_up_bias, expert)
+        down = add_bias(activate(both, activation) @ w2[expert].T, down_bias, expert)
+        out.index_add_(0, tokens, down * topk_weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
+def _serves_all(problem: MoEProblem, device: Device) -> str | None:
+    return None
+
+
+def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
+    if problem.pairs() > MAX_PAIRS:
+        return f"tokens times top_k is {problem.pairs()}; it copies an expert for each, and is measured up to {MAX_PAIRS}"
+    return None
+
+
+def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:
+    return None if device is None else "it waits for the host at every expert, so that no CUDA graph holds it"
+
+
+def _launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    # Which products run on other GPUs depends on the dtype and the PyTorch.
+    fused = problem.dtype == "bf16" and gpu.compute_capability == (9, 0)
+    return (Launch("GroupProblemShape"),) if fused else ()
+
+
+def _launches_of_cublas(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return ()  # under whatever names cuBLAS gives them
+
+
+def _run(experts: Callable[[Tensors, Activation], torch.Tensor], inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return experts(inputs.tensors, inputs.activation)
+
+
+_peer = partial(MoEKernel, origin="peer", op="moe", configs=one_config, on_cpu=True)
+GROUPED_MM = _peer(
+    name="grouped_mm",
+    about="PyTorch's grouped matrix products on tokens sorted by expert",
+    supports=_serves_all,
+    run=partial(_run, grouped_mm),
+    launches=_launches_grouped,
+)
+BATCHED_MM = _peer(
+    name="batched_mm",
+    about="PyTorch's batched products of each pair with a copy of its expert's weights",
+    supports=_serves_few_pairs,
+    run=partial(_run, batched_mm),
+    launches=_launches_of_cublas,
+)
+EXPERT_LOOP = _peer(
+    name="expert_loop",
+    about="a loop over all experts, each on the tokens that chose it",
+    supports=_serves_cpu,
+    run=partial(_run, expert_loop),
+    launches=_launches_of_cublas,
+)
