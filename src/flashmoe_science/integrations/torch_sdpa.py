@@ -153,85 +153,55 @@ def _dense(original: _Original) -> Callable[..., Any]:
 
 
 def _packed(original: _Original) -> Callable[..., Any]:
-    def flash_attention(
-        keys: torch.DispatchKeySet,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cum_seq_q: torch.Tensor | None,
-        cum_seq_k: torch.Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        **options: Any,
-    ) -> Any:
-        """[tokens, heads, head_dim] with ``cum_seq_q``, as ``varlen_attn`` has them."""
-        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
-        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
-            return original(keys, query, key, value, *rest, **options)
-        out, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
-        return out, lse, *_nothing_random(query)
+    def flash_attention(keys: torch.DispatchKeySet, query: torch.Tensor, *args: Any, **options: Any) -> Any:
+        served = _attend_packed(query, *args, **options)
+        return original(keys, query, *args, **options) if served is None else (*served, *_nothing_random(query))
 
     return flash_attention
 
 
 def _packed_out(original: _Original) -> Callable[..., Any]:
-    def flash_attention_into(
-        keys: torch.DispatchKeySet,
-        out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cum_seq_q: torch.Tensor | None,
-        cum_seq_k: torch.Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        **options: Any,
-    ) -> Any:
+    def flash_attention_into(keys: torch.DispatchKeySet, out: torch.Tensor, *args: Any, **options: Any) -> Any:
         """As ``flash_attention``, the output into ``out``; returns the log-sum-exp."""
-        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
-        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
-            return original(keys, out, query, key, value, *rest, **options)
-        result, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
-        out.copy_(result)
-        return lse
+        served = _attend_packed(*args, **options)
+        if served is None:
+            return original(keys, out, *args, **options)
+        out.copy_(served[0])
+        return served[1]
 
     return flash_attention_into
-
-
-_PACKED_OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
-
-
-def _serves_packed(query: torch.Tensor, dropout_p: float, return_debug_mask: bool, options: dict[str, Any]) -> bool:
-    supported = all(
-        name in _PACKED_OPTIONS or value is None for name, value in options.items()
-    )  # ALiBi, and what a later PyTorch adds
-    return supported and not (_BUSY.now or dropout_p or return_debug_mask) and query.dtype in DTYPES
 
 
 def _attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cum_seq_q: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
+    dropout_p: float,
     is_causal: bool,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [tokens, heads, head_dim], log-sum-exp [heads, tokens]); keys packed, or pages where there is a ``block_table``."""
-    left, right = (-1 if size is None else size for size in (options.get(f"window_size_{side}") for side in ("left", "right")))
-    used, scale, pages = options.get("seqused_k"), options.get("scale"), options.get("block_table")
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(out, log-sum-exp [heads, tokens]) of [tokens, heads, head_dim] with ``cum_seq_q``, as ``varlen_attn`` has them; keys are
+    packed, or pages where there is a ``block_table``. None for a call that PyTorch's own kernel serves."""
+    unsupported = any(other is not None for other in others.values())  # ALiBi, and what a later PyTorch adds
+    if cum_seq_q is None or _BUSY.now or dropout_p or return_debug_mask or unsupported or query.dtype not in DTYPES:
+        return None
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
     with _ours():
         out, lse = flash_attn_varlen_func(
-            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, None, used, scale, is_causal, window_size=(left, right),
-            num_splits=options.get("num_splits") or 0, return_attn_probs=True, block_table=pages,
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, None, seqused_k, scale, is_causal, window_size=(left, right),
+            num_splits=num_splits or 0, return_attn_probs=True, block_table=block_table,
         )  # fmt: skip
     return out.contiguous(), lse
 
