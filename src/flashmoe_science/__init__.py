@@ -3,70 +3,48 @@
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from flashmoe_science.attention import (
-        explain,
-        flash_attention_forward,
-        flash_attention_science,
-        flash_attn_func,
-        merge_attention,
-        scaled_dot_product_attention,
-    )
-    from flashmoe_science.moe import balance_loss, expert_load, explain_moe, fused_moe, route
-    from flashmoe_science.nn import FlashMoELayer
-    from flashmoe_science.packed import (
-        flash_attn_kvpacked_func,
-        flash_attn_qkvpacked_func,
-        flash_attn_varlen_kvpacked_func,
-        flash_attn_varlen_qkvpacked_func,
-    )
-    from flashmoe_science.serving import flash_attn_varlen_func, flash_attn_with_kvcache
+    from flashmoe_science.attention import explain as explain
+    from flashmoe_science.attention import flash_attention_forward as flash_attention_forward
+    from flashmoe_science.attention import flash_attention_science as flash_attention_science
+    from flashmoe_science.attention import flash_attn_func as flash_attn_func
+    from flashmoe_science.attention import merge_attention as merge_attention
+    from flashmoe_science.attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from flashmoe_science.moe import balance_loss as balance_loss
+    from flashmoe_science.moe import expert_load as expert_load
+    from flashmoe_science.moe import explain_moe as explain_moe
+    from flashmoe_science.moe import fused_moe as fused_moe
+    from flashmoe_science.moe import route as route
+    from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
+    from flashmoe_science.packed import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from flashmoe_science.packed import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from flashmoe_science.packed import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+    from flashmoe_science.packed import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from flashmoe_science.serving import flash_attn_varlen_func as flash_attn_varlen_func
+    from flashmoe_science.serving import flash_attn_with_kvcache as flash_attn_with_kvcache
 
     __version__: str
 
-_ATTENTION = (
-    "explain",
-    "flash_attention_forward",
-    "flash_attention_science",
-    "flash_attn_func",
-    "merge_attention",
-    "scaled_dot_product_attention",
-)
-_MOE = ("balance_loss", "expert_load", "explain_moe", "fused_moe", "route")
-_PACKED = (
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-)
-_SERVING = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
-_HOMES = (
-    dict.fromkeys(_ATTENTION, "attention")
-    | dict.fromkeys(_PACKED, "packed")
-    | dict.fromkeys(_SERVING, "serving")
-    | dict.fromkeys(_MOE, "moe")
-    | {"FlashMoELayer": "nn"}
-)
-
-__all__ = [
-    "FlashMoELayer",
-    "balance_loss",
-    "expert_load",
-    "explain",
-    "explain_moe",
-    "flash_attention_forward",
-    "flash_attention_science",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "fused_moe",
-    "merge_attention",
-    "route",
-    "scaled_dot_product_attention",
-]
+_MODULES = {  # of each public name
+    "FlashMoELayer": "nn",
+    "balance_loss": "moe",
+    "expert_load": "moe",
+    "explain": "attention",
+    "explain_moe": "moe",
+    "flash_attention_forward": "attention",
+    "flash_attention_science": "attention",
+    "flash_attn_func": "attention",
+    "flash_attn_kvpacked_func": "packed",
+    "flash_attn_qkvpacked_func": "packed",
+    "flash_attn_varlen_func": "serving",
+    "flash_attn_varlen_kvpacked_func": "packed",
+    "flash_attn_varlen_qkvpacked_func": "packed",
+    "flash_attn_with_kvcache": "serving",
+    "fused_moe": "moe",
+    "merge_attention": "attention",
+    "route": "moe",
+    "scaled_dot_product_attention": "attention",
+}
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> _typing.Any:
@@ -76,10 +54,10 @@ def __getattr__(name: str) -> _typing.Any:
         from importlib.metadata import version
 
         value = version("flashmoe-science")
-    elif name in _HOMES:
+    elif name in _MODULES:
         from importlib import import_module
 
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

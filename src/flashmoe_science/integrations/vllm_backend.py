@@ -112,21 +112,7 @@ class FMSBackend(TritonAttentionBackend):
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
-    def supports_non_causal(cls) -> bool:
+    def _unsupported(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+    supports_non_causal = supports_mm_prefix = supports_rswa = supports_alibi_sqrt = supports_batch_invariance = _unsupported
