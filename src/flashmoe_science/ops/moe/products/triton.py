@@ -63,6 +63,38 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
         return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@triton.jit
+def _multiply(
+    a, w, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """The sums of rows ``of_a`` of a times rows ``of_w``, of ``WIDTH``, of the expert's weights; and times those ``SECOND``
+    rows further, if it is not None. ``EVEN``: tiles divide the weights."""
+    depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
+    a_ptrs = a + of_a.to(tl.int64)[:, None] * STRIDE_A + depth[None, :]  # [BLOCK_M, BLOCK_K]
+    w_ptrs = w + tile.expert * STRIDE_E + of_w.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
+    first = tl.zeros([rows.shape[0], of_w.shape[0]], tl.float32)
+    second = tl.zeros([rows.shape[0], of_w.shape[0]], tl.float32)
+    for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
+        x = tl.load(a_ptrs, mask=(rows < tile.end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
+        # All of a tile is inside where tiles divide the weights: a mask would cost instructions.
+        inside = None if EVEN else (k + depth < DEPTH)[:, None] & (of_w < WIDTH)[None, :]
+        other: tl.constexpr = None if EVEN else 0.0
+        first = _dot(x, tl.load(w_ptrs, mask=inside, other=other), first, PRECISION, INTERPRET)
+        if SECOND is not None:
+            second = _dot(x, tl.load(w_ptrs + SECOND * STRIDE_N, mask=inside, other=other), second, PRECISION, INTERPRET)
+        a_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * STRIDE_K
+    return first, second
+
+
+@triton.jit
+def _store(block, out, rows, columns, tile, WIDTH: tl.constexpr):
+    out_ptrs = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    tl.store(out_ptrs, block.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < WIDTH)[None, :])
+
+
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
     x, w, bias, out, tables, pairs, tiles,
@@ -88,28 +120,12 @@ def flashmoe_moe_up(
         else:
             of_w = columns
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
-        depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        x_ptrs = x + token.to(tl.int64)[:, None] * STRIDE_X + depth[None, :]  # [BLOCK_M, BLOCK_K]
-        w_ptrs = w + tile.expert * STRIDE_E + of_w.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
-        gate = tl.zeros([BLOCK_M, of_w.shape[0]], tl.float32)
-        up = tl.zeros([BLOCK_M, of_w.shape[0]], tl.float32)
+        UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
-            a = tl.load(x_ptrs, mask=(rows < tile.end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
-            if even:
-                b = tl.load(w_ptrs)  # [BLOCK_K, BLOCK_N]
-            else:
-                inside = (k + depth < DEPTH)[:, None] & (of_w < ROWS)[None, :]
-                b = tl.load(w_ptrs, mask=inside, other=0.0)
-            gate = _dot(a, b, gate, PRECISION, INTERPRET)  # [BLOCK_M, BLOCK_N]
-            if GATED and not INTERLEAVED:
-                if even:
-                    b_up = tl.load(w_ptrs + WIDTH * STRIDE_N)
-                else:
-                    b_up = tl.load(w_ptrs + WIDTH * STRIDE_N, mask=inside, other=0.0)
-                up = _dot(a, b_up, up, PRECISION, INTERPRET)
-            x_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K * STRIDE_K
+        gate, up = _multiply(
+            x, w, tile, rows, token, of_w, even, ROWS, UP,
+            DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+        )  # fmt: skip
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
             bias_ptrs = bias + tile.expert * biases + of_w  # as of_w
@@ -118,14 +134,12 @@ def flashmoe_moe_up(
                 up += tl.load(bias_ptrs + WIDTH, mask=of_w < ROWS, other=0.0).to(tl.float32)[None, :]
         if both:
             gate, up = tl.split(tl.reshape(gate, [BLOCK_M, BLOCK_N, 2]))
-        active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)  # [BLOCK_M, BLOCK_N]
-        out_ptrs = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        tl.store(out_ptrs, active.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < WIDTH)[None, :])
+        _store(activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT), out, rows, columns, tile, WIDTH)
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down(
-    a_base, w, bias, out, tables, pairs, tiles,
+    a, w, bias, out, tables, pairs, tiles,
     EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -139,24 +153,14 @@ def flashmoe_moe_down(
     if exists:
         rows = tile.row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         columns = tile.column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        a_ptrs = a_base + rows.to(tl.int64)[:, None] * DEPTH + depth[None, :]  # [BLOCK_M, BLOCK_K]
-        w_ptrs = w + tile.expert * STRIDE_E + columns.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
-            a = tl.load(a_ptrs, mask=(rows < tile.end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
-            if even:
-                b = tl.load(w_ptrs)  # [BLOCK_K, BLOCK_N]
-            else:
-                b = tl.load(w_ptrs, mask=(k + depth < DEPTH)[:, None] & (columns < WIDTH)[None, :], other=0.0)
-            acc = _dot(a, b, acc, PRECISION, INTERPRET)
-            a_ptrs += BLOCK_K
-            w_ptrs += BLOCK_K * STRIDE_K
+        acc, _ = _multiply(
+            a, w, tile, rows, rows, columns, even, WIDTH, None,
+            DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+        )  # fmt: skip
         if bias is not None:
             acc += tl.load(bias + tile.expert * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-        out_ptrs = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < WIDTH)[None, :])
+        _store(acc, out, rows, columns, tile, WIDTH)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
