@@ -112,14 +112,10 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
-    if not isinstance(options.transposed, bool):
-        raise TypeError(f"transposed is {options.transposed!r}; it must be True or False")
-    if options.transposed:
-        for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-                raise ValueError(f"{name} must be a tensor of three dimensions, experts first")
-        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    _check_weights(hidden_states, gate_up_proj, down_proj)
+    for flag in ("transposed", "interleaved"):
+        if not isinstance(getattr(options, flag), bool):
+            raise TypeError(f"{flag} is {getattr(options, flag)!r}; it must be True or False")
+    gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
     activation = _checked_activation(options, gate_up_proj, down_proj)
     experts, rows, dim = gate_up_proj.shape
@@ -172,8 +168,6 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     """The activation of weights as kernels take them."""
     function, _, interleaved, alpha, limit, _ = options
     check_activation(function, alpha, limit)
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"interleaved is {interleaved!r}; it must be True or False")
     rows, width = w1.shape[1], w2.shape[2]
     if rows not in (width, 2 * width):
         raise ValueError(
@@ -185,22 +179,25 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     return Activation(function, rows == 2 * width, interleaved, float(alpha), float(limit))  # type: ignore[arg-type]
 
 
-def _check_weights(hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> None:
-    named = {"hidden_states": hidden_states, "gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    for name, tensor in named.items():
-        _check_tensor(name, tensor)
+def _checked_weights(
+    hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights as [experts, out, in] views."""
+    for name, tensor in (("hidden_states", hidden_states), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        _check_tensor(name, tensor, hidden_states)
         if tensor.dtype not in (*DTYPES, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
         if tensor.dtype != hidden_states.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} and hidden_states {hidden_states.dtype}; they must be the same")
-        _check_device(name, tensor, hidden_states)
     if hidden_states.dim() < 1:
         raise ValueError("hidden_states has no dimension; its last one must be the model's")
-    for name, tensor in list(named.items())[1:]:
+    for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have three dimensions, experts first")
         if 0 in tensor.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; no size of it may be 0")
+    if transposed:
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
     dim, experts = hidden_states.shape[-1], gate_up_proj.shape[0]
     if gate_up_proj.shape[2] != dim or down_proj.shape[1] != dim:
         raise ValueError(
@@ -209,13 +206,13 @@ def _check_weights(hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down
         )
     if down_proj.shape[0] != experts:
         raise ValueError(f"gate_up_proj has {experts} experts and down_proj {down_proj.shape[0]}; they must have as many")
+    return gate_up_proj, down_proj
 
 
 def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
-    """The routing must be [..., top_k] of these tokens."""
+    """Raise unless the routing is [..., top_k] of these tokens."""
     for name, tensor in (("top_k_weights", weights), ("top_k_ids", ids)):
-        _check_tensor(name, tensor)
-        _check_device(name, tensor, hidden_states)
+        _check_tensor(name, tensor, hidden_states)
         if tensor.dim() != hidden_states.dim() or tensor.shape[:-1] != hidden_states.shape[:-1] or tensor.shape[-1] < 1:
             wanted = ", ".join(map(str, (*hidden_states.shape[:-1], "top_k")))
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{wanted}]")
@@ -227,28 +224,25 @@ def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torc
 
 
 def _check_bias(name: str, bias: torch.Tensor, hidden_states: torch.Tensor, shape: Shape) -> None:
-    _check_tensor(name, bias)
+    _check_tensor(name, bias, hidden_states)
     _check_float(name, bias, hidden_states)
     if tuple(bias.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {shape}")
-    _check_device(name, bias, hidden_states)
 
 
 def _check_float(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -> None:
-    """Raise TypeError unless the tensor is of a dtype that may stand beside ``hidden_states``."""
+    """Raise TypeError unless the tensor is of a dtype that kernels take with ``hidden_states``."""
     if tensor.dtype not in DTYPES and tensor.dtype is not hidden_states.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16 or float16, or as hidden_states")
 
 
-def _check_device(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -> None:
-    if tensor.device != hidden_states.device:
-        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
-
-
-def _check_tensor(name: str, tensor: object) -> None:
+def _check_tensor(name: str, tensor: object, hidden_states: torch.Tensor) -> None:
+    """Raise unless it is a dense tensor on the device of ``hidden_states``."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.is_nested:
         raise TypeError(f"{name} is nested; it must be a dense tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
+    if tensor.device != hidden_states.device:
+        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
