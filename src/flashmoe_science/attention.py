@@ -3,7 +3,7 @@
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
 differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, inputs that
 require gradients, fp64, dropout and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as
-PyTorch casts its own attention's. ``explain`` says what serves a call, and why.
+PyTorch casts its own attention's. ``explain`` returns what serves a call, and why.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
 
 
 def explain(*arguments: Any, **options: Any) -> Decision:
-    """What serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles the kernel and launches none.
+    """The kernel that serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles it; launches none.
 
     Args:
         arguments, options: a function of this package, then all that the call is given; without a function the call is one of
@@ -188,18 +188,18 @@ def flash_attn_func(
 def merge_attention(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to all keys, of the results of attention to pieces of them, by PyTorch's operators; differentiable.
+    """Merge results of attention to parts of the keys into attention to all keys, by PyTorch's operators; differentiable.
 
     Args:
-        outs: of each piece [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
-            ``flash_attn_with_kvcache`` return it; or all in one tensor, the pieces first.
-        lses: of each [..., heads, tokens], the log-sum-exp that they return. A piece is not looked at where it is -inf.
+        outs: of each part [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
+            ``flash_attn_with_kvcache`` return it; or all in one tensor, the parts first.
+        lses: of each [..., heads, tokens], the log-sum-exp that they return. A part is not read where it is -inf.
 
     Returns:
-        (out in the shape and dtype of each piece's, lse fp32); zeros and -inf where no piece has a key.
+        (out in the shape and dtype of each part's, lse fp32); zeros and -inf where no part has a key.
 
     Raises:
-        TypeError, ValueError: pieces that do not fit each other.
+        TypeError, ValueError: parts that do not fit each other.
     """
     outs, lses = [*outs], [*lses]
     check_parts(outs, lses)

@@ -15,7 +15,7 @@ def unpad_input(
 
     Args:
         attention_mask: [batch, seqlen], bool or 0 and 1.
-        unused_mask: likewise, rows that are kept too and not used: no row is in both.
+        unused_mask: of the same shape, rows that are kept too and not used: no row is in both.
 
     Returns:
         rows [total, ...], their int64 indices [total] among batch * seqlen, int32 cu_seqlens [batch + 1], the longest length,

@@ -1,7 +1,7 @@
 """The public mixture-of-experts functions.
 
 ``route`` chooses the experts of each token and their weights; ``fused_moe`` computes them, in the weight layouts that models
-hold. Tensors on the CPU, and inputs that require gradients, are served by PyTorch's own operators. ``explain_moe`` says what
+have. Tensors on the CPU, and inputs that require gradients, are served by PyTorch's own operators. ``explain_moe`` returns what
 serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
 """
 
@@ -53,7 +53,7 @@ def fused_moe(
         activation: "silu", "gelu" (by erf), "gelu_tanh", "relu", "relu2" (its square), or "clamped_silu", gpt-oss's:
             ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``.
         gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H]; added before the activation and before the routing weight.
-        transposed: the weights are [E, H, 2I] and [E, I, H], as gpt-oss holds them.
+        transposed: the weights are [E, H, 2I] and [E, I, H], as in gpt-oss.
         interleaved: gates and ups alternate, as in gpt-oss.
         alpha, limit: of "clamped_silu".
         kernel: serve by this kernel or raise; by default the best for the problem.
@@ -71,7 +71,7 @@ def fused_moe(
 
 
 def explain_moe(*arguments: Any, **options: Any) -> Decision:
-    """What serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``.
+    """The kernel that serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``.
 
     Raises:
         TypeError, ValueError: what the call itself would raise.

@@ -1,4 +1,4 @@
-"""FlashAttention-2's functions of packed tensors: keys and values, or queries too, beside each other in one.
+"""FlashAttention-2's functions of packed tensors: keys and values, or queries too, in one tensor.
 
 Arguments and results are FlashAttention-2's, each function ``flash_attn_func`` or ``flash_attn_varlen_func`` of views. The mask
 of dropout, the third result with ``return_attn_probs``, is None.

@@ -89,7 +89,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of sequences of any lengths that lie one after another, with FlashAttention-3's signature and semantics.
+    """Attention of packed sequences of any lengths, one after another, with FlashAttention-3's signature and semantics.
 
     Args:
         q: [total_q, heads, head_dim]; k and v: [total_k, heads_kv, ...], or with ``block_table`` [pages, rows, heads_kv, ...].
@@ -103,7 +103,7 @@ def flash_attn_varlen_func(
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
         attention_chunk: above 0, queries see only keys of their own chunk of that many positions.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
-        num_splits: into how many pieces the keys are split; 1 for a result that does not depend on the batch; 0 for our choice,
+        num_splits: into how many splits the keys are cut; 1 for a result that does not depend on the batch; 0 for our choice,
             by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.
         return_attn_probs: also return the log-sum-exp.
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
         deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
         pack_gqa, sm_margin: accepted and without effect.
         qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
-            (head_dim + head_dim_v) ** -0.5. k and v are copied beside each other for it.
+            (head_dim + head_dim_v) ** -0.5. k and v are copied into one tensor for it.
 
     Returns:
         out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32).
@@ -160,11 +160,11 @@ def flash_attn_varlen_func(
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
     check_table(block_table, "block_table", (None, None), q)
     q, k = concat_qv(q, k, v, qv)
-    most_q, total_q = max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
+    max_q, total_q = max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
     used = None
     if seqused_q is not None:
         check_table(seqused_q, "seqused_q", (cu_seqlens_q.shape[0] - 1,), q)
-        starts, sizes = (cu_seqlens_q, cu_seqlens_q), (total_q, total_q, most_q)
+        starts, sizes = (cu_seqlens_q, cu_seqlens_q), (total_q, total_q, max_q)
         refuse_lengths(Lengths(*starts, seqused_q, *(None,) * 5, *sizes, names=USED_NAMES))
         used = used_rows(cu_seqlens_q, seqused_q, total_q)
         q, cu_seqlens_q = q.index_select(0, used.source), used.cu_seqlens
@@ -174,7 +174,7 @@ def flash_attn_varlen_func(
             refuse_lengths(Lengths(None, cu_seqlens_k, tokens_k=block_table.numel() * k.shape[1]))
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
-    most_k = max_seqlen(max_seqlen_k, "max_seqlen_k", k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1])
+    max_k = max_seqlen(max_seqlen_k, "max_seqlen_k", k.shape[0] if block_table is None else block_table.shape[1] * k.shape[1])
     keys, values = (packed_view(one) if block_table is None else one.transpose(1, 2) for one in (k, v))
     tensors = Tensors(
         packed_view(q), keys, values, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, sinks=s_aux,
@@ -182,7 +182,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     check_flag(deterministic, "deterministic")
     options = Options(
-        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, most_q, most_k, deterministic,
+        mask, return_attn_probs, kernel, left, right, checked_cap(softcap), num_splits, max_q, max_k, deterministic,
         tokens_first=True, names=VARLEN_NAMES,
     )  # fmt: skip
     tensors = with_chunks(tensors, options, attention_chunk)
@@ -236,7 +236,7 @@ def flash_attn_with_kvcache(
     """Attention of new queries to a cache of keys and values, with FlashAttention-3's signature and semantics.
 
     With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
-    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is refused
+    whose length is then that much more (``cache_seqlens`` itself is not changed). What would not fit the capacity is refused
     on the CPU and with FLASHMOE_CHECK=1, else not written.
 
     Args:
@@ -255,7 +255,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 [batch], positions in place of ``cache_seqlens``.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors.
         rotary_interleaved: pairs (0, 1), (2, 3)...; else (i, i + half).
-        num_splits: into how many pieces the keys are split; 0 for our choice, by which the last bits of a sequence's result may
+        num_splits: into how many splits the keys are cut; 0 for our choice, by which the last bits of a sequence's result may
             depend on the lengths of the others; 1 for a result that does not depend on the batch. Equal calls give equal bits.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, s_aux, kernel, qv: as of
             ``flash_attn_varlen_func``.
@@ -316,7 +316,7 @@ def flash_attn_with_kvcache(
     )
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
-    most_q = queries_of(max_seqlen_q, q, packed)
+    max_q = queries_of(max_seqlen_q, q, packed)
     seqlens = lengths_of(cache_seqlens, batch, "cache_seqlens", q)
     partly = (page_table, cache_batch_idx, cache_leftpad, k)
     if seqlens is None and (packed or any(one is not None for one in partly)):
@@ -326,18 +326,18 @@ def flash_attn_with_kvcache(
         rows, keys, values, cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, s_aux,
         slopes_of(alibi_slopes, batch), k_scale=k_descale, v_scale=v_descale,
     )  # fmt: skip
-    moving = mask == "causal" or left is not None or right is not None
+    rotary_per_query = mask == "causal" or left is not None or right is not None
     options = Options(
-        mask, return_softmax_lse, kernel, left, right, checked_cap(softcap), num_splits, most_q,
-        rotary_interleaved=rotary_interleaved, rotary_per_query=moving, one_length=length is not None and store is not None,
-        tokens_first=True, names=CACHE_NAMES,
+        mask, return_softmax_lse, kernel, left, right, checked_cap(softcap), num_splits, max_q,
+        rotary_interleaved=rotary_interleaved, rotary_per_query=rotary_per_query,
+        one_length=length is not None and store is not None, tokens_first=True, names=CACHE_NAMES,
     )  # fmt: skip
     new = new_keys(k, v, cu_seqlens_k_new is not None, rotary_cos, rotary_interleaved)
     if new is not None:
         assert seqlens is not None
         append = Append(
             keys, values, *new, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-            rotary_sin, rotary_seqlens, rotary_interleaved, not moving, most_q,
+            rotary_sin, rotary_seqlens, rotary_interleaved, not rotary_per_query, max_q,
         )  # fmt: skip
         if store is not None and (result := append_and_attend(append, tensors, options, softmax_scale, store)) is not None:
             return result if return_softmax_lse else result[0]  # type: ignore[return-value]

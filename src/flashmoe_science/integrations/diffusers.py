@@ -20,7 +20,7 @@ NAME = "fms"
 
 
 def register() -> None:
-    """Make the attention backend "fms" known to diffusers. A second call changes nothing.
+    """Register the attention backend "fms" with diffusers. A second call changes nothing.
 
     Raises:
         ImportError: diffusers is not installed, or its registry is not where 0.42 has it.
@@ -44,7 +44,7 @@ def attention(
     return_lse: bool = False,
     _parallel_config: Any = None,
 ) -> torch.Tensor:
-    """What diffusers calls, by keyword: attention of [batch, length, heads, head_dim] tensors, in that shape.
+    """Attention of [batch, length, heads, head_dim] tensors, in that shape; diffusers calls it by keyword.
 
     Args:
         attn_mask: boolean or added to the scores, broadcasting to [batch, heads, queries, keys]; or [batch, keys].
@@ -65,9 +65,8 @@ def attention(
 
 def _member(names: Any) -> Any:
     """The member "fms" of diffusers' enumeration of strings, which is added to it."""
-    known = names._value2member_map_.get(NAME)
-    if known is not None:
-        return known
+    if (member := names._value2member_map_.get(NAME)) is not None:
+        return member
     member = str.__new__(names, NAME)
     member._name_, member._value_ = NAME.upper(), NAME
     names._member_names_.append(member._name_)

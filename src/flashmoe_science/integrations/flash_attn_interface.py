@@ -42,7 +42,7 @@ _ROWS = ("batch, tokens, heads, head_dim", 4)
 
 
 def _forward_only(function: F) -> F:
-    """The function without gradients where FLASH_ATTENTION_DISABLE_BACKWARD says so."""
+    """The function without gradients where FLASH_ATTENTION_DISABLE_BACKWARD is TRUE."""
     return torch.no_grad()(function) if os.getenv("FLASH_ATTENTION_DISABLE_BACKWARD") == "TRUE" else function
 
 
@@ -102,10 +102,10 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial results over pieces of the keys as one, by PyTorch's operators.
+    """Merge partial results over splits of the keys, by PyTorch's operators.
 
     Args:
-        out_partial: fp32 [splits, ..., head_dim]; what lies where lse_partial is -inf is not looked at.
+        out_partial: fp32 [splits, ..., head_dim]; not read where lse_partial is -inf.
         lse_partial: fp32 [splits, ...], natural logarithms.
         out, out_dtype: where to write, or in which dtype (fp32 by default).
 

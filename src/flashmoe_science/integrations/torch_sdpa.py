@@ -5,7 +5,7 @@
     with torch_sdpa.activated():
         model(inputs)
 
-``register`` makes the name "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
+``register`` adds the name "flashmoe" for ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
 While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
 PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
 are served as before. A backward pass is PyTorch's own, FlashAttention 2's, on our output and log-sum-exp.
@@ -35,7 +35,7 @@ _OPTIONS = {causal: Options("causal" if causal else "full", return_lse=True) for
 
 
 def register() -> None:
-    """Make "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``. A second call changes nothing."""
+    """Register "flashmoe" for ``torch.nn.attention.activate_flash_attention_impl``. A second call changes nothing."""
     registry.register_flash_attention_impl(NAME, register_fn=_activate)
 
 
@@ -55,7 +55,7 @@ def activated() -> Iterator[None]:
 
 
 class _Active:
-    """What an activation changed; ``remove`` undoes it."""
+    """The changes of an activation; ``remove`` undoes them."""
 
     def __init__(self) -> None:
         self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL", "CUDA")
@@ -73,7 +73,7 @@ class _Active:
 
 
 def _activate() -> _Active:
-    """What PyTorch's registry calls."""
+    """Override the operators, for PyTorch's registry."""
     active = _Active()
     active.override(_DENSE, _dense)
     active.override(_PACKED, _packed)
@@ -121,7 +121,7 @@ _BUSY = _Busy()
 
 @contextlib.contextmanager
 def _ours() -> Iterator[None]:
-    """Within an operator below autograd: tensors still say that they require gradients, which PyTorch's formula gives them."""
+    """A context for an operator below autograd, where tensors still require gradients, which PyTorch's formula computes."""
     _BUSY.now = True
     try:
         with torch.no_grad():

@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fms", experts_implementation="fms")
 
 Attention is in ``transformers_attention``; here are the experts. transformers hands an implementation the experts module of a
-layer, which says by flags, by ``act_fn`` and by a method ``_apply_gate`` what it computes. All three are read at each call, and
+layer, whose flags, ``act_fn`` and method ``_apply_gate`` define what it computes. All three are read at each call, and
 what ``fused_moe`` does not compute is refused.
 """
 
@@ -26,7 +26,7 @@ from flashmoe_science.ops.moe.problem import Function
 from flashmoe_science.ops.moe.pytorch import activate
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
-OLDEST = "5.10"  # the first whose modules say is_concatenated
+OLDEST = "5.10"  # the first whose modules have is_concatenated
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _UNSERVED_FLAGS: dict[str, object] = {"has_post_expert_norm": False}  # and the value at which a flag changes nothing
@@ -43,7 +43,7 @@ _GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "_apply_ga
 
 
 def register() -> None:
-    """Make ``attn_implementation="fms"`` and ``experts_implementation="fms"`` known. A second call changes nothing.
+    """Register ``attn_implementation="fms"`` and ``experts_implementation="fms"``. A second call changes nothing.
 
     Raises:
         ImportError: transformers is not installed, or is too old.
@@ -58,9 +58,9 @@ def register() -> None:
     flags = inspect.signature(use_experts_implementation).parameters
     if not flags.keys() >= set(_FLAGS):
         raise ImportError(f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer; the one installed is older")
-    known = {"experts_class", "experts_interface", *_FLAGS, *_UNSERVED_FLAGS}
-    _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in known})
-    _cached_layout.cache_clear()  # it was of the flags known before
+    handled = {"experts_class", "experts_interface", *_FLAGS, *_UNSERVED_FLAGS}
+    _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in handled})
+    _cached_layout.cache_clear()  # it was made for the flags before
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     transformers_attention.register()
 
@@ -68,7 +68,7 @@ def register() -> None:
 def experts_forward(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers calls: the experts of hidden_states [T, H] by top_k_index and top_k_weights [T, K].
+    """The experts, for transformers, of hidden_states [T, H] by top_k_index and top_k_weights [T, K].
 
     An id of ``num_experts``, which marks a pair of another rank under expert parallelism, adds nothing. States of another
     dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do.
@@ -100,7 +100,7 @@ def experts_forward(
 
 
 class _Layout(NamedTuple):
-    """How ``fused_moe`` is to be called for a module. ``first`` is the name of its first weights."""
+    """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights."""
 
     first: str
     has_bias: bool
@@ -109,7 +109,7 @@ class _Layout(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """All of a module that decides on its layout."""
+    """The parts of a module that its layout depends on."""
 
     name: str  # of its class
     gate: object  # the method of its class
@@ -156,16 +156,16 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
     """As ``_cached_layout``, of the attributes as a dictionary. Raises _NotServed."""
     for flag in _FLAGS:
         if not isinstance(attributes.get(flag), bool):
-            raise _NotServed(f"it does not say {flag}, True or False")
+            raise _NotServed(f"its {flag} is not True or False")
     for flag, neutral in _UNSERVED_FLAGS.items():
         if attributes.get(flag, neutral) != neutral:
             raise _NotServed(f"{flag} is {attributes[flag]!r}, and only {neutral!r} is served")
     first = "gate_up_proj" if attributes["has_gate"] else "up_proj"
-    known = {first, "down_proj", "act_fn", "parametrizations"}
+    used = {first, "down_proj", "act_fn", "parametrizations"}
     if attributes["has_bias"]:
-        known |= {f"{first}_bias", "down_proj_bias"}
-    if unknown := set(module.members) - known:  # a scale, a norm, a bias
-        raise _NotServed(f"it holds {', '.join(sorted(unknown))}, which would not be used")
+        used |= {f"{first}_bias", "down_proj_bias"}
+    if unused := set(module.members) - used:  # a scale, a norm, a bias
+        raise _NotServed(f"it has {', '.join(sorted(unused))}, which would not be used")
     function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
     if function is None and module.act_fn is not NoneType:
         raise _NotServed(f"act_fn is {module.act_fn.__name__}; those served are {', '.join(sorted(set(_FUNCTIONS.values())))}")
@@ -180,8 +180,8 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
 
 def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:
     """The activation that a method ``_apply_gate`` computes, found by calling it on numbers: a class of another name, or of a
-    later transformers, is taken for what it computes. One that reads more of its module than ``act_fn`` and the attributes that
-    are known here is not served."""
+    later transformers, is served by what it computes. One that reads more of its module than ``act_fn`` and _GATE_ATTRIBUTES is
+    not served."""
     if "_apply_gate" in attributes:
         raise _NotServed("its _apply_gate is set on the module, and only a class's can be examined")
     module = SimpleNamespace(**attributes)

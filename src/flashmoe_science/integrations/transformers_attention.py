@@ -22,12 +22,12 @@ from flashmoe_science.ops.attention.problem import Mask
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 
 _UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
-_FEW = 16  # queries of a padded sequence, up to which lengths say all: keys are split over programs then
+_SPLIT_QUERIES = 16  # of a padded sequence, up to which it is served by lengths: keys are split over programs then
 _PLAIN: dict[Mask, Options] = {"full": Options("full"), "causal": Options("causal")}
 
 
 def register() -> None:
-    """Make ``attn_implementation="fms"`` known to transformers, with its mask. A second call changes nothing."""
+    """Register ``attn_implementation="fms"`` with transformers, with its mask. A second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_forward)
@@ -49,12 +49,12 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls: attention of query [B, H, Sq, D] to key and value [B, Hk, Sk, D], Hk a divisor of H.
+    """Attention, for transformers, of query [B, H, Sq, D] to key and value [B, Hk, Sk, D], Hk a divisor of H.
 
     Args:
         attention_mask: of ``make_mask``; or a model's own, boolean (True is seen) or added to the scores, broadcasting to
-            [B, H, Sq, Sk]; or None, with which ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` say what
-            is seen. A query that sees no key, as one of padding, gets zeros.
+            [B, H, Sq, Sk]; or None, with which ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` are
+            the mask. A query that sees no key, as one of padding, gets zeros.
         dropout: above 0, and head dimensions above 256, are served by PyTorch's attention.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [H], a learned logit of each head that takes part in the softmax and has no value.
@@ -97,7 +97,7 @@ def attention_forward(
 
 @dataclass
 class _Call:
-    """How our functions are called: ``keys`` of the keys, a window, tensors by their names in Tensors.
+    """Arguments of our functions: ``keys`` of the keys, a window, tensors by their names in Tensors.
 
     matrix: a mask that has no structure, which becomes a bias.
     packed: of padded sequences of more than a few queries, which the kernels for prompts serve as packed ones. What those lack
@@ -145,7 +145,7 @@ class _Call:
 
 
 def _by_flags(causal: bool, window: int | None, queries: int, keys: int) -> _Call:
-    """Of a layer without a mask: that of ``make_mask`` says all, or the model makes none."""
+    """The call of a layer without a mask: ``make_mask`` or the model made none."""
     if causal and keys > queries:  # a static cache's first pass
         keys = queries
     call = _Call("causal" if causal else "full", keys)
@@ -162,7 +162,7 @@ def _by_structure(mask: StructuredMask, queries: int) -> _Call:
         call.tensors["cache_seqlens"], call.max_seqlen_q = visible.end, queries
     if visible.first is not None:
         call.tensors["leftpad"] = visible.first
-    if queries > _FEW:
+    if queries > _SPLIT_QUERIES:
         call.packed = mask.packed()
     return call
 

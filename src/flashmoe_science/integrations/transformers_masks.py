@@ -23,7 +23,7 @@ class Visible:
     """The keys that each query sees, of the [batch, 1, queries, keys] mask.
 
     length: that many keys, the first, are there; the last query is at the last of them, so that a causal mask ends in it.
-    causal: no key after a query is seen.
+    causal: a query sees no key after it.
     left, right: how many keys before and after its own a query sees; None for no limit.
     first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all
         are; with ``first`` alone None all from 0. Where a query's place matters, ``end`` is the length.
@@ -38,7 +38,7 @@ class Visible:
 
 
 class Packed(NamedTuple):
-    """What ``Visible`` says of padded queries and keys, as of packed sequences: two for each, the first of which is its padding
+    """A ``Visible`` of padded queries and keys as packed sequences: two for each, the first of which is its padding
     and has no keys that take part. So nothing is gathered, and padding gets zeros."""
 
     cu_seqlens_q: torch.Tensor
@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
 
 class StructuredMask(torch.Tensor):
-    """A boolean [batch, 1, queries, keys] mask, of which ``visible`` says all. An operation on it makes its matrix."""
+    """A boolean [batch, 1, queries, keys] mask, described by ``visible`` alone. An operation on it makes its matrix."""
 
     visible: Visible
     _make: Callable[[], torch.Tensor]
@@ -102,10 +102,10 @@ def _packed(visible: Visible, end: torch.Tensor, queries: int) -> Packed:
 
 
 def make_mask(**arguments: Any) -> torch.Tensor | None:
-    """What transformers calls, by keywords: those of its ``sdpa_mask``, and the same meaning.
+    """The mask of a forward pass, for transformers, by the keywords of its ``sdpa_mask``.
 
     Returns:
-        None where ``is_causal`` of the module says all, else a boolean [batch, 1, queries, keys] mask.
+        None where ``is_causal`` of the module describes the mask, else a boolean [batch, 1, queries, keys] mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -134,7 +134,7 @@ def _is_traced(arguments: dict[str, Any]) -> bool:
 
 
 def _visible(arguments: dict[str, Any]) -> Visible | None:
-    """The structure of the mask; None where it has another, or is described in a way that is not known here."""
+    """The structure of the mask; None where it has another, or a description that this package cannot read."""
     needed = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "device")
     if arguments.get("use_vmap") or not all(name in arguments for name in needed):
         return None
@@ -159,7 +159,7 @@ def _visible(arguments: dict[str, Any]) -> Visible | None:
 
 
 def _shape_of(function: Indices) -> tuple[bool, int | None, int | None] | None:
-    """(causal, left, right) of a mask function of transformers; None for one that is not known."""
+    """(causal, left, right) of a mask function of transformers; None for another function."""
     from transformers import masking_utils as hf
 
     if function is hf.causal_mask_function:

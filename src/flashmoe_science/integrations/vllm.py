@@ -1,7 +1,7 @@
 """Our attention as a backend of vLLM, by the name "FMS".
 
 vLLM finds ``register`` by the entry point ``vllm.general_plugins`` and calls it in each of its processes; with this package
-installed beside vLLM, ``LLM(model, attention_backend="FMS")`` and ``--attention-backend FMS`` work. The backend itself is in
+and vLLM installed, ``LLM(model, attention_backend="FMS")`` and ``--attention-backend FMS`` work. The backend itself is in
 ``vllm_backend``, which is imported when a model asks for it.
 """
 
@@ -12,7 +12,7 @@ _BACKEND = "flashmoe_science.integrations.vllm_backend.FMSBackend"
 
 
 def register() -> None:
-    """Make the attention backend "FMS" known to vLLM. A second call changes nothing.
+    """Register the attention backend "FMS" with vLLM. A second call changes nothing.
 
     Raises:
         ImportError: vLLM is not installed, or its registry is not where 0.33 has it.

@@ -1,8 +1,8 @@
 """The backend "FMS" of vLLM 0.33: vLLM's own Triton backend, with our ``flash_attn_varlen_func`` in the place of its kernel.
 
-How keys and values are laid out and written to the cache, and what is known of a batch, stay vLLM's. What our function does
+The layout of keys and values, their writes to the cache and the metadata of a batch stay vLLM's. What our function does
 not serve the backend does not claim, so that vLLM refuses the model: nothing is served by another kernel. It asks for no full
-CUDA graphs, as vLLM's lengths at capture have not been tried; vLLM then captures what lies between attention layers.
+CUDA graphs, as vLLM's lengths at capture have not been tried; vLLM then captures the parts between attention layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashmoe_science.serving import flash_attn_varlen_func
 
 
 class FMSBuilder(TritonAttentionMetadataBuilder):
-    """What is known of a batch, as vLLM's Triton backend has it."""
+    """The metadata of a batch, as vLLM's Triton backend builds it."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -86,7 +86,7 @@ class FMSImpl(TritonAttentionImpl):
 
 
 class FMSBackend(TritonAttentionBackend):
-    """What vLLM asks before it chooses a backend for a model."""
+    """The backend, with the features by which vLLM chooses one for a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]

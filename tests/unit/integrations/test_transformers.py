@@ -273,8 +273,8 @@ class _ReadsMore(Experts):
     [
         (decorated(has_post_expert_norm=True), "silu", "Stub: has_post_expert_norm is True, and only False is served"),
         (decorated(is_concatenated=False), "silu", "_apply_gate computes neither"),  # the default gate takes halves
-        (decorated(has_gate=False), "relu2", "it holds gate_up_proj, which would not be used"),
-        (decorated(_Scaled), "silu", "it holds per_expert_scale, which would not be used"),
+        (decorated(has_gate=False), "relu2", "it has gate_up_proj, which would not be used"),
+        (decorated(_Scaled), "silu", "it has per_expert_scale, which would not be used"),
         (decorated(_Twice), "silu", "_apply_gate computes neither"),
         (decorated(_ReadsMore), "silu", "no attribute 'factor'"),
         (DeepseekV4Experts, "silu", "_apply_gate computes neither"),
@@ -290,7 +290,7 @@ def test_what_is_not_served_is_refused_in_words(kind: type, act: str, words: str
 def test_a_flag_that_is_missing_is_named(flag: str) -> None:
     experts = module_of(decorated())
     delattr(experts, flag)
-    with pytest.raises(ValueError, match=f"it does not say {flag}, True or False"):
+    with pytest.raises(ValueError, match=f"its {flag} is not True or False"):
         experts(*routed())
 
 

@@ -124,7 +124,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.extend([tensors] if isinstance(tensors, Tensors) and tensors.cu_seqlens_q is not None else [])
         return serve(tensors, *args)
 
-    monkeypatch.setattr(attention, "_FEW", 0)
+    monkeypatch.setattr(attention, "_SPLIT_QUERIES", 0)
     monkeypatch.setattr(attention, "attend", attend)
     return calls
 
@@ -248,7 +248,7 @@ def test_a_step_of_decoding_compiles_into_one_graph(family: str) -> None:
 def test_on_a_gpu_logits_in_bf16_are_as_near_to_fp32_as_those_of_eager(
     family: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_FEW", few)  # 0: padding as packed sequences
+    monkeypatch.setattr(attention, "_SPLIT_QUERIES", few)  # 0: padding as packed sequences
     valid = PADDED.bool()
     exact = logits(model_of(family, "eager"), PADDED)[valid]
     eager, fms = (model_of(family, one, torch.bfloat16, "cuda") for one in ("eager", "fms"))

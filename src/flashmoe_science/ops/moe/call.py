@@ -65,14 +65,15 @@ SWIGLU = Activation()
 
 
 def activation_of(problem: MoEProblem) -> Activation:
-    """What is between a problem's products, with gpt-oss's numbers."""
+    """The activation between a problem's products, with gpt-oss's numbers."""
     return Activation(problem.activation, problem.gated, problem.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
 class MoEInputs:
-    """What a kernel is given: a problem from ids, its ``Tensors`` as kernels take them, and its activation. Routing and biases
-    are contiguous; a problem with a bias may have one of the two."""
+    """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
+
+    Routing and biases are contiguous; a problem with a bias may have one of the two."""
 
     problem: MoEProblem
     tensors: Tensors
@@ -81,7 +82,7 @@ class MoEInputs:
 
 # A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
 MoELaunch = Callable[..., torch.Tensor]
-# One of its launches, bound likewise: of addresses, inputs first, then the output, then the tables of rows.
+# One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]
 # What a kernel's ``plan`` returns: bind(inputs, shape), the launch for inputs like those planned for, of any number of tokens

@@ -49,7 +49,7 @@ def build(like: MoEInputs, early_start: bool) -> Callable[[MoEProblem], KernelLa
 
 
 def launches(problem: MoEProblem) -> tuple[Launch, ...]:
-    """What it launches."""
+    """Its launch."""
     return (Launch(f"^{flashmoe_moe_combine.__name__}$", _grid(problem), 32 * _WARPS),)
 
 

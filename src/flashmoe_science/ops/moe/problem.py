@@ -53,7 +53,7 @@ class MoEProblem(Problem):
     - ``interleaved``: rows of G and of U alternate in w1.
     - ``transposed``: w1 or w2 is [experts, in, out] in memory.
 
-    ``routing`` says what a call starts from:
+    ``routing``, what a call starts from:
 
     - "ids": weights [tokens, top_k] fp32 and ids [tokens, top_k] int32, the ids of a token all different. The routing that is
       measured touches every expert that it can: ``experts``, or tokens * top_k where those are fewer.
@@ -94,7 +94,7 @@ class MoEProblem(Problem):
             raise ProblemError("interleaved is True and gated is False; only gates and ups can alternate")
 
     def words(self) -> tuple[str, ...]:
-        """What differs from SwiGLU without biases in the default layout, in the words of the text form."""
+        """The words of the text form for all that differs from SwiGLU without biases in the default layout."""
         words = (
             "bias" if self.bias else "",
             self.activation.removesuffix("_silu") if self.activation != "silu" else "",
@@ -109,7 +109,7 @@ class MoEProblem(Problem):
         return self.tokens * self.top_k
 
     def from_ids(self) -> MoEProblem:
-        """The same experts, of given ids."""
+        """The same problem, starting from ids."""
         return self if self.routing == "ids" else replace(self, routing="ids")
 
     def touched(self) -> int:
@@ -120,9 +120,9 @@ class MoEProblem(Problem):
         chances = _chances(self.experts, self.top_k, self.routing == "zipf")
         return round(sum(1 - (1 - chance) ** self.tokens for chance in chances))
 
-    def height(self) -> float:
-        """Rows an expert, on average, where every expert that can be is touched: what a tile should hold. It is the same from
-        ids and from logits, so that a kernel is shaped alike."""
+    def rows_per_expert(self) -> float:
+        """Rows an expert, on average, where every expert that can be is touched: about the rows of a tile. It is the same from
+        ids and from logits, so that both get the same tiles."""
         return self.pairs() / min(self.experts, self.pairs())
 
     def flops(self) -> int:
@@ -162,13 +162,13 @@ class MoEProblem(Problem):
         return (self.op, self.dtype, *sizes, routing, " ".join(self.words()), self.tokens)
 
     def tile_key(self) -> Hashable:
-        """By the height of an expert's rows, in powers of two, the sizes of a model and the layout of its weights."""
+        """By the rows an expert has, in powers of two, the sizes of a model and the layout of its weights."""
         layout = self.gated, self.interleaved, self.transposed
-        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.height())), *layout
+        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.rows_per_expert())), *layout
 
     def distance(self, other: Problem) -> float:
-        """By every size, whatever the calls start from, their activation and layout: kernels refuse what they do not support.
-        The dtypes must be as wide."""
+        """The largest log2 of a ratio of sizes, whatever the routing, activation and layout: kernels refuse what they do not
+        support. The dtypes must be as wide."""
         if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
@@ -192,7 +192,7 @@ class MoEProblem(Problem):
 def _chances(experts: int, top_k: int, skewed: bool) -> tuple[float, ...]:
     """The chance of each expert to be among the ``top_k`` of one token.
 
-    Skewed by Zipf's law: experts arrive at rates of 1 / rank, and the first ``top_k`` are taken. At the time when ``top_k``
+    Skewed by Zipf's law: experts arrive at rates of 1 / rank, and the first ``top_k`` are chosen. At the time when ``top_k``
     have arrived on average, an expert has with chance 1 - exp(-rate * time); those chances sum to ``top_k``.
     """
     if not skewed or top_k == experts:

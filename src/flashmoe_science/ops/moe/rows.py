@@ -4,8 +4,8 @@ A row is one pair, token times top_k plus the place of the choice. Rows of one e
 pairs. Pairs whose id is below 0 or at least ``experts`` (other ranks' experts) get no row. One int32 tensor, ``tables``, has:
 
     pair_of_row [pairs], row_of_pair [pairs] (-1: none), offsets [experts + 1] (the first row of each expert, then the number of
-    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, taken [2] (for each product the tile
-    counter of its persistent programs, 0), counts [blocks, bins] if ``counted``
+    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counters [2] (of tiles, one for the
+    persistent programs of each product, 0), counts [blocks, bins] if ``counted``
 
 A tile is ``BLOCK_M`` rows of one expert, its last one fewer. Nothing waits for the host: tiles are bounded by the number of
 pairs, and programs skip those past the device's count. One launch up to 2048 pairs, two above; nothing is atomic, so that equal
@@ -30,7 +30,7 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 ONE_BLOCK = 512  # pairs up to which one program does all
 MAX_EXPERTS = 4096
 MAX_PAIRS = 2**26  # indices of the tables are counted in 32 bits, with room for every tile
-FEW_BLOCKS = 4  # up to which each program counts the pairs of all, which spares a launch
+MAX_UNCOUNTED_BLOCKS = 4  # up to which each program counts the pairs of all blocks, which saves a launch
 _COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
 _WARPS = 8
 
@@ -44,7 +44,7 @@ class Tables(NamedTuple):
     tile_expert: Any
     tile_row: Any
     tile_count: Any
-    taken: Any
+    counters: Any
     counts: Any
 
 
@@ -158,8 +158,8 @@ def flashmoe_moe_rows(
     if block == 0:
         tl.store(parts.offsets + number, first_row, mask=number <= EXPERTS)
         tl.store(parts.tile_count, tl.sum(tiles_of, 0))
-        tl.store(parts.taken, 0)
-        tl.store(parts.taken + 1, 0)
+        tl.store(parts.counters, 0)
+        tl.store(parts.counters + 1, 0)
     for nth in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
         tl.store(parts.tile_expert + first_tile + nth, number, mask=nth < tiles_of)
         tl.store(parts.tile_row + first_tile + nth, first_row + nth * BLOCK_M, mask=nth < tiles_of)
@@ -176,7 +176,7 @@ def why_no_tables(problem: MoEProblem) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What the tables of a call are made for. ``tiles`` is the most that there can be."""
+    """Sizes of the tables of a call, and of the launches that write them. ``tiles`` is an upper bound."""
 
     pairs: int
     experts: int
@@ -204,13 +204,13 @@ class RowCounts:
 
     @property
     def bins(self) -> int:
-        """Of a histogram of ids: the experts', one for none of them, up to a power of two."""
+        """Bins of a histogram of ids: one an expert and one for ids of none, up to a power of two."""
         return max(16, next_power_of_2(self.experts + 1))
 
     @property
     def counted(self) -> bool:
-        """Whether the pairs are counted in a launch of its own."""
-        return self.blocks > FEW_BLOCKS
+        """Whether a launch of its own counts the pairs of each block."""
+        return self.blocks > MAX_UNCOUNTED_BLOCKS
 
     @property
     def length(self) -> int:
@@ -244,6 +244,6 @@ def _build(function: triton.JITFunction, ids: torch.Tensor, integers: int, const
 
 
 def launches(rows: RowCounts) -> tuple[Launch, ...]:
-    """What ``bind_rows`` launches."""
+    """The launches of ``bind_rows``."""
     functions = (flashmoe_moe_count, flashmoe_moe_rows) if rows.counted else (flashmoe_moe_rows,)
     return tuple(Launch(f"^{one.__name__}$", (rows.blocks, 1, 1), 32 * _WARPS) for one in functions)

@@ -69,7 +69,7 @@ def wrong(ids: torch.Tensor, sizes: RowCounts) -> list[str]:
     counts = torch.bincount(ids[here], minlength=experts)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     tiles = [(e, int(offsets[e]) + n * block_m) for e in range(experts) for n in range(-(-int(counts[e]) // block_m))]
-    pair_of_row, found_rows, found_offsets, expert_of, first_of, count, taken, _ = tables.long().split(
+    pair_of_row, found_rows, found_offsets, expert_of, first_of, count, counters, _ = tables.long().split(
         [pairs, pairs, experts + 1, sizes.tiles, sizes.tiles, 1, 2, sizes.length - 2 * pairs - experts - 4 - 2 * sizes.tiles]
     )
     met = torch.full((COLUMNS * len(tiles) + 5, 4), -77, dtype=torch.int32)
@@ -80,7 +80,7 @@ def wrong(ids: torch.Tensor, sizes: RowCounts) -> list[str]:
         "offsets": torch.equal(found_offsets, offsets),
         "the number of tiles": int(count) == len(tiles) <= sizes.tiles,
         "tiles": list(zip(expert_of.tolist(), first_of.tolist(), strict=True))[: len(tiles)] == tiles,
-        "counters": taken.tolist() == [0, 0],
+        "counters": counters.tolist() == [0, 0],
         "tiles in order": list(map(tuple, met[:-5].tolist())) == in_order(counts.tolist(), sizes),
         "no tile past the last": met[-5:, 3].tolist() == [-1] * 5,
     }

@@ -88,9 +88,9 @@ def test_what_a_call_starts_from_shapes_no_kernel(problem: MoEProblem) -> None:
     assert given_ids.routing == "ids"
     assert problem.without_layout() == given_ids
     assert problem.distance(given_ids) == 0.0
-    assert (problem.tile_key(), problem.height(), problem.flops()) == (
+    assert (problem.tile_key(), problem.rows_per_expert(), problem.flops()) == (
         given_ids.tile_key(),
-        given_ids.height(),
+        given_ids.rows_per_expert(),
         given_ids.flops(),
     )
 

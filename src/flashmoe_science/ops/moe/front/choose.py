@@ -1,7 +1,7 @@
-"""What serves a mixture-of-experts call: the kernel and config for its class, and the launch that its tensors are bound to.
+"""The choice of a kernel and config for the class of a mixture-of-experts call, and the launch bound to its tensors.
 
 A plan is found by all that a kernel is specialised on, and by the class of the number of tokens, on which the choice rests.
-It holds no tensor.
+It keeps no tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flashmoe_science.problem import rounded_up
 
 
 class Plan(NamedTuple):
-    """What serves calls of one kind, and why; ``bind(inputs, shape)`` makes the launch of one number of tokens, whose result
+    """The decision for a class of calls; ``bind(inputs, shape)`` makes the launch of one number of tokens, whose result
     has that shape. ``by_address``: the launch depends on pointers only."""
 
     decision: Decision
@@ -70,9 +70,9 @@ def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
     return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
-def _in_place(seen: Tensors, given: Tensors) -> bool:
+def _in_place(used: Tensors, given: Tensors) -> bool:
     """Whether a kernel's inputs have the addresses of the tensors of the call: none was copied on the way."""
-    pairs = zip(seen, given, strict=True)
+    pairs = zip(used, given, strict=True)
     return all(here is None or here.data_ptr() == there.data_ptr() for here, there in pairs if there is not None)
 
 

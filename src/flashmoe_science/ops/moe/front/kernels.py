@@ -14,7 +14,7 @@ PEERS: tuple[MoEKernel, ...] = (pytorch.GROUPED_MM, pytorch.BATCHED_MM, sonicmoe
 
 @cache
 def ours() -> tuple[MoEKernel, ...]:
-    """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
+    """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions have the reason."""
     if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.moe.products import gemv, triton

@@ -74,7 +74,7 @@ def _serve(tensors: Tensors, options: Options, key: Hashable) -> torch.Tensor:
 
 
 def decide(tensors: Tensors, options: Options) -> Decision:
-    """What serves such a call, and why. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
+    """The decision for such a call. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
     views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
     if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")

@@ -1,1 +1,1 @@
-"""What a user would pick instead, wrapped as Kernels."""
+"""Baselines: the libraries that a user would pick instead, wrapped as Kernels."""

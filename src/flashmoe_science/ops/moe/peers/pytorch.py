@@ -67,7 +67,7 @@ def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
 
 
 def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:
-    return None if device is None else "it waits for the host at every expert, so that no CUDA graph holds it"
+    return None if device is None else "it waits for the host at every expert, so that no CUDA graph can capture it"
 
 
 def _launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

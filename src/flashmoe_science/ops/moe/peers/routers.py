@@ -1,4 +1,4 @@
-"""How peers get from router logits to experts: softmax over the ``top_k`` largest logits of a token."""
+"""The routers of peers: the softmax over the ``top_k`` largest logits of a token."""
 
 from __future__ import annotations
 

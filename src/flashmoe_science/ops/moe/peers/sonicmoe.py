@@ -1,6 +1,6 @@
 """SonicMoE (``sonic-moe``): CuTe DSL products that gather rows in their loads, tuned at the first call of each shape.
 
-Weights are seen as they are: gate rows, then up rows, are what it calls the concatenated layout. Its tuning takes some 15 s a
+Weights are passed as views: gate rows, then up rows, are what it calls the concatenated layout. Its tuning takes some 15 s a
 number of tokens, in each process that does not find it on disk (QUACK_CACHE_AUTOTUNING=1 keeps it there).
 """
 
@@ -14,8 +14,8 @@ from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed, one_config
 
-_MOST_PLACES, _MOST_EXPERTS = 16, 4096  # of its own top-k
-_LEAST_DIM = 512
+_MAX_TOP_K, _MAX_EXPERTS = 16, 4096  # of its own top-k
+_MIN_DIM = 512
 
 
 def absent() -> str | None:
@@ -35,17 +35,17 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 64:
             return f"{name} is {size}; SonicMoE needs a multiple of 64"
-    if problem.dim < _LEAST_DIM:
-        return f"dim is {problem.dim}; SonicMoE needs {_LEAST_DIM} or more"
-    if problem.top_k > _MOST_PLACES or problem.experts > _MOST_EXPERTS or problem.experts % 8:
-        words = f"up to {_MOST_PLACES} experts a token, of up to {_MOST_EXPERTS} in eights"
+    if problem.dim < _MIN_DIM:
+        return f"dim is {problem.dim}; SonicMoE needs {_MIN_DIM} or more"
+    if problem.top_k > _MAX_TOP_K or problem.experts > _MAX_EXPERTS or problem.experts % 8:
+        words = f"up to {_MAX_TOP_K} experts a token, of up to {_MAX_EXPERTS} in eights"
         return f"SonicMoE's top-k takes {words}; the problem has {problem.top_k} of {problem.experts}"
     return None
 
 
 def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights [T, K] fp32, ids [T, K] int32) by its own top-k, the softmax over the chosen logits. It writes an expert's index
-    into the low bits of its score, and so tells apart only what differs above them."""
+    into the low bits of its score, so that scores that differ in those alone are equal."""
     from sonicmoe.functional import TC_Softmax_Topk_Router_Function
 
     routed: tuple[torch.Tensor, torch.Tensor] = TC_Softmax_Topk_Router_Function.apply(

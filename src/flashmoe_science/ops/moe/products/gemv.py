@@ -94,17 +94,17 @@ def flashmoe_moe_gemv_down(
     place = tl.arange(0, PLACES)  # [PLACES]
     pair = token * TOP_K + place
     expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)  # [PLACES]
-    taken = (expert >= 0) & (expert < EXPERTS)
-    weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
+    present = (expert >= 0) & (expert < EXPERTS)
+    weight = tl.where(present, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
     columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     a_ptrs = a_base + (pair * DEPTH)[:, None] + depth[None, :]  # [PLACES, BLOCK_K]
     w_ptrs = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
     w_ptrs += depth.to(tl.int64)[None, None, :] * STRIDE_K  # [PLACES, BLOCK_N, BLOCK_K]
-    written = taken[:, None, None] & (columns < WIDTH)[None, :, None]
+    written = present[:, None, None] & (columns < WIDTH)[None, :, None]
     acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K], tl.float32)
     for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
-        a = tl.load(a_ptrs, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
+        a = tl.load(a_ptrs, mask=present[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
         b = tl.load(w_ptrs, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
         acc += a[:, None, :] * b
         a_ptrs += BLOCK_K
@@ -112,9 +112,9 @@ def flashmoe_moe_gemv_down(
     result = tl.sum(acc, 2)  # [PLACES, BLOCK_N]
     if bias is not None:
         bias_ptrs = bias + (expert * WIDTH)[:, None] + columns[None, :]
-        result += tl.load(bias_ptrs, mask=taken[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
+        result += tl.load(bias_ptrs, mask=present[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
     # 0 times what a place without an expert has is not 0 where that is not finite.
-    summed = tl.sum(tl.where(taken[:, None], result * weight[:, None], 0.0), 0)  # [BLOCK_N]
+    summed = tl.sum(tl.where(present[:, None], result * weight[:, None], 0.0), 0)  # [BLOCK_N]
     tl.store(out + token * WIDTH + columns, summed.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 

@@ -71,7 +71,7 @@ handle = address if DIRECT else _handle
 
 
 def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
-    """All launches of a call by two products."""
+    """bind(inputs, shape) of all launches of a call by two products."""
     early = starts_early(inputs)
     bind_combine = combine.build(inputs, early)
 
@@ -85,7 +85,7 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            held, tables, active, products = take()  # held to the end of this call
+            memory, tables, active, products = take()  # kept alive to the end of this call
             sort(handle(ids), tables)
             up(handle(x), handle(w1), None if gate_up_bias is None else handle(gate_up_bias), active, tables)
             down(active, handle(w2), None if down_bias is None else handle(down_bias), products, tables)

@@ -40,7 +40,7 @@ GROUP = 8  # tiles of rows whose products with one tile of weights run at about 
 
 @triton.jit
 def _tile_of(tables, pairs, tiles, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """Whether this program has a tile, and which; its column is the first of ``BLOCK_N`` elements."""
+    """(whether this program has a tile, the ``Tile``), whose column is the first of ``BLOCK_N`` elements."""
     parts = tables_of(tables, pairs, EXPERTS, tiles)
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     index = tl.program_id(0)
@@ -178,7 +178,7 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles by rows an expert that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights, of
     which half are gates in the first product."""
     assert device is not None
-    size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.height(), device.compute_capability[0] == 9
+    size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.rows_per_expert(), device.compute_capability[0] == 9
     tiles = _TILES_OF_FP32 if problem.dtype == "fp32" else _tiles(rows, wgmma)
     fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
     return tuple(Config(**dict(zip(_NAMES, tile, strict=True))) for tile in fitting)
@@ -210,7 +210,7 @@ def _columns(problem: MoEProblem, config: Config) -> int:
 def _product(
     function: Any, a: Pointer, w: torch.Tensor, bias: torch.Tensor | None, constexprs: dict[str, Any], config: Config
 ) -> Product:
-    """One of the two products, built for operands like these; ``a`` stands for x, or for what the first product wrote."""
+    """One of the two products, built for operands like these; ``a``: a pointer to x, or to what the first product wrote."""
     width, block_n, values = constexprs["WIDTH"], constexprs["BLOCK_N"], tuple(constexprs.values())
     arguments = (a, stand_in(w), stand_in(bias), Pointer(w.dtype), Pointer(torch.int32), 2, 2, *values)
     options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}

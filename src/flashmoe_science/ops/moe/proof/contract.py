@@ -1,5 +1,5 @@
-"""What a mixture-of-experts kernel is held to, shaped as ``MoEProblem`` says: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on
-problems that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What differs from SwiGLU without biases comes by
+"""The contract of a mixture-of-experts kernel of a ``MoEProblem``: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on problems
+that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What differs from SwiGLU without biases comes by
 keyword: ``gate_up_bias``, ``down_bias``, ``activation`` and ``interleaved``, as ``fused_moe`` has them.
 
 There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
@@ -67,7 +67,7 @@ class RouterInputs:
         return MoEInputs(from_ids, tensors, self.activation)
 
 
-Taken = MoEInputs | RouterInputs
+KernelInputs = MoEInputs | RouterInputs
 
 
 class MoEContract(Contract):
@@ -76,7 +76,7 @@ class MoEContract(Contract):
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
     Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
-    weights would add is results outside fp16's range, which say nothing of a kernel.
+    weights would add is results outside fp16's range, which test nothing.
     """
 
     name: ClassVar[str] = "moe"
@@ -154,10 +154,10 @@ class MoEContract(Contract):
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
 
     def reference(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_oracle(_chosen(problem, inputs, torch.float64), activation_of(problem))
+        return moe_oracle(_oracle_tensors(problem, inputs, torch.float64), activation_of(problem))
 
     def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_plain(_chosen(problem, inputs, torch.float32), activation_of(problem))
+        return moe_plain(_oracle_tensors(problem, inputs, torch.float32), activation_of(problem))
 
     def cap(
         self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor], reference: tuple[torch.Tensor, ...]
@@ -181,13 +181,13 @@ class MoEContract(Contract):
             other = self.reference(replace(problem, interleaved=not problem.interleaved), inputs)
             yield Mistake("interleaved", f"it is right for {words}", other)
 
-    def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Taken:
+    def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> KernelInputs:
         activation = activation_of(problem)
         if problem.routing != "ids":
             return RouterInputs(problem, activation=activation, **inputs)
         return MoEInputs(problem, Tensors(**inputs), activation)
 
-    def planned(self, kernel: MoEKernel, config: Config, like: Taken) -> Callable[[Any], torch.Tensor]:
+    def planned(self, kernel: MoEKernel, config: Config, like: KernelInputs) -> Callable[[Any], torch.Tensor]:
         if isinstance(like, MoEInputs):
             return _experts(kernel, config, like)
         problem, logits = like.problem.from_ids(), like.router_logits
@@ -248,13 +248,13 @@ def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[Mo
 
 
 def _options(problem: MoEProblem) -> dict[str, Any]:
-    """What differs from SwiGLU and no tensor says, by the names of ``fused_moe``'s arguments."""
+    """The arguments of ``fused_moe`` for an activation other than SwiGLU, and for interleaved weights."""
     options = {} if problem.activation == "silu" else {"activation": problem.activation}
     return options | ({"interleaved": True} if problem.interleaved else {})
 
 
-def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
-    """The inputs as the oracle takes them, with the experts that logits choose and their weights, worked out in ``dtype``: a
+def _oracle_tensors(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
+    """The inputs as the oracle takes them, with the experts that logits choose and their weights, computed in ``dtype``: a
     router is fp32 at least."""
     given = {name: one for name, one in inputs.items() if problem.bias or name not in _BIASES}
     if problem.routing != "ids":

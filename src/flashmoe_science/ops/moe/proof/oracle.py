@@ -16,7 +16,7 @@ def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 
 def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
-    """The same in the dtype of x, each step rounded to it: what an honest kernel must not be much worse than.
+    """The same in the dtype of x, each step rounded to it: the error that a kernel's is compared with.
 
     TF32 is off, whatever the caller has set.
     """
@@ -56,7 +56,7 @@ def routing_oracle(
     """
     if not 1 <= top_k <= logits.shape[-1]:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {logits.shape[-1]}, the number of experts")
-    # torch.topk does not say which of equals it takes.
+    # The order of equals in torch.topk is not specified.
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = torch.softmax(logits.to(dtype), -1).gather(-1, ids)
     if renormalise:

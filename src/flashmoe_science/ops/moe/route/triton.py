@@ -34,7 +34,7 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch, Tensors
 
 MAX_EXPERTS = 4096
-_TAKEN = tl.constexpr(-(2**31))  # below every key: an expert that is chosen, in a group that is out, or only padding
+_EXCLUDED = tl.constexpr(-(2**31))  # below every key: of an expert that is chosen or padding, or whose group is not
 _NAN = tl.constexpr(1 - 2**31)
 
 
@@ -73,7 +73,7 @@ def _keys_of_best_groups(
     keys, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_K_GROUPS: tl.constexpr,
     BLOCK_T: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The keys with all taken that are not in the groups of the largest sums of their two best scores."""
+    """The keys, those excluded that are not in the groups of the largest sums of their two best scores."""
     SIZE: tl.constexpr = E // GROUPS
     grouped = tl.reshape(keys, [BLOCK_T, GROUPS, SIZE])
     members = tl.arange(0, SIZE)[None, None, :]  # [1, 1, SIZE]
@@ -81,13 +81,13 @@ def _keys_of_best_groups(
     first, member = _best(grouped, members, 2)  # [BLOCK_T, GROUPS]
     total = _score(first) if BIASED else _sigmoid(_score(first))
     if SIZE > 1:
-        second = tl.max(tl.where(members == tl.expand_dims(member, 2), _TAKEN, grouped), 2)
+        second = tl.max(tl.where(members == tl.expand_dims(member, 2), _EXCLUDED, grouped), 2)
         total += _score(second) if BIASED else _sigmoid(_score(second))
     group_keys = _key(total)  # [BLOCK_T, GROUPS]
     for _ in range(TOP_K_GROUPS):
         _, group = _best(group_keys, groups, 1)
-        group_keys = tl.where(groups == group[:, None], _TAKEN, group_keys)
-    return tl.reshape(tl.where(tl.expand_dims(group_keys, 2) == _TAKEN, grouped, _TAKEN), [BLOCK_T, E])
+        group_keys = tl.where(groups == group[:, None], _EXCLUDED, group_keys)
+    return tl.reshape(tl.where(tl.expand_dims(group_keys, 2) == _EXCLUDED, grouped, _EXCLUDED), [BLOCK_T, E])
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -108,20 +108,20 @@ def flashmoe_moe_route(
     if SCORING == "softmax":
         row_max = tl.max(x, 1)[:, None]  # [BLOCK_T, 1]
         row_sum = tl.sum(tl.exp(x - row_max), 1)[:, None]
-    # Without a bias the score rises with the logit, whose fp32 value tells apart what a rounded score does not.
+    # Without a bias the score rises with the logit, whose fp32 value is exact where a score is rounded.
     if BIASED:
         keys = _key(_sigmoid(x) + tl.load(bias_base + experts, mask=experts < E, other=0.0))  # [BLOCK_T, E_PAD]
     else:
         keys = _key(x)
     if E < E_PAD:
-        keys = tl.where(experts < E, keys, _TAKEN)
+        keys = tl.where(experts < E, keys, _EXCLUDED)
     if GROUPS > 1:
         keys = _keys_of_best_groups(keys, BIASED, GROUPS, TOP_K_GROUPS, BLOCK_T, E)
 
     ids = tl.zeros([BLOCK_T, K_PAD], tl.int32)
     for place in range(K):
         _, expert = _best(keys, experts, 1)  # [BLOCK_T]
-        keys = tl.where(experts == expert[:, None], _TAKEN, keys)
+        keys = tl.where(experts == expert[:, None], _EXCLUDED, keys)
         ids = tl.where(places == place, expert[:, None], ids)
 
     chosen = (token < tokens) & (places < K)
@@ -169,9 +169,9 @@ def bind(like: Tensors, options: Options) -> RouteLaunch:
         weights, ids = empty(*of_weights), empty(*of_ids)
         if tokens == 0:
             return weights, ids
-        held = logits if in_place else logits.contiguous()
-        held_bias = bias if bias is None or dense_bias else bias.contiguous()
-        launch(address(held), argument(held_bias), address(weights), address(ids))
+        rows = logits if in_place else logits.contiguous()
+        dense = bias if bias is None or dense_bias else bias.contiguous()
+        launch(address(rows), argument(dense), address(weights), address(ids))
         return weights, ids
 
     return guard(call)
@@ -196,7 +196,7 @@ def _constexprs(o: Options, experts: int, biased: bool, early_start: bool) -> di
 
 
 def _tile(padded_experts: int) -> tuple[int, int]:
-    """(tokens, warps) of a program: each row is held by one whole warp, whose reductions are then one instruction each.
+    """(tokens, warps) of a program: each row is in the registers of one warp, whose reductions are then one instruction each.
 
     Triton spreads a row over several warps where it is longer than they load at once (128 fp32), so longer rows have one warp,
     unless they would not fit its registers.
@@ -215,7 +215,7 @@ def why_no_router(problem: MoEProblem) -> str | None:
 
 
 def launches_of(problem: MoEProblem) -> tuple[Launch, ...]:
-    """What the router of a problem launches before the experts: nothing where they are given."""
+    """The launches of a problem's router, before its experts: none where the problem starts from ids."""
     if problem.routing == "ids":
         return ()
     tokens, warps = _tile(next_power_of_2(problem.experts))

@@ -109,8 +109,8 @@ def test_the_peers_are_right(text: str, distribution: str) -> None:
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
     assert able
     for peer in able:
-        taken = HELD.for_kernel(problem, inputs)
-        got = HELD.planned(peer, peer.configs(problem, None)[0], taken)(taken)
+        given = HELD.for_kernel(problem, inputs)
+        got = HELD.planned(peer, peer.configs(problem, None)[0], given)(given)
         assert got.dtype == inputs["x"].dtype
         assert wrong(problem, inputs, got) == [], peer.name
 

@@ -1,4 +1,4 @@
-"""What the host decides for moe_grouped_gluon_sm90: what it serves, its configs, and what a build of a product depends on."""
+"""Host-side choices of moe_grouped_gluon_sm90: the problems and tensors it supports, its configs and its grid."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 NAME = "moe_grouped_gluon_sm90"
 ROWS = 64  # of one consumer: the M of a warpgroup's matrix instruction
-STORED = 64  # columns of one store
-MANY_ROWS = 48  # an expert, on average, from which tiles of 128 rows are not mostly empty
+STORE_COLUMNS = 64  # columns of one store
+MIN_ROWS = 48  # an expert, on average, from which tiles of 128 rows are not mostly empty
 THREADS = 384  # two consumers' and a producer's
 # A thread's: at launch, then of consumers and producer, whose four warps gather or one copies.
 REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
@@ -40,7 +40,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     """With fewer rows an expert its tiles are mostly empty."""
-    return problem.height() >= MANY_ROWS
+    return problem.rows_per_expert() >= MIN_ROWS
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:

@@ -14,7 +14,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.launch import Build, Encoder, Pointer
 from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
-from flashmoe_science.ops.moe.products.gluon_sm90.config import COPYING, GATHERING, REGISTERS, ROWS, STORED, grid
+from flashmoe_science.ops.moe.products.gluon_sm90.config import COPYING, GATHERING, REGISTERS, ROWS, STORE_COLUMNS, grid
 from flashmoe_science.ops.moe.products.grouped import Product, starts_early
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
-    """The first product, which gathers rows of x and activates. Its weights are seen as [E, I / 8, 2, 8, H], so that gates and
+    """The first product, which gathers rows of x and activates. Its weights are a [E, I / 8, 2, 8, H] view, so that gates and
     ups alternate in eights of a tile."""
     p, a, (x, w1, *_) = inputs.problem, inputs.activation, inputs.tensors
     of_expert, of_row, _ = w1.stride()
@@ -62,12 +62,12 @@ def _product(
     constexprs: dict[str, Any],
     registers: tuple[int, int],
 ) -> Product:
-    """One of the two; ``a`` stands for x, or for the copies of what the first product wrote."""
+    """One of the two, built; ``a``: the pointer to x, or the template of copies of what the first product wrote."""
     gpu, dtype = current_gpu(inputs.tensors.x.device), inputs.problem.dtype
     assert gpu is not None
     depth, width = constexprs["DEPTH"], constexprs["WIDTH"]
     tiles = (config["block_m"], config["block_n"], config["group"], config["num_stages"], *registers)
-    values, w, out = (*constexprs.values(), *tiles), template(weights.tile, dtype), template((1, 1, ROWS, STORED), dtype)
+    values, w, out = (*constexprs.values(), *tiles), template(weights.tile, dtype), template((1, 1, ROWS, STORE_COLUMNS), dtype)
     arguments = (a, w, out, Pointer(torch.int32), 2, 2, *values)
     build = Build(function, arguments, num_warps=4, maxnreg=REGISTERS, launch_pdl=starts_early(inputs))
     maps_of_a = int(isinstance(a, TensorDescriptor))

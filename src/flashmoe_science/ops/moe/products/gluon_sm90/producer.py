@@ -86,8 +86,9 @@ def produce(
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
     COLUMNS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """All tiles of this program: of the first product, or without ``tokens`` of the second. The next tile is scheduled as late
-    as it can be looked up before the last one's stages are full, so that programs end at about the same time."""
+    """Fill the stages of all tiles of this program: of the first product, or without ``tokens`` of the second. The next tile is
+    scheduled as late as its look-up allows before the last one's stages are full, so that programs end at about the same
+    time."""
     pairs, tiles = counts
     ROWS: gl.constexpr = memory.a.shape[0] // memory.w.shape[0] * memory.a.shape[1]
     BLOCK_K: gl.constexpr = memory.a.shape[2]
@@ -105,7 +106,7 @@ def produce(
         if tokens is not None:
             _keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
         state = _fill(a, w_desc, memory, tokens, tile, state, 0, EARLY, DEPTH, STRIDE)
-        index = gl.num_programs(0) + gl.atomic_add(parts.taken + PRODUCT, 1, sem="relaxed")
+        index = gl.num_programs(0) + gl.atomic_add(parts.counters + PRODUCT, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
         state = _fill(a, w_desc, memory, tokens, tile, state, EARLY, DEPTH, DEPTH, STRIDE)
         tile = following
