@@ -111,7 +111,7 @@ def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.
     """Features, transforms, traces, derivatives, subclasses and other memory take the slow path, and are right there."""
 
     def fail(*tensors: Any) -> torch.Tensor:
-        raise AssertionError("the cached launch was taken")
+        raise AssertionError("the cached launch was called")
 
     monkeypatch.setattr(calls, "LAUNCHES", Cache(8))
     given = arguments()
@@ -172,10 +172,10 @@ def test_a_launch_is_cached_without_its_tensors() -> None:
     given = arguments()
     fm.fused_moe(**given)
     assert len(calls.LAUNCHES) == 1
-    held = [weakref.ref(tensor) for tensor in given.values()]
+    references = [weakref.ref(tensor) for tensor in given.values()]
     given.clear()
     gc.collect()
-    assert not any(one() is not None for one in held)
+    assert not any(one() is not None for one in references)
 
 
 def test_a_tensor_given_twice_is_cached_too() -> None:

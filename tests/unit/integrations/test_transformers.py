@@ -171,12 +171,12 @@ class Experts(torch.nn.Module):
 
 
 def decorated(base: type = Experts, decorate: Any = None, **flags: Any) -> type:
-    """A class of experts with these flags; one that an older transformers does not know stands on the class."""
+    """A class of experts with these flags; one that an older transformers lacks is set on the class."""
     decorate = decorate or hf_moe.use_experts_implementation
-    taken = inspect.signature(decorate).parameters
-    known = {name: flag for name, flag in flags.items() if name in taken}
-    unknown = {name: flag for name, flag in flags.items() if name not in taken}
-    return decorate(**known)(type("Stub", (base,), unknown))
+    supported = inspect.signature(decorate).parameters
+    accepted = {name: flag for name, flag in flags.items() if name in supported}
+    unknown = {name: flag for name, flag in flags.items() if name not in supported}
+    return decorate(**accepted)(type("Stub", (base,), unknown))
 
 
 def module_of(kind: type, act: str = "silu", implementation: str = "fms") -> Any:

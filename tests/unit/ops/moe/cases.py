@@ -1,4 +1,4 @@
-"""The cases that every mixture-of-experts kernel of ours is held to, and how one is put to a kernel.
+"""The cases that every mixture-of-experts kernel of ours must pass, and how a kernel is tested with one.
 
 Run as a script with TRITON_INTERPRET=1 it puts them to the kernels in Triton's interpreter, which needs a process of its own,
 and prints one JSON object: by case and kernel what is wrong with the result.
@@ -118,7 +118,7 @@ def reference(inputs: MoEInputs) -> torch.Tensor:
 
 
 def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
-    """The activation by its formula, which that of PyTorch's operators is held to as well."""
+    """The activation by its formula, independent of the one by PyTorch's operators."""
     half = both.shape[0] // 2
     gate, up = (both, None) if not a.gated else (both[::2], both[1::2]) if a.interleaved else (both[:half], both[half:])
     if a.function == "clamped_silu":

@@ -74,7 +74,7 @@ def wrong(ids: torch.Tensor, sizes: RowCounts) -> list[str]:
     )
     met = torch.full((COLUMNS * len(tiles) + 5, 4), -77, dtype=torch.int32)
     all_tiles[(len(met),)](tables, met, pairs, sizes.tiles, experts, COLUMNS, GROUP, block_m)
-    held = {
+    checks = {
         "pair_of_row": torch.equal(pair_of_row[:rows], order),
         "row_of_pair": torch.equal(found_rows, row_of_pair),
         "offsets": torch.equal(found_offsets, offsets),
@@ -84,7 +84,7 @@ def wrong(ids: torch.Tensor, sizes: RowCounts) -> list[str]:
         "tiles in order": list(map(tuple, met[:-5].tolist())) == in_order(counts.tolist(), sizes),
         "no tile past the last": met[-5:, 3].tolist() == [-1] * 5,
     }
-    return [name for name, holds in held.items() if not holds]
+    return [name for name, passes in checks.items() if not passes]
 
 
 def main() -> None:

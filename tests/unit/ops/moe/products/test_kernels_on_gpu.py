@@ -51,7 +51,7 @@ def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> Non
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("counts", [(191, 192, 193, 0), (385, 1, 128, 129), (0, 0, 64, 65), (384, 383, 577, 7)], ids=str)
 def test_experts_whose_rows_end_about_a_tile_s_end(counts: tuple[int, ...], kernel: AnyKernel) -> None:
-    """Rows of each expert beside the multiples of 64, 128 and 192, in a random order."""
+    """Rows of each expert next to the multiples of 64, 128 and 192, in a random order."""
     rows, of = sum(counts), "e4 k1 d264 f136 bf16"
     problem, gpu = parse_problem(f"moe t{rows} {of}"), current_gpu(torch.device("cuda"))
     if kernel.cannot(problem, gpu):
@@ -185,22 +185,22 @@ def test_a_graph_captured_at_one_routing_is_right_at_others(tokens: int) -> None
 @pytest.mark.parametrize("text", ["moe t1 e128 k8 d512 f256 bf16 logits", "moe t500 e16 k4 d256 f128 fp16 zipf"])
 def test_from_logits_a_call_is_the_router_and_the_experts(text: str, kernel: AnyKernel) -> None:
     """Launches overlap, and none reads before the one before it has written: each call has other logits."""
-    problem, held, device = parse_problem(text), built_in("moe"), torch.device("cuda")
+    problem, contract, device = parse_problem(text), built_in("moe"), torch.device("cuda")
     if kernel.cannot(problem, current_gpu(device)):
         pytest.skip("the kernel does not take the problem")
     config = kernel.configs(problem, current_gpu(device))[0]
     calls, right = [], []
     for seed in range(20):
-        inputs = held.inputs(problem, device, torch.Generator(device).manual_seed(seed))
-        taken = held.for_kernel(problem, inputs)
+        inputs = contract.inputs(problem, device, torch.Generator(device).manual_seed(seed))
+        made = contract.for_kernel(problem, inputs)
         weights, ids = fm.route(inputs["router_logits"], problem.top_k, normalize="sum")
         torch.cuda.synchronize()
         given = MoEInputs(problem.from_ids(), Tensors(inputs["x"], inputs["w1"], inputs["w2"], weights, ids))
         right.append(kernel.run(given, config))
         torch.cuda.synchronize()
-        calls.append((held.planned(kernel, config, taken), taken))
+        calls.append((contract.planned(kernel, config, made), made))
     for _ in range(3):
-        results = [call(taken) for call, taken in calls]
+        results = [call(made) for call, made in calls]
         torch.cuda.synchronize()
         assert all(torch.equal(got, one) for got, one in zip(results, right, strict=True))
 

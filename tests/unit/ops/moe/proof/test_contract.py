@@ -21,7 +21,7 @@ from flashmoe_science.ops.moe.peers import pytorch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 CPU = torch.device("cpu")
-HELD = built_in("moe")
+CONTRACT = built_in("moe")
 PROBLEMS = ("moe t1 e8 k3 d16 f8 bf16", "moe t3 e8 k3 d16 f8 fp16", "moe t50 e7 k3 d24 f40 fp32", "moe t9 e4 k4 d64 f32 bf16")
 WORDS = (
     "moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved transposed",
@@ -34,27 +34,27 @@ FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zi
 def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEProblem, dict[str, torch.Tensor]]:
     problem = parse_problem(text)
     assert isinstance(problem, MoEProblem)
-    return problem, HELD.vary(distribution, HELD.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
+    return problem, CONTRACT.vary(distribution, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
 
 
 def expert_loop(*tensors: torch.Tensor) -> torch.Tensor:
     return pytorch.expert_loop(Tensors(*tensors))
 
 
-def held(problem: MoEProblem, inputs: dict[str, torch.Tensor]) -> Expected:
+def expected_of(problem: MoEProblem, inputs: dict[str, torch.Tensor]) -> Expected:
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
-    right = HELD.reference(problem, exact)
-    (one,) = expected([right], [HELD.plain(problem, inputs)], HELD.cap(problem, inputs, (right,)))
+    right = CONTRACT.reference(problem, exact)
+    (one,) = expected([right], [CONTRACT.plain(problem, inputs)], CONTRACT.cap(problem, inputs, (right,)))
     return one
 
 
 def wrong(problem: MoEProblem, inputs: dict[str, torch.Tensor], got: torch.Tensor) -> list[str]:
-    return check_output("out", got, held(problem, inputs))[1]
+    return check_output("out", got, expected_of(problem, inputs))[1]
 
 
 def test_the_cap_leaves_room_for_twice_what_honest_sums_err_by() -> None:
     for seed in range(100):
-        one = held(*drawn("moe t12 e1 k1 d64 f8 fp32", seed=seed))
+        one = expected_of(*drawn("moe t12 e1 k1 d64 f8 fp32", seed=seed))
         assert 2 * one.plain.max < one.cap.max
         assert 2 * one.plain.rms < one.cap.rms
 
@@ -102,15 +102,15 @@ def test_skewed_logits_prefer_few_experts() -> None:
     assert ((even > 150) & (even < 350)).all()
 
 
-@pytest.mark.parametrize("distribution", HELD.distributions)
+@pytest.mark.parametrize("distribution", CONTRACT.distributions)
 @pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS, *WORDS])
 def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
     assert able
     for peer in able:
-        given = HELD.for_kernel(problem, inputs)
-        got = HELD.planned(peer, peer.configs(problem, None)[0], given)(given)
+        given = CONTRACT.for_kernel(problem, inputs)
+        got = CONTRACT.planned(peer, peer.configs(problem, None)[0], given)(given)
         assert got.dtype == inputs["x"].dtype
         assert wrong(problem, inputs, got) == [], peer.name
 
@@ -124,27 +124,27 @@ def test_a_user_s_function_is_given_what_fused_moe_takes(text: str) -> None:
         chosen = routing if problem.routing == "ids" else fm.route(*routing, normalize="sum")
         return fm.fused_moe(x, w1, w2, *chosen, **rest)
 
-    assert wrong(problem, inputs, HELD.call(layer, problem, inputs)) == []
+    assert wrong(problem, inputs, CONTRACT.call(layer, problem, inputs)) == []
 
 
 @pytest.mark.parametrize("text", WORDS)
 def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
     problem, inputs = drawn(text)
-    exact = HELD.widened(inputs)
-    found = {one.code: one.outputs for one in HELD.mistakes(problem, exact)}
+    exact = CONTRACT.widened(inputs)
+    found = {one.code: one.outputs for one in CONTRACT.mistakes(problem, exact)}
     expected = (
         {"activation-silu"} | ({"bias-missing"} if problem.bias else set()) | ({"interleaved"} if problem.gated else set())
     )
     assert set(found) == expected
     for other in found.values():
         assert isinstance(other, torch.Tensor)
-        assert wrong(problem, inputs, other.to(HELD.dtype(problem)))
+        assert wrong(problem, inputs, other.to(CONTRACT.dtype(problem)))
 
 
 def test_a_layer_without_its_routing_weights_is_wrong() -> None:
     problem, inputs = drawn(PROBLEMS[2])
     even = torch.full_like(inputs["topk_weights"], 1 / problem.top_k)
-    got = HELD.call(expert_loop, problem, inputs | {"topk_weights": even})
+    got = CONTRACT.call(expert_loop, problem, inputs | {"topk_weights": even})
     assert wrong(problem, inputs, got)
 
 
@@ -156,16 +156,16 @@ def test_a_router_that_does_not_renormalise_is_wrong() -> None:
         return expert_loop(x, w1, w2, weights / (weights.sum(-1, keepdim=True) if renormalise else 1), ids)
 
     renormalise = True
-    assert wrong(problem, inputs, HELD.call(layer, problem, inputs)) == []
+    assert wrong(problem, inputs, CONTRACT.call(layer, problem, inputs)) == []
     renormalise = False
-    assert wrong(problem, inputs, HELD.call(layer, problem, inputs))
+    assert wrong(problem, inputs, CONTRACT.call(layer, problem, inputs))
 
 
 def test_weights_are_widened_an_expert_at_a_time() -> None:
     """All of DeepSeek-V3's in fp64 are 90 GB."""
     for text in (PROBLEMS[0], FROM_LOGITS[0]):
         _, inputs = drawn(text)
-        wide = HELD.widened(inputs)
+        wide = CONTRACT.widened(inputs)
         assert list(wide) == list(inputs)
         kept = {name for name, one in wide.items() if one is inputs[name]}
         assert kept - {"topk_ids"} == {"w1", "w2"}
@@ -196,10 +196,10 @@ def test_what_the_peers_need_is_said_in_words() -> None:
 @pytest.mark.parametrize("suite", ["moe", "moe-gpt-oss", "moe-skewed", "moe-ids"])
 def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
     chance = Random(1)
-    for text in HELD.suites()[suite][::3]:
+    for text in CONTRACT.suites()[suite][::3]:
         near = parse_problem(text)
         assert isinstance(near, MoEProblem)
-        drawn = {HELD.draw(near, chance) for _ in range(30)}
+        drawn = {CONTRACT.draw(near, chance) for _ in range(30)}
         assert len(drawn) > 20
         for problem in drawn:
             assert parse_problem(str(problem)) == problem
@@ -211,9 +211,9 @@ def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> Non
 
 
 def test_it_comes_with_the_package() -> None:
-    assert is_built_in(HELD)
-    assert HELD.cannot(parse_problem("attn b1 h1 q8 d8 bf16")) is not None
-    for text in HELD.default_problems():
+    assert is_built_in(CONTRACT)
+    assert CONTRACT.cannot(parse_problem("attn b1 h1 q8 d8 bf16")) is not None
+    for text in CONTRACT.default_problems():
         assert parse_problem(str(text)).op == "moe"
 
 
@@ -230,4 +230,4 @@ def test_peers_promise_the_kernels_of_their_own_families() -> None:
         assert any(re.search(one.name, launched) for one in promised)
         others = [one for other, one in names.items() if other != name]
         assert not any(re.search(one.name, other) for one in promised for other in others)
-        assert all(any(re.search(pattern, one) for pattern in HELD.families.values()) for one in names.values())
+        assert all(any(re.search(pattern, one) for pattern in CONTRACT.families.values()) for one in names.values())

@@ -1,4 +1,4 @@
-"""The cases that every implementation of the router is held to, and an independent fp64 reference.
+"""The cases that every implementation of the router must pass, and an independent fp64 reference.
 
 Run as a script with TRITON_INTERPRET=1 it puts them to the kernel in Triton's interpreter, which needs a process of its own,
 and prints one JSON object: the reasons to refuse each case's result, by its name.
