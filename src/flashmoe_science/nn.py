@@ -116,7 +116,7 @@ class FlashMoELayer(nn.Module):
         """The layer's output, shaped as ``hidden_states`` [..., H].
 
         Args:
-            router_logits: [..., E], if computed before (for a balance loss, say); computed by default.
+            router_logits: [..., E], if computed before, as for a balance loss; computed by default.
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]

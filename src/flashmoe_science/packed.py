@@ -156,7 +156,7 @@ def _split(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Ten
 
 
 def _checked(name: str, packed: object, sizes: tuple[str, ...]) -> torch.Tensor:
-    """The packed tensor. Raises TypeError, ValueError unless it has these sizes, the number where it is one."""
+    """The packed tensor. Raises TypeError, ValueError unless it has this rank, and the number among the sizes."""
     if not isinstance(packed, torch.Tensor):
         raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):

@@ -41,7 +41,7 @@ def register() -> None:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """Serve PyTorch's attention by ours within the context; after it, by what served before."""
+    """Serve PyTorch's attention by ours within the context, and restore the implementation before it afterwards."""
     before = registry.current_flash_attention_impl()
     register()
     registry.activate_flash_attention_impl(NAME)
@@ -111,7 +111,7 @@ class _Original:
 
 
 class _Busy(threading.local):
-    """Whether a call of ours is under way: where it asks PyTorch, PyTorch's own kernel answers."""
+    """Whether a call of ours is running: where it calls PyTorch's operator, PyTorch's own kernel serves."""
 
     now = False
 

@@ -85,7 +85,9 @@ def attention_forward(
     if call.keys < key.shape[2]:  # the rest of a static cache is empty
         key, value = key[:, :, : call.keys], value[:, :, : call.keys]
     call.add_bias(query, position_bias)
-    call.add_softmax(softcap, s_aux)
+    call.softcap = float(softcap or 0.0)
+    if s_aux is not None:
+        call.tensors["sinks"] = s_aux.reshape(-1)
     try:
         out = None if dropout else call.serve(query, key, value, scaling)
     except Unsupported:
@@ -119,12 +121,6 @@ class _Call:
         if bias is not None:
             bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
             self.tensors["bias"] = bias.expand(*query.shape[:3], self.keys)
-
-    def add_softmax(self, softcap: float | None, sinks: torch.Tensor | None) -> None:
-        if softcap:
-            self.softcap = float(softcap)
-        if sinks is not None:
-            self.tensors["sinks"] = sinks.reshape(-1)
 
     def serve(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
         if not self.tensors and self.left is self.right is None and not self.softcap:

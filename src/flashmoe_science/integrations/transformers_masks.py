@@ -1,4 +1,4 @@
-"""The mask that transformers' models make once a forward pass, as what a kernel can compute from: a window, lengths, no matrix.
+"""The mask that transformers' models make once a forward pass, as a window and lengths that kernels take, without a matrix.
 
 transformers describes a mask by a function of indices, by the cache's lengths and by a 2-D padding mask, and asks the
 attention implementation for what it wants to be given in each layer. ``make_mask`` gives a ``StructuredMask`` where the keys
@@ -126,7 +126,7 @@ def make_mask(**arguments: Any) -> torch.Tensor | None:
 
 
 def _is_traced(arguments: dict[str, Any]) -> bool:
-    """Whether lengths must not be read, for a graph is made, or will be: transformers compiles decoding with a static cache."""
+    """Whether lengths must not be read as a graph is traced, or will be: transformers compiles decoding with a static cache."""
     from transformers.utils.import_utils import is_tracing
 
     static_step = arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), torch.Tensor)
@@ -189,7 +189,7 @@ def _closed_over(function: Any, maker: Any, name: str) -> object:
 
 
 def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:
-    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are no interval, or end before a
+    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are not one interval, or end before a
     causal mask does, as with padding to the right."""
     valid = padding[:, offset : offset + visible.length].bool()
     if valid.shape[0] != batch:

@@ -1,4 +1,4 @@
-"""A mixture-of-experts call: its tensors and options, the checks that refuse bad input, and what kernels are given.
+"""A mixture-of-experts call: its tensors and options, the checks that refuse bad input, and the arguments of kernels.
 
 A refusal is one line: the argument, what it was, what is allowed.
 """
@@ -105,7 +105,7 @@ def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dt
 
 
 def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
-    """The tensors as kernels take them, as views, but for x where its rows are no rows in memory; and the activation.
+    """Views of the tensors as kernels take them (x is copied where its rows are not contiguous), and the activation.
 
     Raises:
         TypeError, ValueError: an argument of ``fused_moe`` that is not allowed.

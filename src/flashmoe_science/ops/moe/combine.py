@@ -49,7 +49,7 @@ def build(like: MoEInputs, early_start: bool) -> Callable[[MoEProblem], KernelLa
 
 
 def launches(problem: MoEProblem) -> tuple[Launch, ...]:
-    """Its launch."""
+    """The launch of ``build``."""
     return (Launch(f"^{flashmoe_moe_combine.__name__}$", _grid(problem), 32 * _WARPS),)
 
 

@@ -162,7 +162,7 @@ class MoEProblem(Problem):
         return (self.op, self.dtype, *sizes, routing, " ".join(self.words()), self.tokens)
 
     def tile_key(self) -> Hashable:
-        """By the rows an expert has, in powers of two, the sizes of a model and the layout of its weights."""
+        """The rows of an expert in powers of two, the sizes of a model and the layout of its weights."""
         layout = self.gated, self.interleaved, self.transposed
         return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.rows_per_expert())), *layout
 
@@ -175,11 +175,11 @@ class MoEProblem(Problem):
         return max(abs(math.log2(getattr(self, name) / getattr(other, name))) for name in names)
 
     def representative(self) -> MoEProblem:
-        """Tokens rounded up, by less than a quarter."""
+        """The problem with its tokens rounded up, by less than a quarter."""
         return replace(self, tokens=rounded_up(self.tokens))
 
     def without_layout(self) -> MoEProblem:
-        """From given ids: the choice of a kernel does not depend on what a call starts from, but on the layout of weights."""
+        """The problem starting from ids: the choice of a kernel depends on the layout of weights, and not on the routing."""
         return self.from_ids()
 
     def __str__(self) -> str:

@@ -171,10 +171,9 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)
-            bias_1 = None if gate_up_bias is None else address(gate_up_bias)
-            bias_2 = None if down_bias is None else address(down_bias)
-            launch_up(address(x), address(w1), bias_1, chosen, rows)
-            launch_down(rows, address(w2), bias_2, chosen, address(weights), address(out))
+            launch_up(address(x), address(w1), None if gate_up_bias is None else address(gate_up_bias), chosen, rows)
+            bias = None if down_bias is None else address(down_bias)
+            launch_down(rows, address(w2), bias, chosen, address(weights), address(out))
             return out
 
         return call

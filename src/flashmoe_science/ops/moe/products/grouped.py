@@ -29,9 +29,9 @@ from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, wh
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-# Of a grouped product that is built, for any number of rows: bind(counts) gives launch(a, w, bias, out, tables), which writes
+# The tensor itself for a Triton whose launcher encodes its descriptors.
+handle: Callable[[torch.Tensor], Any] = address if DIRECT else lambda tensor: tensor
+# bind(counts) of a grouped product that is built, for any number of rows: launch(a, w, bias, out, tables), which writes
 # out[row] of every row of the tables; a is x, or what the up product wrote.
 Product = Callable[[RowCounts], KernelLaunch]
 
@@ -61,13 +61,6 @@ def down_constexprs(inputs: MoEInputs) -> dict[str, Any]:
         "EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim,
         "STRIDE_E": w2.stride(0), "STRIDE_N": w2.stride(1), "STRIDE_K": w2.stride(2),
     }  # fmt: skip
-
-
-def _handle(tensor: torch.Tensor) -> Any:
-    return tensor  # of a Triton whose launcher describes tensors itself
-
-
-handle = address if DIRECT else _handle
 
 
 def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:

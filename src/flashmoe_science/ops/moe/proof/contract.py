@@ -170,7 +170,7 @@ class MoEContract(Contract):
         return (Errors(relative * reference[0].abs().max().item(), typical, typical),)
 
     def mistakes(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Iterator[Mistake]:
-        """The results of problems that differ in one word."""
+        """The results of problems that differ in one option: a kernel must not be right for them too."""
         if problem.bias:
             yield Mistake("bias-missing", "it is right for no biases", self.reference(replace(problem, bias=False), inputs))
         if problem.activation != "silu":

@@ -1,4 +1,4 @@
-"""A mixture of experts computed to be right, not fast: an fp64 oracle, the same maths done plainly in the input dtype, and the
+"""References for a mixture of experts: an fp64 oracle, the same maths done plainly in the input dtype, and the
 router's softmax and top-k. One expert's weights are widened at a time, never all of them: those of DeepSeek-V3 take 90 GB in
 fp64."""
 

@@ -112,7 +112,7 @@ def _decide(logits: torch.Tensor, options: Options) -> Decision:
 
 
 def _is_differentiated(logits: torch.Tensor) -> bool:
-    """Whether autograd, forward or backward, or a transform of torch.func has a part in the call."""
+    """Whether autograd, forward or backward, or a transform of torch.func sees the call."""
     return needs_grad(logits) or (not torch.compiler.is_compiling() and is_transformed())
 
 
@@ -196,7 +196,7 @@ def _keys(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _descending(keys: torch.Tensor) -> torch.Tensor:
-    """Indices of the keys from the largest to the smallest, of equals the lowest first, which torch.topk does not promise."""
+    """Indices of the keys from the largest to the smallest, of equals the lowest first, which torch.topk does not specify."""
     return torch.sort(keys, dim=-1, descending=True, stable=True).indices
 
 
@@ -225,7 +225,7 @@ def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.
 
 
 def expert_load(top_k_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many (token, expert) pairs each of the experts has.
+    """The number of (token, expert) pairs of each expert.
 
     Args:
         top_k_ids: [..., top_k], int32 or int64; ids outside of 0 to experts - 1 are not counted.

@@ -66,7 +66,7 @@ def options_of(
     top_k_groups: object,
     scaling_factor: object,
 ) -> Options:
-    """The options of calls of ``route`` for that many experts, with a selection bias or without, where they are allowed.
+    """The checked options of calls of ``route`` for a number of experts, with a selection bias or without.
 
     Raises:
         TypeError, ValueError: one that is not, in one line.
@@ -133,7 +133,7 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
 
 
 def _checked_groups(groups: int, top_k_groups: object, top_k: int, experts: int) -> int:
-    """How many groups are kept.
+    """The number of groups that are kept.
 
     Raises:
         TypeError, ValueError: not from 1 to ``groups``, or they have fewer than ``top_k`` experts; or unequal groups.
@@ -175,7 +175,7 @@ def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _checked_count(name: str, value: object, most: int | None = None, what: str = "") -> int:
-    """``value`` where it is an integer from 1 to ``most``, of which ``what`` says what it is.
+    """``value`` where it is an integer from 1 to ``most``, which ``what`` names.
 
     Raises:
         TypeError: not an integer; True and False are none.
