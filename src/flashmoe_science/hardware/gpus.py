@@ -1,4 +1,4 @@
-"""Specifications of the GPUs that kernels are built for, a source beside every number.
+"""Specifications of the GPUs that kernels are built for, with a source for every number.
 
 Sources, by the short names used below:
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from flashmoe_science.problem import Arithmetic
 
@@ -54,11 +55,12 @@ class Gpu:
 
     def fastest_flops(self, arithmetic: Arithmetic) -> float:
         """The most FLOP/s of products of that accuracy, by whatever method; ``hardware.floor`` says why no method has more."""
-        if arithmetic == "fp32":
-            return self.fp32_flops + self.tensor_flops_8bit / 4
-        return {"16-bit": self.tensor_flops_8bit / 2, "8-bit": self.tensor_flops_8bit, "4-bit": self.tensor_flops_4bit}[
-            arithmetic
-        ]
+        return {
+            "fp32": self.fp32_flops + self.tensor_flops_8bit / 4,
+            "16-bit": self.tensor_flops_8bit / 2,
+            "8-bit": self.tensor_flops_8bit,
+            "4-bit": self.tensor_flops_4bit,
+        }[arithmetic]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,46 +89,23 @@ _CAPABILITIES: dict[tuple[int, int], _Capability] = {
     (12, 0): _Capability(48, 24, 100 * KIB, 1024, 4096, 256),
     (12, 1): _Capability(48, 24, 100 * KIB, 1024, 4096, 256),
 }
-_RESERVED_SHARED = 1 * KIB  # guide: of an SM's shared memory a block can have all but 1 KB, which the system keeps
-_STATIC_SHARED = 48 * KIB  # guide: what a block gets without asking, on every capability
 
 
-def _gpu(
-    name: str,
-    product: str,
-    capability: tuple[int, int],
-    *,
-    sm_count: int,
-    l2_bytes: int,
-    memory_bytes: int,
-    memory_bandwidth: float,
-    tensor_flops_16bit: float,
-    tensor_flops_8bit: float,
-    tensor_flops_4bit: float,
-    fp32_flops: float,
-    boost_clock_hz: float,
-) -> Gpu:
+def _limits(capability: tuple[int, int]) -> dict[str, int]:
+    """The fields of a Gpu that its compute capability fixes."""
     limits = _CAPABILITIES[capability]
-    return Gpu(
-        name=name,
-        product=product,
-        compute_capability=capability,
-        sm_count=sm_count,
-        registers_per_sm=64 * KIB,  # guide, every capability
-        max_threads_per_sm=limits.warps_per_sm * WARP,
-        max_blocks_per_sm=limits.blocks_per_sm,
-        shared_per_sm=limits.shared_per_sm,
-        shared_per_block=limits.shared_per_sm - _RESERVED_SHARED,
-        shared_per_block_static=_STATIC_SHARED,
-        l2_bytes=l2_bytes,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=memory_bandwidth,
-        tensor_flops_16bit=tensor_flops_16bit,
-        tensor_flops_8bit=tensor_flops_8bit,
-        tensor_flops_4bit=tensor_flops_4bit,
-        fp32_flops=fp32_flops,
-        boost_clock_hz=boost_clock_hz,
-    )
+    return {
+        "registers_per_sm": 64 * KIB,  # guide, every capability
+        "max_threads_per_sm": limits.warps_per_sm * WARP,
+        "max_blocks_per_sm": limits.blocks_per_sm,
+        "shared_per_sm": limits.shared_per_sm,
+        "shared_per_block": limits.shared_per_sm - 1 * KIB,  # guide: all but 1 KB, which the system keeps
+        "shared_per_block_static": 48 * KIB,  # guide, every capability
+    }
+
+
+def _gpu(name: str, product: str, capability: tuple[int, int], **own: Any) -> Gpu:
+    return Gpu(name, product, capability, **_limits(capability), **own)
 
 
 _TABLE = (
@@ -274,30 +253,15 @@ _TABLE = (
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
-# How people write a card that `name` and `product` do not cover, in the form that _plain() gives.
-_ALIASES = {
-    "a100sxm": "a100",
-    "a10080gb": "a100",
-    "h100sxm": "h100",
-    "h100sxm5": "h100",
-    "h10080gb": "h100",
-    "h200sxm": "h200",
-    "h200141gb": "h200",
-    "b200sxm": "b200",
-    "3090": "rtx3090",
-    "4090": "rtx4090",
-    "5090": "rtx5090",
-}
 
 
 def _plain(text: str) -> str:
-    """Lower case, letters and digits only, without the maker's and the brand's names."""
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|tensor ?core|gpu", "", text.lower())
+    """Lower case letters and digits, without what only some write: the maker, the brand, the socket, the size of the memory."""
+    plain = re.sub(r"[^a-z0-9]", "", text.lower())
+    return re.sub(r"nvidia|geforce|rtx|tesla|tensorcore|gpu|sxm[45]?|80gb|141gb", "", plain)
 
 
-_BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu.product)} | {
-    alias: GPUS[name] for alias, name in _ALIASES.items()
-}
+_BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu.product)}
 
 
 def gpu_named(text: str) -> Gpu:
@@ -312,57 +276,37 @@ def gpu_named(text: str) -> Gpu:
     return found
 
 
-def gpu_for_device(
-    product: str,
-    capability: tuple[int, int],
-    sm_count: int,
-    *,
-    memory_bytes: int,
-    l2_bytes: int,
-    registers_per_sm: int = 64 * KIB,
-    max_threads_per_sm: int | None = None,
-    shared_per_sm: int | None = None,
-    shared_per_block: int | None = None,
-    clock_hz: float | None = None,
-    memory_bandwidth: float | None = None,
-) -> Gpu:
+def gpu_for_device(product: str, capability: tuple[int, int], sm_count: int, **reported: Any) -> Gpu:
     """The GPU of an actual card: the table's where product, capability and SM count agree, else one built from the report.
 
     What the driver does not report is filled in so that nothing true is refused and nothing is launched that may not fit:
-    limits from the nearest older capability that the table knows, rates from the fastest card that it could be.
+    limits from the nearest older capability that the table has, rates from the fastest card that it could be.
 
     Args:
-        product: the driver's name for the card. capability: (major, minor). memory_bytes, l2_bytes, shared_*: bytes.
-        clock_hz: highest SM clock, hertz. memory_bandwidth: bytes/s.
+        product: the driver's name for the card. capability: (major, minor).
+        reported: further fields of a Gpu; None where the driver does not report it.
     """
     listed = _BY_PLAIN_NAME.get(_plain(product))
     if listed is not None and (listed.compute_capability, listed.sm_count) == (capability, sm_count):
         return listed
-    known = max((key for key in _CAPABILITIES if key <= capability), default=min(_CAPABILITIES))
-    limits = _CAPABILITIES[known]
-    per_sm = limits.shared_per_sm if shared_per_sm is None else shared_per_sm
-    fastest = max(gpu.boost_clock_hz for gpu in _TABLE) if listed is None else listed.boost_clock_hz
-    clock = fastest if clock_hz is None else clock_hz
+    nearest = max((key for key in _CAPABILITIES if key <= capability), default=min(_CAPABILITIES))
+    fields: dict[str, Any] = _limits(nearest) | {
+        "memory_bandwidth": max(gpu.memory_bandwidth for gpu in _TABLE),
+        "boost_clock_hz": max(gpu.boost_clock_hz for gpu in _TABLE) if listed is None else listed.boost_clock_hz,
+    }
+    fields |= {name: value for name, value in reported.items() if value is not None}
     name = re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-")
+    rates, cycles = _CAPABILITIES[nearest], sm_count * fields["boost_clock_hz"]
     return Gpu(
         name=name if listed is None else f"{listed.name}-{sm_count}sm",  # part of a card is not the card that was measured
         product=product,
         compute_capability=capability,
         sm_count=sm_count,
-        registers_per_sm=registers_per_sm,
-        max_threads_per_sm=limits.warps_per_sm * WARP if max_threads_per_sm is None else max_threads_per_sm,
-        max_blocks_per_sm=limits.blocks_per_sm,
-        shared_per_sm=per_sm,
-        shared_per_block=per_sm - _RESERVED_SHARED if shared_per_block is None else shared_per_block,
-        shared_per_block_static=_STATIC_SHARED,
-        l2_bytes=l2_bytes,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=max(gpu.memory_bandwidth for gpu in _TABLE) if memory_bandwidth is None else memory_bandwidth,
-        tensor_flops_16bit=sm_count * limits.tensor_rate * clock,
-        tensor_flops_8bit=sm_count * 2 * limits.tensor_rate * clock,
-        tensor_flops_4bit=sm_count * limits.tensor_rate_4bit * clock,
-        fp32_flops=sm_count * limits.fp32_rate * clock,
-        boost_clock_hz=clock,
+        tensor_flops_16bit=cycles * rates.tensor_rate,
+        tensor_flops_8bit=cycles * 2 * rates.tensor_rate,
+        tensor_flops_4bit=cycles * rates.tensor_rate_4bit,
+        fp32_flops=cycles * rates.fp32_rate,
+        **fields,
     )
 
 

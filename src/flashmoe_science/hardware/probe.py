@@ -35,11 +35,8 @@ class Telemetry:
     """A GPU at one moment. None where the driver does not say; ``absent`` is why nothing could be asked at all."""
 
     sm_clock_mhz: int | None = None
-    max_sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
-    power_limit_w: float | None = None
     throttle: tuple[str, ...] = ()
     absent: str | None = None
 
@@ -82,14 +79,10 @@ def telemetry(device: torch.device | int | None = None) -> Telemetry:
         return Telemetry(absent=f"NVML: {error}")
     nvml = _nvml()
     power = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
-    limit = _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return Telemetry(
         sm_clock_mhz=_ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-        max_sm_clock_mhz=_ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-        memory_clock_mhz=_ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
         temperature_c=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000,
-        power_limit_w=None if limit is None else limit / 1000,
         throttle=throttle_words(_ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0),
     )
 
@@ -134,7 +127,7 @@ def _gpu_at(index: int) -> Gpu:
         max_threads_per_sm=facts.max_threads_per_multi_processor,
         shared_per_sm=facts.shared_memory_per_multiprocessor,
         shared_per_block=facts.shared_memory_per_block_optin,
-        clock_hz=clock,
+        boost_clock_hz=clock,
         memory_bandwidth=bandwidth,
     )
 

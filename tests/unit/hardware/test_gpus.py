@@ -32,6 +32,9 @@ def test_peak_rates_follow_from_units_and_clock(gpu: Gpu) -> None:
         ("nvidia h200 tensor core gpu", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("A100-SXM4-80GB", "a100"),
+        ("a100 80 gb", "a100"),
+        ("H100 SXM5", "h100"),
+        ("4090", "rtx4090"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
     ],
 )
@@ -39,7 +42,7 @@ def test_names_as_people_write_them(text: str, name: str) -> None:
     assert gpu_named(text) is GPUS[name]
 
 
-@pytest.mark.parametrize("text", ["", "v100", "A100-PCIE-40GB", "H100 PCIe", "L", "l4x"])
+@pytest.mark.parametrize("text", ["", "v100", "A100-PCIE-40GB", "A100-SXM-40GB", "H100 PCIe", "L", "l4x"])
 def test_unknown_names_list_the_known(text: str) -> None:
     with pytest.raises(ValueError, match=r"gpu is .*; it must be one of .*\bl4\b.*\bh200\b") as caught:
         gpu_named(text)
@@ -60,7 +63,7 @@ def test_an_unlisted_card_is_built_from_its_report() -> None:
         108,
         memory_bytes=40_960 * MIB,
         l2_bytes=40 * MIB,
-        clock_hz=1.41e9,
+        boost_clock_hz=1.41e9,
         memory_bandwidth=1.555e12,
     )
     assert found.name == "a100-pcie-40gb"

@@ -40,7 +40,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "nvmlDeviceGetMemoryBusWidth": 6144,
         "nvmlDeviceGetTemperature": 41,
         "nvmlDeviceGetPowerUsage": 312_500,
-        "nvmlDeviceGetEnforcedPowerLimit": 700_000,
         "nvmlDeviceGetCurrentClocksEventReasons": 0,
         "nvmlSystemGetDriverVersion": "580.159.04",
     }
@@ -97,7 +96,7 @@ def test_an_unlisted_card_gets_its_bandwidth_from_nvml(machine: SimpleNamespace)
 
 
 def test_telemetry(machine: SimpleNamespace) -> None:
-    assert probe.telemetry() == probe.Telemetry(1755, 1980, 1755, 41, 312.5, 700.0, ())
+    assert probe.telemetry() == probe.Telemetry(1755, 41, 312.5, ())
 
 
 def test_telemetry_without_nvml_says_so(machine: SimpleNamespace) -> None:
