@@ -40,9 +40,8 @@ def job(function: Any, block: int = 128, warps: int = 4, dtype: torch.dtype = to
 def test_every_architecture_builds_without_its_gpu(tiny: Any, name: str) -> None:
     gpu = GPUS[name]
     build = compile_for(job(tiny.copies, warps=8), gpu)
-    assert (build.refusal, build.threads, build.warps, build.spill_bytes, build.shared_bytes) == (None, 256, 8, 0, 0)
+    assert (build.refusal, build.threads, build.spill_bytes, build.shared_bytes) == (None, 256, 0, 0)
     assert 0 < build.registers < 64
-    assert build.cubin_bytes > 0
     assert fits(build, gpu) is None
     assert spills(build) is None
 
@@ -112,7 +111,7 @@ def test_many_builds_keep_their_order_and_survive_a_crash(tiny: Any) -> None:
         (job(tiny.gluon_copies), GPUS["h200"]),
     ]
     seen: dict[int, Build] = {}
-    builds = compile_many(jobs, workers=2, on_done=seen.__setitem__)
+    builds = compile_many(jobs, on_done=seen.__setitem__)
     assert [build.kernel for build in builds] == ["copies", "aborts", "tile_of_48_rows", "gluon_copies"]
     assert [build.gpu for build in builds] == ["l4", "h200", "a100", "h200"]
     assert [build.refusal for build in builds] == [

@@ -15,9 +15,10 @@ from rich.progress import Progress
 from flashmoe_science.cli.sheet import console, print_table, put_wrapped
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe, target
-from flashmoe_science.hardware.fitting import Fit, fit_build, given_block
+from flashmoe_science.hardware.fitting import Fit, fit_build
 from flashmoe_science.hardware.gpus import GPUS, KIB, Gpu, gpu_named
 from flashmoe_science.hardware.occupancy import kilobytes
+from flashmoe_science.hardware.target import Build
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.kernel import AnyKernel, Config
 from flashmoe_science.measure.builds import compile_jobs
@@ -116,8 +117,8 @@ def _given(text: str, gpus: list[Gpu]) -> list[_Row]:
         raise ValueError(f"--block is {text!r}; it must be {_BLOCK}, numbers of 1 or more, such as 56.75,256,64")
     threads, registers, *blocks = (*counts, *_ASSUMED[len(counts) :])
     shared = math.ceil(kb * KIB)
-    made = ((gpu, given_block(gpu, shared_bytes=shared, threads=threads, registers=registers)) for gpu in gpus)
-    return [_Row("", "", fit_build(build, gpu, blocks[0] if blocks else None)) for gpu, build in made]
+    builds = (Build(gpu.name, "given", registers=registers, shared_dynamic=shared, threads=threads) for gpu in gpus)
+    return [_Row("", "", fit_build(build, gpu, *blocks)) for gpu, build in zip(gpus, builds, strict=True)]
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:

@@ -61,15 +61,3 @@ def fit_build(build: Build, gpu: Gpu, grid_blocks: int | None = None) -> Fit:
     resident = build_residency(build, gpu)
     filled = waves(gpu, grid_blocks, resident.blocks) if grid_blocks is not None and resident.blocks else None
     return Fit(gpu, build, grid_blocks, refusal, warning, shared_verdict(gpu, build.shared_bytes), resident, filled)
-
-
-def given_block(gpu: Gpu, *, shared_bytes: int, threads: int, registers: int) -> Build:
-    """A Build of a kernel that is not written yet: a planner's numbers of one block.
-
-    Raises:
-        ValueError: a number below its least value (0 bytes, 1 thread, 1 register).
-    """
-    for name, value, least in (("shared memory", shared_bytes, 0), ("threads", threads, 1), ("registers", registers, 1)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be {least} or more")
-    return Build(gpu.name, "given", registers=registers, shared_dynamic=shared_bytes, threads=threads)

@@ -254,7 +254,6 @@ _TABLE = (
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
-
 def _plain(text: str) -> str:
     """Lower case letters and digits, without what only some write: the maker, the brand, the socket, the size of the memory."""
     plain = re.sub(r"[^a-z0-9]", "", text.lower())

@@ -46,10 +46,9 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Waves:
-    """How a grid fills the GPU. ``full`` counts whole rounds; ``last_fill`` is how full the last one is (1.0: no tail)."""
+    """How a grid fills the GPU, in rounds. ``last_fill`` is how full the last one is (1.0: no tail)."""
 
     count: float
-    rounds: int
     last_fill: float
     efficiency: float  # work over the time of whole rounds: 1.0 without a tail
     idle_sms: int  # SMs that never get a block
@@ -68,14 +67,8 @@ def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> R
     """Resident blocks per SM of a kernel with such blocks.
 
     Args:
-        threads: in a block. registers: a thread's. shared_bytes: a block's, static and dynamic together.
-
-    Raises:
-        ValueError: an argument below its least value (1 thread, 0 registers, 0 bytes).
+        threads: in a block, 1 or more. registers: a thread's. shared_bytes: a block's, static and dynamic together.
     """
-    for name, value, least in (("threads", threads, 1), ("registers", registers, 0), ("shared_bytes", shared_bytes, 0)):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be {least} or more")
     warps = _cdiv(threads, WARP)
     max_warps = gpu.max_threads_per_sm // WARP
     limits = {
@@ -97,20 +90,12 @@ def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> R
 
 
 def waves(gpu: Gpu, grid_blocks: int, resident_blocks: int) -> Waves:
-    """Rounds in which ``grid_blocks`` blocks of equal length run, ``resident_blocks`` at once on each SM.
-
-    Raises:
-        ValueError: a count below 1.
-    """
-    for name, value in (("grid_blocks", grid_blocks), ("resident_blocks", resident_blocks)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    """Rounds in which ``grid_blocks`` blocks of equal length run, ``resident_blocks`` (1 or more) at once on each SM."""
     at_once = gpu.sm_count * resident_blocks
     rounds = _cdiv(grid_blocks, at_once)
     last = grid_blocks - (rounds - 1) * at_once
     return Waves(
         count=grid_blocks / at_once,
-        rounds=rounds,
         last_fill=last / at_once,
         efficiency=grid_blocks / (rounds * at_once),
         idle_sms=max(0, gpu.sm_count - grid_blocks),

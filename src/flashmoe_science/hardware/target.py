@@ -16,7 +16,7 @@ from flashmoe_science.hardware.compiler import (
     require_compiler,
     run_compiler,
 )
-from flashmoe_science.hardware.gpus import WARP, Gpu
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.occupancy import RESERVED_SHARED, Residency, block_refusal, kilobytes, residency
 
 if TYPE_CHECKING:
@@ -45,18 +45,12 @@ class Build:
     shared_dynamic: int = 0
     tensor_memory_columns: int = 0  # of the 512 that a Blackwell SM has
     threads: int = 0
-    ptx_version: str = ""
-    cubin_bytes: int = 0
     seconds: float = 0.0
     refusal: str | None = None
 
     @property
     def shared_bytes(self) -> int:
         return self.shared_static + self.shared_dynamic
-
-    @property
-    def warps(self) -> int:
-        return -(-self.threads // WARP)
 
 
 def compile_for(job: CompileJob, gpu: Gpu) -> Build:
@@ -74,10 +68,9 @@ def compile_for(job: CompileJob, gpu: Gpu) -> Build:
         compiled = run_compiler(job, gpu)
     except Refused as refused:
         return Build(gpu.name, name, refusal=str(refused), seconds=time.perf_counter() - started)
-    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    registers, stack, shared = cubin_resources(cubin)
-    threads, version = re.search(r"^\s*\.reqntid (\d+)", ptx, re.MULTILINE), re.search(r"^\.version (\S+)", ptx, re.MULTILINE)
-    if threads is None or version is None:
+    registers, stack, shared = cubin_resources(compiled.asm["cubin"])
+    threads = re.search(r"^\s*\.reqntid (\d+)", compiled.asm["ptx"], re.MULTILINE)
+    if threads is None:
         raise RuntimeError(f"cannot read the threads of {name} for {gpu.name} from Triton's PTX")
     reserved = RESERVED_SHARED if gpu.compute_capability >= (9, 0) else 0
     return Build(
@@ -89,8 +82,6 @@ def compile_for(job: CompileJob, gpu: Gpu) -> Build:
         shared_dynamic=int(compiled.metadata.shared),
         tensor_memory_columns=int(compiled.metadata.tmem_size or 0),
         threads=int(threads[1]),
-        ptx_version=version[1],
-        cubin_bytes=len(cubin),
         seconds=time.perf_counter() - started,
     )
 
@@ -118,11 +109,9 @@ def build_residency(build: Build, gpu: Gpu) -> Residency:
 
 
 def compile_many(
-    jobs: Sequence[tuple[CompileJob, Gpu]],
-    workers: int | None = None,
-    on_done: Callable[[int, Build], None] | None = None,
+    jobs: Sequence[tuple[CompileJob, Gpu]], on_done: Callable[[int, Build], None] = lambda index, build: None
 ) -> list[Build]:
-    """Build every job in other processes, at most ``workers`` at once (by default one for each CPU that may be used).
+    """Build every job in other processes, as many at once as there are CPUs that may be used.
 
     A job that takes its process down is refused in words and the others go on. ``on_done(index, build)`` is called here, in
     the order in which builds end. Python's rule for such processes holds: a script guards its main part with ``__main__``.
@@ -135,43 +124,32 @@ def compile_many(
         ValueError: a kernel that is not found by name in its module.
     """
     require_compiler()
-    tasks = [(_by_name(job), gpu) for job, gpu in jobs]
+    tasks = [(*_by_name(job), gpu) for job, gpu in jobs]
     builds: dict[int, Build] = {}
 
     def done(index: int, build: Build) -> None:
         builds[index] = build
-        if on_done is not None:
-            on_done(index, build)
+        on_done(index, build)
 
-    count = max(1, min(len(tasks), workers or processors()))
-    for index, build in shared_out(_build_task, tasks, count):
+    for index, build in shared_out(_build_task, tasks, max(1, min(len(tasks), processors()))):
         done(index, build)
     # A process that died took the pool along, and with it the jobs not yet done: they run again, each in a pool of its own.
     for index in [index for index in range(len(tasks)) if index not in builds]:
         for _, build in shared_out(_build_task, [tasks[index]], 1):
             done(index, build)
         if index not in builds:
-            task, gpu = tasks[index]
-            done(index, Build(gpu.name, task.name, refusal="the compiler crashed and took its process down"))
+            _, name, _, gpu = tasks[index]
+            done(index, Build(gpu.name, name, refusal="the compiler crashed and took its process down"))
     return [builds[index] for index in range(len(tasks))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A CompileJob that can be sent to another process: the kernel by module and name, for it cannot be pickled."""
-
-    module: str
-    name: str
-    job: CompileJob
-
-
-def _by_name(job: CompileJob) -> _Task:
+def _by_name(job: CompileJob) -> tuple[str, str, CompileJob]:
+    """The kernel's module and name, and the job without the kernel, which cannot be pickled for another process."""
     module, name = job.function.fn.__module__, job.function.fn.__qualname__
     if getattr(importlib.import_module(module), name, None) is not job.function:
         raise ValueError(f"kernel {name} is not found by that name in {module}; define it at the top of a module")
-    return _Task(module, name, replace(job, function=None))
+    return module, name, replace(job, function=None)
 
 
-def _build_task(task: _Task, gpu: Gpu) -> Build:
-    function = getattr(importlib.import_module(task.module), task.name)
-    return compile_for(replace(task.job, function=function), gpu)
+def _build_task(module: str, name: str, job: CompileJob, gpu: Gpu) -> Build:
+    return compile_for(replace(job, function=getattr(importlib.import_module(module), name)), gpu)
