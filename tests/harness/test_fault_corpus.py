@@ -32,7 +32,7 @@ from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.function_run import FunctionRun, FunctionsRun
+from flashmoe_science.measure.function_run import FunctionRun, run_functions
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.sandbox import checks
 from flashmoe_science.measure.session import Outcome, Session
@@ -58,7 +58,7 @@ def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG
         command=("flashmoe", "prove"),
     )
     problems = None if one.problem is None else tuple(map(parse_problem, (one.problem, *more)))
-    return FunctionsRun(Session(bench, rows, request, lambda *step: None), problems).run(), rows
+    return run_functions(Session(bench, rows, request, lambda *step: None), problems), rows
 
 
 def chunks(faults: Sequence[Fault], size: int, marks: Sequence[pytest.MarkDecorator] = ()) -> list[object]:

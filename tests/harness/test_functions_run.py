@@ -12,7 +12,7 @@ import torch
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.function_run import FunctionRun, FunctionsRun
+from flashmoe_science.measure.function_run import FunctionRun, run_functions
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
@@ -62,7 +62,7 @@ def measured(
     with RunWriter("run.jsonl") as writer:
         request = Request(targets=specs, against=against, quick=True, budget_s=budget_s, command=("flashmoe", "prove"))
         session = Session(Bench(torch.device("cpu"), None), writer, request, lambda text, *counts: told.append(counts))
-        outcome = FunctionsRun(session, (parse_problem(problem),)).run()
+        outcome = run_functions(session, (parse_problem(problem),))
     assert all(0 <= done <= total for done, total in told)
     return outcome, read_run("run.jsonl")
 

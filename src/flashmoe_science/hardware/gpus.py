@@ -76,7 +76,8 @@ class _Capability:
 
 
 # Warps, blocks and shared memory: guide. Rates: whitepapers (tensor: 16-bit inputs, fp32 accumulation, dense; 8-bit ones have
-# twice it; GeForce cards of 8.6, 8.9 and 12.0 run at half the tensor rate given here, but where fp16 is accumulated in fp16).
+# twice it; 4-bit ones are int4 or fp4, which Hopper lacks. GeForce cards of 8.6, 8.9 and 12.0 run at half the tensor rate given
+# here, but where fp16 is accumulated in fp16).
 _CAPABILITIES: dict[tuple[int, int], _Capability] = {
     (8, 0): _Capability(64, 32, 164 * KIB, 2048, 8192, 128),
     (8, 6): _Capability(48, 16, 100 * KIB, 1024, 4096, 256),
@@ -105,6 +106,8 @@ def _limits(capability: tuple[int, int]) -> dict[str, int]:
 
 
 def _gpu(name: str, product: str, capability: tuple[int, int], **own: Any) -> Gpu:
+    rates = _CAPABILITIES[capability]
+    own["tensor_flops_4bit"] = own["tensor_flops_8bit"] * rates.tensor_rate_4bit / (2 * rates.tensor_rate)
     return Gpu(name, product, capability, **_limits(capability), **own)
 
 
@@ -119,7 +122,6 @@ _TABLE = (
         memory_bandwidth=2.039e12,  # datasheet
         tensor_flops_16bit=312e12,  # datasheet
         tensor_flops_8bit=624e12,  # datasheet: int8
-        tensor_flops_4bit=1248e12,  # whitepaper: int4
         fp32_flops=19.5e12,  # datasheet
         boost_clock_hz=1.410e9,  # whitepaper
     ),
@@ -133,7 +135,6 @@ _TABLE = (
         memory_bandwidth=600e9,  # datasheet
         tensor_flops_16bit=125e12,  # datasheet
         tensor_flops_8bit=250e12,  # datasheet: int8
-        tensor_flops_4bit=500e12,  # datasheet: int4
         fp32_flops=31.2e12,  # datasheet
         boost_clock_hz=1.695e9,  # driver
     ),
@@ -147,7 +148,6 @@ _TABLE = (
         memory_bandwidth=936e9,  # whitepaper
         tensor_flops_16bit=71e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
         tensor_flops_8bit=284e12,  # whitepaper: int8
-        tensor_flops_4bit=568e12,  # whitepaper: int4
         fp32_flops=35.6e12,  # whitepaper
         boost_clock_hz=1.695e9,  # whitepaper
     ),
@@ -161,7 +161,6 @@ _TABLE = (
         memory_bandwidth=300e9,  # datasheet
         tensor_flops_16bit=121e12,  # datasheet: 242 with sparsity
         tensor_flops_8bit=242.5e12,  # datasheet: 485 with sparsity
-        tensor_flops_4bit=485e12,  # whitepaper: int4 at twice the rate of int8
         fp32_flops=30.3e12,  # datasheet
         boost_clock_hz=2.040e9,  # driver
     ),
@@ -175,7 +174,6 @@ _TABLE = (
         memory_bandwidth=864e9,  # datasheet
         tensor_flops_16bit=362.05e12,  # datasheet
         tensor_flops_8bit=733e12,  # datasheet
-        tensor_flops_4bit=1466e12,  # whitepaper: int4 at twice the rate of int8
         fp32_flops=91.6e12,  # datasheet
         boost_clock_hz=2.520e9,  # whitepaper
     ),
@@ -189,7 +187,6 @@ _TABLE = (
         memory_bandwidth=1008e9,  # whitepaper
         tensor_flops_16bit=165.2e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
         tensor_flops_8bit=660.6e12,  # whitepaper: int8, and fp8 with fp16 accumulation
-        tensor_flops_4bit=1321.2e12,  # whitepaper: int4
         fp32_flops=82.6e12,  # whitepaper
         boost_clock_hz=2.520e9,  # whitepaper
     ),
@@ -203,7 +200,6 @@ _TABLE = (
         memory_bandwidth=3.35e12,  # datasheet, SXM
         tensor_flops_16bit=989.4e12,  # datasheet, SXM: 1,979 with sparsity; whitepaper: at 1,830 MHz
         tensor_flops_8bit=1979e12,  # datasheet, SXM: 3,958 with sparsity
-        tensor_flops_4bit=1979e12,  # whitepaper: no 4-bit arithmetic
         fp32_flops=66.9e12,  # datasheet, SXM
         boost_clock_hz=1.980e9,  # driver: the highest SM clock; matrix products sustain 1,830 MHz at most (whitepaper)
     ),
@@ -217,7 +213,6 @@ _TABLE = (
         memory_bandwidth=4.8e12,  # datasheet
         tensor_flops_16bit=989e12,  # datasheet: 1,979 with sparsity
         tensor_flops_8bit=1979e12,  # datasheet: 3,958 with sparsity
-        tensor_flops_4bit=1979e12,  # whitepaper: no 4-bit arithmetic
         fp32_flops=67e12,  # datasheet
         boost_clock_hz=1.980e9,  # driver: the highest SM clock
     ),
@@ -231,7 +226,6 @@ _TABLE = (
         memory_bandwidth=8e12,  # datasheet, DGX B200: 64 TB/s over 8 GPUs
         tensor_flops_16bit=2.25e15,  # datasheet, HGX B200: 36 PFLOP/s with sparsity over 8 GPUs
         tensor_flops_8bit=4.5e15,  # datasheet, HGX B200: 72 PFLOP/s with sparsity over 8 GPUs
-        tensor_flops_4bit=9e15,  # datasheet, HGX B200: fp4, 144 PFLOP/s with sparsity over 8 GPUs
         fp32_flops=75e12,  # datasheet, HGX B200: 600 TFLOP/s over 8 GPUs
         boost_clock_hz=1.965e9,  # driver: the highest SM clock
     ),
@@ -245,7 +239,6 @@ _TABLE = (
         memory_bandwidth=1792e9,  # whitepaper
         tensor_flops_16bit=209.5e12,  # whitepaper: with fp32 accumulation
         tensor_flops_8bit=838e12,  # whitepaper: int8, and fp8 with fp16 accumulation
-        tensor_flops_4bit=1676e12,  # whitepaper: fp4
         fp32_flops=104.8e12,  # whitepaper
         boost_clock_hz=2.407e9,  # whitepaper
     ),

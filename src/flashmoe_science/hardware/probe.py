@@ -32,13 +32,12 @@ _THROTTLING = {
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """A GPU at one moment. None where the driver does not say; ``absent`` is why nothing could be asked at all."""
+    """A GPU at one moment. None where the driver does not report it."""
 
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
     throttle: tuple[str, ...] = ()
-    absent: str | None = None
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def assume(gpu: Gpu) -> Iterator[None]:
         _ASSUMED.reset(before)
 
 
-def current_gpu(device: torch.device | int | None = None) -> Gpu | None:
+def current_gpu(device: torch.device | None = None) -> Gpu | None:
     """The NVIDIA GPU that ``device`` names, by default the current one; None without one (or with another maker's)."""
     import torch
 
@@ -68,15 +67,12 @@ def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     return current_gpu(tensor.device) if tensor.is_cuda else _ASSUMED.get()
 
 
-def telemetry(device: torch.device | int | None = None) -> Telemetry:
-    """Clocks, temperature, power and throttling of a GPU now. Never raises for want of NVML: it says what is absent."""
-    gpu = current_gpu(device)
-    if gpu is None:
-        return Telemetry(absent="no NVIDIA GPU")
+def telemetry(device: torch.device | None = None) -> Telemetry:
+    """Clocks, temperature, power and throttling of a GPU now; nothing of them where NVML is absent."""
     try:
         handle = _nvml_handle(_index(device))
-    except _nvml_error() as error:
-        return Telemetry(absent=f"NVML: {error}")
+    except _nvml_error():
+        return Telemetry()
     nvml = _nvml()
     power = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
     return Telemetry(
@@ -90,7 +86,7 @@ def telemetry(device: torch.device | int | None = None) -> Telemetry:
 def driver_version() -> str | None:
     """The NVIDIA driver's version, None where NVML is absent."""
     try:
-        _start_nvml()
+        _nvml().nvmlInit()
         return str(_nvml().nvmlSystemGetDriverVersion())
     except _nvml_error():
         return None
@@ -101,14 +97,10 @@ def throttle_words(reasons: int) -> tuple[str, ...]:
     return tuple(word for bit, word in _THROTTLING.items() if reasons & bit)
 
 
-def _index(device: torch.device | int | None) -> int:
+def _index(device: torch.device | None) -> int:
     import torch
 
-    if device is None:
-        return torch.cuda.current_device()
-    if isinstance(device, int):
-        return device
-    return torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.current_device() if device is None or device.index is None else device.index
 
 
 @functools.cache
@@ -159,16 +151,11 @@ def _nvml_error() -> type[Exception]:
 
 
 @functools.cache
-def _start_nvml() -> None:
-    _nvml().nvmlInit()
-
-
-@functools.cache
 def _nvml_handle(index: int) -> Any:
     """NVML's handle of PyTorch's device ``index``. By UUID: CUDA_VISIBLE_DEVICES renumbers PyTorch's devices, not NVML's."""
     import torch
 
-    _start_nvml()
+    _nvml().nvmlInit()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return _nvml().nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
 

@@ -36,8 +36,8 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def telemetry(self) -> Telemetry:
-        """Clocks, temperature, power and throttling now; on a CPU, nothing but that."""
-        return Telemetry(absent="a CPU") if self.gpu is None else telemetry(self.device)
+        """Clocks, temperature, power and throttling of the GPU now; nothing of them on a CPU."""
+        return Telemetry() if self.gpu is None else telemetry(self.device)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

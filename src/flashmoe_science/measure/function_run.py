@@ -18,7 +18,7 @@ from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import ContractFailed, oracle_of
 from flashmoe_science.measure.promises import borrowed
-from flashmoe_science.measure.request import Entry, of_function, rivals_of
+from flashmoe_science.measure.request import Entry, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
@@ -31,36 +31,30 @@ _SWEEP_S = 30.0  # at most, of a run that is to time something
 _MOST_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
 
 
-class FunctionsRun:
-    """Functions that a user brought, one after the other, each in a child of its own. ``problems`` of None are those of each
-    function's contract."""
-
-    def __init__(self, session: Session, problems: tuple[Problem, ...] | None) -> None:
-        self.session, self.problems = session, problems
-
-    def run(self, suite: str = "custom") -> Outcome:
-        """Every function in turn. Returns how it went; what the disk raises, it raises."""
-        self.session.begin(suite)
-        unusable, left = [], 0
-        homes: dict[str, Home] = {}  # of rivals alone, by contract
-        try:
-            with self.session.bench.alone():
-                for spec in self.session.request.functions:
-                    one = FunctionRun(self.session, spec, self.problems, homes)
-                    try:
-                        one.go()
-                    except Unusable as error:
-                        unusable.append(f"{spec}: {error}")
-                        for problem in one.left if self.problems else (None,):  # each that was named has its verdict
-                            self.session.unusable(str(error), problem, spec)
-                            if problem is not None:
-                                self.session.finish(problem, spec)
-                    except BudgetSpent:
-                        left += max(1, len(one.left))
-        finally:
-            for home in homes.values():
-                home.close()
-        return self.session.end("; ".join(unusable) or None, left)
+def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite: str = "custom") -> Outcome:
+    """Measure every function of the request in turn, each in a child of its own. ``problems`` of None are those of each
+    function's contract. Returns the outcome; what the disk raises, it raises."""
+    session.begin(suite)
+    unusable, left = [], 0
+    homes: dict[str, Home] = {}  # of rivals alone, by contract
+    try:
+        with session.bench.alone():
+            for spec in session.request.functions:
+                one = FunctionRun(session, spec, problems, homes)
+                try:
+                    one.go()
+                except Unusable as error:
+                    unusable.append(f"{spec}: {error}")
+                    for problem in one.left if problems else (None,):  # each that was named has its verdict
+                        session.unusable(str(error), problem, spec)
+                        if problem is not None:
+                            session.finish(problem, spec)
+                except BudgetSpent:
+                    left += max(1, len(one.left))
+    finally:
+        for home in homes.values():
+            home.close()
+    return session.end("; ".join(unusable) or None, left)
 
 
 class FunctionRun:
@@ -69,7 +63,7 @@ class FunctionRun:
 
     def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
         self.session, self.gpu, self.request = session, session.bench.gpu, session.request
-        self.spec, self.entry = spec, of_function(spec)
+        self.spec, self.entry = spec, Entry(spec, "")
         self.problems: Sequence[Problem] = ()
         self.left: list[Problem] = []
         self._homes, self._home = homes, Home(spec, "", self.request.watchdog_s)

@@ -208,11 +208,6 @@ def of_kernel(kernel: AnyKernel) -> Entry:
     return Entry(kernel.name, kernel.name, kernel)
 
 
-def of_function(spec: str) -> Entry:
-    """The function that a worker has loaded."""
-    return Entry(spec, "")
-
-
 def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that
     this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.function_run import FunctionsRun
+from flashmoe_science.measure.function_run import run_functions
 from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
 from flashmoe_science.measure.request import Request, groups, taking_part
@@ -43,7 +43,7 @@ class Plan:
             with RunWriter(_free(folder, "functions")) as writer:
                 suite = self.groups[0].name if len(self.groups) == 1 else "custom"
                 session = Session(self.bench, writer, self.request, watch, earlier, began)
-                return [FunctionsRun(session, self.problems).run(suite)]
+                return [run_functions(session, self.problems, suite)]
         if self.to_build and not earlier.done:
             with RunWriter(_free(folder, SUITE)) as writer:
                 named = self.problems if self.request.targets else None

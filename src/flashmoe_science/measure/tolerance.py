@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def by_chance(draws: Sequence[Errors]) -> Errors:
 def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
     """Sixteen roundings to ``dtype`` of the largest result; RMS and mean are held to as many of the RMS of the results."""
     relative = _ROUNDINGS * unit_roundoff(dtype)
-    sizes = _sizes(reference)
+    sizes = absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
     return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
 
 
@@ -122,11 +122,6 @@ def _floor(reference: torch.Tensor, dtype: torch.dtype, extra: float) -> Errors:
     shifted = (finite.to(dtype) + 0.3 - 0.3).double()
     floor = absolute_errors(torch.maximum((shifted - finite).abs(), unit_roundoff(dtype) * finite.abs()))
     return Errors(2.0 * floor.max + extra, 2.0 * floor.rms + extra, 2.0 * floor.mean + extra)
-
-
-def _sizes(reference: torch.Tensor) -> Errors:
-    """Maximum, RMS and mean size of the right results that are finite."""
-    return absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
 
 
 def absolute_errors(difference: torch.Tensor) -> Errors:
@@ -160,16 +155,9 @@ def check_output(what: str, got: torch.Tensor, right: Expected) -> tuple[ErrorSt
     place = int(torch.where(bad, torch.inf, size).argmax())
     worst = [int(index) for index in np.unravel_index(place, size.shape)]
     error = None if nonfinite else absolute_errors(size)
-    stats = ErrorStats(
-        max=None if error is None else error.max,
-        rms=None if error is None else error.rms,
-        mean=None if error is None else error.mean,
-        worst=worst,
-        bound_max=bound.max,
-        bound_rms=bound.rms,
-        bound_mean=bound.mean,
-        nonfinite=nonfinite,
-    )
+    errors = dict.fromkeys(_WORDS) if error is None else asdict(error)
+    bounds = {f"bound_{name}": value for name, value in asdict(bound).items()}
+    stats = ErrorStats(**errors, **bounds, worst=worst, nonfinite=nonfinite)
     if error is None:
         return stats, [f"{what} is NaN or infinite at {nonfinite} of {size.numel()} places, the first at {worst}"]
     wrong = [name for name in _WORDS if not getattr(error, name) <= getattr(bound, name)]

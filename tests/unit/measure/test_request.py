@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import Request, groups, of_function, of_kernel, rivals_of
+from flashmoe_science.measure.request import Entry, Request, groups, of_kernel, rivals_of
 from flashmoe_science.operations import kernel_named, operation, parse_problem
 
 H200 = gpu_named("h200")
@@ -52,7 +52,7 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
 
 def names(op: str, own: tuple[str, ...] = (), named: tuple[str, ...] = (), every: bool = False, gpu: bool = False) -> list[str]:
     request = Request(against=named, full=every)
-    return [one.who for one in rivals_of(op, own, request, H200 if gpu else None, [of_function("x.py:fn")])]
+    return [one.who for one in rivals_of(op, own, request, H200 if gpu else None, [Entry("x.py:fn", "")])]
 
 
 def test_by_default_the_peers_that_are_worth_their_time() -> None:

@@ -30,7 +30,7 @@ from flashmoe_science.measure.inputs import InputSets
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.request import Entry, of_function, of_kernel
+from flashmoe_science.measure.request import Entry, of_kernel
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation
@@ -99,7 +99,7 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
         parse_spec(who)
         if config:
             raise ValueError(f"--config is {config!r}, and {who!r} is a function, which has none")
-        return Subject(of_function(who), problem)
+        return Subject(Entry(who, ""), problem)
     one = of_kernel(kernel_named(who, problem.op))
     reason = one.cannot(problem, bench.gpu)
     if reason is not None:

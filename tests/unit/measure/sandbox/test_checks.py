@@ -15,7 +15,7 @@ from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.compare import Timed, Untrue
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Entry, Request, of_function
+from flashmoe_science.measure.request import Entry, Request
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer, disagreement, done_ahead, put_off
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
@@ -70,7 +70,7 @@ class Oracle:
         return {"reasons": reasons, "digest": f"{self._looks}", "stats": {"out": {"nonfinite": self._nonfinite}}}
 
 
-OWN_ENTRY = of_function("mine.py:attention")
+OWN_ENTRY = Entry("mine.py:attention", "")
 
 
 def rival(name: str) -> Entry:
@@ -133,7 +133,7 @@ def test_an_excess_in_a_timed_call_is_called_an_excess() -> None:
 @pytest.mark.parametrize(("clock", "skips"), [("graph", True), ("eager", False)])
 def test_nan_is_work_that_was_skipped_only_where_it_lay_there_before(clock: str, skips: bool, monkeypatch: Any) -> None:
     """The outputs of a graph are filled with NaN before its replay; a call on the wall clock makes its NaN itself."""
-    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="stated"))
+    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry())
     caught, _, _ = comparer(0, gpu_named("h200") if clock == "graph" else None, new_bits=True, nonfinite=3)
     with pytest.raises(Untrue) as error:
         caught.go(OWN_ENTRY, [rival("sdpa")])
@@ -159,7 +159,7 @@ def test_a_rival_that_is_slowed_beside_the_function_refuses_it(slowed: str) -> N
 def test_a_call_that_no_graph_can_hold_is_timed_as_a_user_waits(
     waits: tuple[str, ...], on_the_device: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="stated"))
+    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry())
     made, _, rows = comparer(gpu=gpu_named("h200"), waits=waits)
     made.go(OWN_ENTRY, [rival("sdpa"), rival("loop")])
     timed = [(row.clock, row.rival) for row in rows.of(TimingRow)]
