@@ -29,7 +29,7 @@ from flashmoe_science.processes import processors
 
 LOOKS = 24  # outputs of timed calls that a run looks at: of a control and three rivals, six each
 _CHUNK = 50  # runs of one process at a time
-_MOST_SCORES = 2**16
+_MAX_SCORES = 2**16
 
 
 class Judge:
@@ -49,7 +49,7 @@ class Judge:
         assert self._oracle.ask("problem", text=problem)["cannot"] is None
         exam, contract = Exam(self._asked, self._oracle, "", "", seed, on_gpu=False, repeats=2, more_s=0.0), self._contract
         variants = (*contract.variants, *contract.sweep_variants)
-        found = exam.whole(contract.distributions, variants, deterministic=False).reasons
+        found = exam.full(contract.distributions, variants, deterministic=False).reasons
         chance = Random(seed)
         timed = (Case(seed + 10**6 + look, scale=chance.randint(64, 192) / 128) for look in range(LOOKS))
         return found + [reason for case in timed for reason in exam._call(case).reasons]
@@ -61,7 +61,7 @@ def attention(chance: Random) -> str:
         batch, heads_kv, group = chance.choice((1, 1, 2)), chance.choice((1, 1, 2, 3)), chance.choice((1, 1, 2, 4))
         rows, keys = round(2 ** chance.uniform(0, 8)), round(2 ** chance.uniform(0, 8))
         keys = rows if chance.random() < 0.5 else keys
-        if batch * heads_kv * group * rows * keys <= _MOST_SCORES:
+        if batch * heads_kv * group * rows * keys <= _MAX_SCORES:
             break
     width, mask = chance.choice((1, 4, 8, 16, 32, 40, 64, 128)), chance.choice(("", " causal"))
     dtype = chance.choice(("fp32", "fp16", "bf16"))

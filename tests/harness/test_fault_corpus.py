@@ -108,7 +108,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Bench:
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine's other work does to a time is no fault of a kernel's: the checks that find it are left out."""
     monkeypatch.setattr(compare, "impossible", lambda samples, floor, expected: clocks.impossible(samples, floor, None))
-    monkeypatch.setattr(checks, "disagreement", lambda sampler, ping: None)
+    monkeypatch.setattr(checks, "clock_mismatch", lambda sampler, ping: None)
 
 
 def in_ours(one: Fault) -> bool:

@@ -71,7 +71,7 @@ class Device:
         clocks._handover.put(path, outputs := caller.outputs(call()))
         return {"set": 0, "plain": True, "count": len(outputs)}
 
-    def look(
+    def profile_launches(
         self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[[str], None], processes: int
     ) -> Any:
         launch = {name: SeenLaunch(name=name, grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0) for name in SPEED_NS}
@@ -99,7 +99,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES, "results": OUTPUT_BYTES})
     monkeypatch.setattr(AttentionContract, "user_call", user_call)
     monkeypatch.setattr(Exam, "__init__", examine)
-    monkeypatch.setattr(module, "look", does.look)
+    monkeypatch.setattr(module, "profile_launches", does.profile_launches)
     monkeypatch.setattr(module, "prebuild", lambda *given: None)
     monkeypatch.setattr(module, "room_for", lambda *given: 1)
     monkeypatch.setattr(recorder, "environment", lambda bench: ENVIRONMENT)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from flashmoe_science.cli.progress import Screen
-from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.cli.sheet import console, print_wrapped
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.operations import parse_problem
 
@@ -71,20 +71,20 @@ def print_result(result: CheckResult) -> None:
     from flashmoe_science.measure.check import summary
 
     out = console()
-    put_wrapped(out, f"{result.spec}, held to the contract {result.contract!r}")
+    print_wrapped(out, f"{result.spec}, held to the contract {result.contract!r}")
     matrix = result.matrix()
     width = max(map(len, matrix), default=0)
     for name, values in matrix.items():
         _print_feature(out, name.ljust(width), values)
     missing = result.not_covered()
     if missing:
-        put_wrapped(out, f"not covered: {', '.join(missing)}")
+        print_wrapped(out, f"not covered: {', '.join(missing)}")
     _print_reasons(out, result)
     notes = dict.fromkeys(note for one in result.checked for note in one.notes)
     for note in notes:
-        put_wrapped(out, f"note: {note}")
+        print_wrapped(out, f"note: {note}")
     words = {0: "right", 1: "wrong", 2: "nothing could be checked"}[result.exit_code]
-    put_wrapped(out, f"{words}: {summary(result.checked, result.stopped)}, in {result.seconds:.1f} s")
+    print_wrapped(out, f"{words}: {summary(result.checked, result.stopped)}, in {result.seconds:.1f} s")
 
 
 def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer, int]]) -> None:
@@ -100,7 +100,7 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
                 shown.append(value if count == total else f"{value} ({count} of {total})")
         if shown:
             parts.append(f"{answer}: {', '.join(shown)}")
-    put_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
+    print_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
 
 
 def _print_reasons(out: Console, result: CheckResult) -> None:
@@ -111,6 +111,6 @@ def _print_reasons(out: Console, result: CheckResult) -> None:
         kinds.setdefault((one.answer, kind), []).append(one)
     for alike in list(kinds.values())[:_SHOWN]:
         first, more = alike[0], f" and {len(alike) - 1} more" if len(alike) > 1 else ""
-        put_wrapped(out, f"{first.answer}: '{first.problem}'{more}: {first.words}")
+        print_wrapped(out, f"{first.answer}: '{first.problem}'{more}: {first.words}")
     if len(kinds) > _SHOWN:
-        put_wrapped(out, f"and {len(kinds) - _SHOWN} other reasons (--json has them all)")
+        print_wrapped(out, f"and {len(kinds) - _SHOWN} other reasons (--json has them all)")

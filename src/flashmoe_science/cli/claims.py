@@ -1,4 +1,4 @@
-"""``flashmoe claims``: what was claimed beside what was measured."""
+"""``flashmoe claims``: what was claimed, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import typer
 
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence
-from flashmoe_science.cli.judged import Kept, remembered
-from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
+from flashmoe_science.cli.judged import Cached, cached
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
@@ -66,16 +66,16 @@ def claims(
       flashmoe claims mine.toml --evidence reports/20260102-030405
       flashmoe claims --json
     """
-    # What is asked is read before the records, which take long: a file that is not there is said at once.
+    # Claims are read before the records, which take long: a missing file is reported at once.
     path = file or evidence / CLAIMS
     asked = read_claims(path)
 
-    def judged(runs: Sequence[Run]) -> Kept:
+    def judged(runs: Sequence[Run]) -> Cached:
         every = [JudgedRun(run) for run in runs]
         verdicts = standing(every)
         return [_plain(judge_claim(claim, verdicts, every)) for claim in asked], np.zeros(0)
 
-    kept, _ = remembered(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
+    kept, _ = cached(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
     results = [
         ClaimResult(claim, **values | {"runs": tuple(values["runs"])}) for claim, values in zip(asked, kept, strict=True)
     ]
@@ -109,7 +109,7 @@ def _print(results: Sequence[ClaimResult], path: Path, rows: bool) -> None:
     if shown:
         print_table(out, claim_table(shown))
     if len(shown) < len(results):
-        put_wrapped(out, f"{count(len(results) - len(shown), 'claim')} that hold, one by one: flashmoe claims --rows")
+        print_wrapped(out, f"{count(len(results) - len(shown), 'claim')} that hold, one by one: flashmoe claims --rows")
     counts = Counter(one.outcome for one in results)
     words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
     typer.echo(f"{_code(results).word}: {count(len(results), 'claim')}: {words}")

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table as Grid
 
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, suite_named
-from flashmoe_science.cli.judged import Kept, remembered
-from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
+from flashmoe_science.cli.judged import Cached, cached
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.judge import compare as versions_of
 from flashmoe_science.judge.formats import count, microseconds, times, with_interval
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
@@ -52,14 +52,14 @@ def compare(
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
 
-    def judged(runs: Sequence[Run]) -> Kept:
+    def judged(runs: Sequence[Run]) -> Cached:
         of = suite_named(suite, [run.header.suite for run in runs], evidence)
         found = versions_of.compare(versions, [JudgedRun(run) for run in runs if of in (None, run.header.suite)])
         cells = [(place._asdict() | {"cells": [cell and cell.as_dict() for cell in row]}) for place, row in found.items()]
         totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
         return {"rows": cells, "totals": totals}, np.zeros(0)
 
-    kept, _ = remembered(evidence, ("compare", *versions, "of", suite or ""), judged)
+    kept, _ = cached(evidence, ("compare", *versions, "of", suite or ""), judged)
     if as_json:
         shown = [row | {"cells": dict(zip(versions, row["cells"], strict=True))} for row in kept["rows"]]
         typer.echo(json.dumps({"versions": versions, "rows": shown}, indent=1))
@@ -69,7 +69,7 @@ def compare(
         _print_rows(out, versions, kept["rows"])
     else:
         _print_totals(out, versions[0], kept["totals"])
-        put_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
+        print_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
 
 
 def _plain(one: versions_of.Total) -> dict[str, Any]:

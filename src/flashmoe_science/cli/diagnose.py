@@ -94,9 +94,9 @@ def diagnose(
 
 
 def _are_new(kernels: Sequence[str], runs: Sequence[Run]) -> bool:
-    """Whether these are functions of a user's, and no run speaks of them."""
-    known = {getattr(row, "kernel", None) for run in runs for row in run.rows}
-    return bool(kernels) and all(":" in one and one not in known for one in kernels)
+    """Whether these are a user's functions that no run has measured."""
+    recorded = {getattr(row, "kernel", None) for run in runs for row in run.rows}
+    return bool(kernels) and all(":" in one and one not in recorded for one in kernels)
 
 
 def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None, runs: Sequence[Run]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Where records lie, and what a command that shows them needs of them."""
+"""The folder of records, and the reading of them for commands that show them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLAIMS = "claims.toml"
 
 
 def folder_named(name: str | Path) -> Path:
-    """Raises BadParameter for an empty name, which as a path would be the folder that we stand in."""
+    """Raises BadParameter for an empty name, which as a path would be the working directory."""
     if not str(name).strip():
         raise typer.BadParameter("it is empty; give a folder that holds run records (*.jsonl), or . for this one")
     return Path(name)
@@ -47,14 +47,14 @@ def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
     return [JudgedRun(run) for run in runs]
 
 
-def machine_named(gpu: str | None, known: Iterable[str]) -> str | None:
+def machine_named(gpu: str | None, recorded: Iterable[str]) -> str | None:
     """The short name of a machine: as the records have it, else as the table of GPUs does. Raises ValueError for one that
     neither knows."""
-    return gpu if gpu in {*known, "cpu", None} else gpu_named(gpu or "").name
+    return gpu if gpu in {*recorded, "cpu", None} else gpu_named(gpu or "").name
 
 
-def suite_named(suite: str | None, known: Iterable[str], folder: Path) -> str | None:
+def suite_named(suite: str | None, recorded: Iterable[str], folder: Path) -> str | None:
     """The suite. Raises ValueError for one that no run is of."""
-    if suite not in (None, *(found := dict.fromkeys(known))):
+    if suite not in (None, *(found := dict.fromkeys(recorded))):
         raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(found)}, which are on record under {folder}")
     return suite

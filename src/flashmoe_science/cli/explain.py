@@ -38,8 +38,8 @@ def explain(
     parsed = parse_problem(problem)
     device = gpu_named(gpu) if gpu is not None else probe.current_gpu()
     requested = kernel_named(kernel, parsed.op) if kernel is not None else None
-    unable, served = {"ours": TRITON_MISSING} if TRITON_MISSING else {}, operation(parsed.op)
-    decision = select(parsed, device, committed_table(), served.ours(), served.fallback(), requested, unable)
+    unsupported, served = {"ours": TRITON_MISSING} if TRITON_MISSING else {}, operation(parsed.op)
+    decision = select(parsed, device, committed_table(), served.ours(), served.fallback(), requested, unsupported)
     if requested is None:
         decision = faster_peer(decision, parsed, device, committed_table(), served.peers())
     answer: dict[str, Any] = {

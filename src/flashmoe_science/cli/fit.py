@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.cli.sheet import console, print_table, print_wrapped
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe, target
 from flashmoe_science.hardware.fitting import Fit, fit_build
@@ -26,7 +26,7 @@ from flashmoe_science.operations import TRITON_MISSING, is_operation, kernel_nam
 from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
-_ASSUMED = (128, 64)  # threads of a planned block and registers of each, where nothing is said
+_ASSUMED = (128, 64)  # default threads of a planned block and registers of each
 _MOST = 2**31 - 1
 _BLOCK = "KB[,THREADS[,REGISTERS[,BLOCKS]]]"
 _COLUMNS = columns(
@@ -66,7 +66,7 @@ def fit(
       flashmoe fit --gpu l4 --block 56.75,256,64
     """
     gpus = _chosen_gpus(gpu, every_gpu)
-    unable: list[tuple[Gpu, str]] = []
+    unsupported: list[tuple[Gpu, str]] = []
     if block is not None:
         if kernel is not None or problem != DEFAULT_PROBLEM:
             raise ValueError(
@@ -75,20 +75,20 @@ def fit(
         what, rows = f"a block of {block} ({_BLOCK})", _given(block, gpus)
     else:
         what, asked = problem, parse_problem(problem)
-        rows = _built(_chosen_kernels(kernel, asked.op), gpus, asked, unable)
+        rows = _built(_chosen_kernels(kernel, asked.op), gpus, asked, unsupported)
         if kernel is not None and not rows:
-            raise ValueError(f"{unable[0][1]}, on {unable[0][0].product}")
+            raise ValueError(f"{unsupported[0][1]}, on {unsupported[0][0].product}")
     if as_json:
         named = ({"kernel": row.kernel, "config": row.config} if row.kernel else {} for row in rows)
         typer.echo(json.dumps([names | row.fit.as_dict() for names, row in zip(named, rows, strict=True)], indent=2))
     else:
-        _print_tables(gpus, rows, unable, what)
+        _print_tables(gpus, rows, unsupported, what)
     if any(row.fit.refusal for row in rows):
         raise typer.Exit(ExitCode.WRONG)
 
 
 class _Row(NamedTuple):
-    """A build that was held against its GPU. ``kernel`` is empty for a given block."""
+    """A build and how it fits its GPU. ``kernel`` is empty for a given block."""
 
     kernel: str
     config: str
@@ -134,16 +134,16 @@ def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
     return [kernel]
 
 
-def _built(kernels: list[AnyKernel], gpus: list[Gpu], problem: Problem, unable: list[tuple[Gpu, str]]) -> list[_Row]:
-    """A row for each GPU, kernel and config. GPUs whose kernels cannot serve the problem go to ``unable``, with the reason.
-    Raises ValueError: nothing can be compiled here."""
+def _built(kernels: list[AnyKernel], gpus: list[Gpu], problem: Problem, unsupported: list[tuple[Gpu, str]]) -> list[_Row]:
+    """A row for each GPU, kernel and config. GPUs whose kernels cannot serve the problem go to ``unsupported``, with the
+    reason. Raises ValueError: nothing can be compiled here."""
     cases: list[tuple[Gpu, AnyKernel, Config]] = []
     for gpu, kernel in itertools.product(gpus, kernels):
         reason = kernel.supports(problem, gpu)
         if reason is None:
             cases += [(gpu, kernel, config) for config in kernel.configs(problem, gpu)]
         else:
-            unable.append((gpu, f"kernel {kernel.name!r} cannot serve {problem}: {reason}"))
+            unsupported.append((gpu, f"kernel {kernel.name!r} cannot serve {problem}: {reason}"))
     if not cases:
         return []
     jobs = [(compile_jobs(kernel, problem, config, gpu)[0], gpu) for gpu, kernel, config in cases]
@@ -162,7 +162,7 @@ def _built(kernels: list[AnyKernel], gpus: list[Gpu], problem: Problem, unable: 
     return rows
 
 
-def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str]], what: str) -> None:
+def _print_tables(gpus: list[Gpu], rows: list[_Row], unsupported: list[tuple[Gpu, str]], what: str) -> None:
     out = console()
     out.print(what)
     for gpu in gpus:
@@ -173,9 +173,9 @@ def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str
         built = [Row((name, *map(Cell, _cells(row.fit)))) for name, row in zip(names, here, strict=True)]
         title = f"{gpu.product} ({gpu.arch}, {gpu.sm_count} SMs); a block's shared memory: {static} static, {opt_in} by opt-in"
         print_table(out, Table("fits", title, _COLUMNS, built))
-        for where, reason in unable:
+        for where, reason in unsupported:
             if where is gpu:
-                put_wrapped(out, reason)
+                print_wrapped(out, reason)
 
 
 def _cells(fit: Fit) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def _cells(fit: Fit) -> tuple[str, ...]:
 
 
 def _note(row: _Row) -> str | None:
-    """What stands below a row: why a kernel's build does not fit, and of a given block everything in words."""
+    """The note below a row: why a kernel's build does not fit, or all facts of a given block as text."""
     fit = row.fit
     if row.kernel or fit.refusal:
         return fit.refusal and f"does not fit: {fit.refusal}"

@@ -1,4 +1,4 @@
-"""What was judged of a folder of records, kept in the user's cache folder under a digest of the records and of the program.
+"""A cache of judgements of a folder of records, in the user's cache folder, keyed by a digest of the records and the program.
 
 A file there holds text and numbers, and is read as nothing else. What cannot be read is judged again; what cannot be written
 is not kept.
@@ -29,31 +29,31 @@ from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import Run, records_under
 
 _PROGRAM = Path(flashmoe_science.__file__).parent
-_MOST_KEPT = 12  # files; one of 91 runs has 10 MB
+_MAX_KEPT = 12  # files; one of 91 runs has 10 MB
 _NUMBERS = [one.name for one in dataclasses.fields(Interval) if one.name != "resamples"]
 
-Kept = tuple[Any, Floats]  # what JSON holds, and rows of numbers beside it
+Cached = tuple[Any, Floats]  # a JSON value, and an array of numbers
 
 
 class Standing(NamedTuple):
-    """The verdicts that stand, and the (GPU, suite) of every run that was judged."""
+    """The current verdicts, and the (GPU, suite) of every run that was judged."""
 
     verdicts: list[Verdict]
     runs: list[tuple[str, str]]
 
 
 def standing_under(folder: Path, gpu: str | None = None, suite: str | None = None) -> Standing:
-    """The verdicts that stand under a folder, of one GPU and one suite where these are named. Raises ValueError as
+    """The current verdicts under a folder, of one GPU and one suite where these are named. Raises ValueError as
     ``runs_under``, ``machine_named`` and ``suite_named`` do."""
 
-    def judged(runs: Sequence[Run]) -> Kept:
+    def judged(runs: Sequence[Run]) -> Cached:
         rows = standing([JudgedRun(run) for run in runs])
         fronts = [row for group in groups(rows) for row in group.front if row.interval is not None]
         place = {id(row): at for at, row in enumerate(fronts)}  # those whose geometric mean is asked for
         plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
         return plain, np.array([row.interval.resamples for row in fronts if row.interval is not None])
 
-    plain, numbers = remembered(folder, ("standing",), judged)
+    plain, numbers = cached(folder, ("standing",), judged)
     runs = [(name, of) for name, of in plain["runs"]]
     gpu, suite = machine_named(gpu, [name for name, _ in runs]), suite_named(suite, [of for _, of in runs], folder)
     rows = (_verdict(values, numbers) for values in plain["rows"])
@@ -61,7 +61,7 @@ def standing_under(folder: Path, gpu: str | None = None, suite: str | None = Non
     return Standing([row for row in rows if gpu in (None, row.gpu) and suite in (None, row.suite)], wanted)
 
 
-def remembered(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Kept]) -> Kept:
+def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Cached]) -> Cached:
     """What ``judge`` makes of the runs under a folder, from the cache where it was made before of the same records by the same
     program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises ValueError."""
     path = _cache() / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
@@ -74,11 +74,11 @@ def remembered(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run
     made = judge(runs)
     if not any(run.torn for run in runs):
         with contextlib.suppress(OSError):
-            _keep(path, made)
+            _write(path, made)
     return json.loads(json.dumps(made[0])), made[1]
 
 
-def _keep(path: Path, made: Kept) -> None:
+def _write(path: Path, made: Cached) -> None:
     content = io.BytesIO()
     np.savez(content, text=np.frombuffer(json.dumps(made[0]).encode(), np.uint8), numbers=made[1])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _keep(path: Path, made: Kept) -> None:
     partial.write_bytes(content.getvalue())
     partial.replace(path)
     latest_first = sorted(path.parent.glob("*.npz"), key=lambda one: one.stat().st_mtime, reverse=True)
-    for old in latest_first[_MOST_KEPT:]:
+    for old in latest_first[_MAX_KEPT:]:
         old.unlink(missing_ok=True)
 
 
@@ -95,7 +95,7 @@ def _cache() -> Path:
 
 
 def _digest(folder: Path, words: Sequence[str]) -> str:
-    """Of the records' names and contents, of the program's files as they lie there, of what it computes with, and of words."""
+    """A digest of the records, the program's files (size and time), the versions of NumPy and SciPy, and ``words``."""
     digest = hashlib.sha256(json.dumps([*words, *map(version, ("numpy", "scipy"))]).encode())
     for path in sorted(_PROGRAM.rglob("*.py")):
         status = path.stat()
@@ -120,7 +120,7 @@ def _verdict(values: dict[str, Any], numbers: Floats) -> Verdict:
     interval = None
     if values["interval"] is not None:
         *ends, place = values["interval"]
-        beside = {} if place is None else {"resamples": numbers[place]}
-        interval = Interval(**dict(zip(_NUMBERS, ends, strict=True)), **beside)
+        resamples = {} if place is None else {"resamples": numbers[place]}
+        interval = Interval(**dict(zip(_NUMBERS, ends, strict=True)), **resamples)
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Verdict(**values | lists | {"interval": interval})

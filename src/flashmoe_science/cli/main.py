@@ -24,7 +24,7 @@ PROGRAM = "flashmoe"
 # Click's UsageError. Typer has its own copy of click in newer versions, so click itself may be absent.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-# Name -> what it does, in the order in which a reader meets them. Each is the function of that name in cli/<name>.py.
+# Name -> what it does, in the order of the help. Each is the function of that name in cli/<name>.py.
 COMMANDS = {
     "check": "Check that a function is right, in seconds.",
     "prove": "Prove kernels: call path, correctness, speed, verdicts, a report.",
@@ -110,19 +110,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit:  # the only one that reaches us: click and rich leave so where a pipe is closed
         code = ExitCode.NOT_READ
     except UsageError as error:
-        _complain(_usage_message(error))
+        _print_error(_usage_message(error))
         code = ExitCode.COULD_NOT_RUN
     except (ValueError, OSError) as error:
         if os.environ.get("FLASHMOE_TRACEBACK") == "1":
             raise
-        _complain(_in_words(error))
+        _print_error(_error_line(error))
         code = ExitCode.COULD_NOT_RUN
     if code == ExitCode.INTERRUPTED:  # which newer versions of Typer return by themselves
-        _complain("interrupted")
+        _print_error("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _in_words(error: ValueError | OSError) -> str:
+def _error_line(error: ValueError | OSError) -> str:
     """One line; of the operating system, its words and the file that they are about."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror.lower()}{'' if error.filename is None else f': {error.filename}'}"
@@ -130,10 +130,10 @@ def _in_words(error: ValueError | OSError) -> str:
 
 
 def _usage_message(error: Any) -> str:
-    """Click's words on one line, with the command whose help tells more."""
+    """Click's message on one line, with the command whose help explains more."""
     where = error.ctx.command_path if error.ctx else PROGRAM
     return f"{' '.join(error.format_message().split())} (see: {where} --help)"
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     typer.echo(f"{PROGRAM}: {printable(message)}", err=True)

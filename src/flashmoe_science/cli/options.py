@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.session import Earlier
 
 PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
-_MOST_PRICE = 1_000_000
+_MAX_PRICE = 1_000_000
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min|h|)", re.IGNORECASE)
 
@@ -47,23 +47,23 @@ def price_per_hour() -> float | None:
     if not text:
         return None
     with contextlib.suppress(ValueError):
-        if 0 <= (price := float(text)) <= _MOST_PRICE:
+        if 0 <= (price := float(text)) <= _MAX_PRICE:
             return price
-    raise ValueError(f"{PRICE_VARIABLE} is {text!r}; it must be USD an hour, from 0 to {_MOST_PRICE:,}")
+    raise ValueError(f"{PRICE_VARIABLE} is {text!r}; it must be USD an hour, from 0 to {_MAX_PRICE:,}")
 
 
-def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Earlier, dict[str, Any]]:
+def earlier_of(context: typer.Context, folder: Path, allowed: Collection[str]) -> tuple[Earlier, dict[str, Any]]:
     """What the runs of a folder leave to do, and the options of the command that made them, by the names of its parameters.
 
-    ``beside`` are the options that may stand beside --resume. Raises ValueError, in one line, for whatever cannot be gone on
-    with."""
+    ``allowed`` are the options that may be combined with --resume. Raises ValueError, in one line, for what cannot be
+    resumed."""
     from flashmoe_science.measure.session import Earlier
 
     def refused(why: str) -> ValueError:
         return ValueError(f"--resume is {str(folder)!r}, {why}")
 
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if others := [name for name in given if name not in beside]:
+    if others := [name for name in given if name not in allowed]:
         raise ValueError(f"--resume takes the options that the run was given; leave out {', '.join(others)}")
     if not folder.is_dir():
         raise refused("which is no folder; give the folder of a run")

@@ -1,5 +1,5 @@
-"""How far a long command is, on stderr: a bar with what is being done and how long it has taken. Off a terminal, a line now and
-then."""
+"""The progress of a long command on stderr: a bar with the current step and the time taken. Off a terminal, a line every ten
+seconds."""
 
 from __future__ import annotations
 

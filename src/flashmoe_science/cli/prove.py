@@ -17,7 +17,7 @@ import typer
 from flashmoe_science.cli.evidence import runs_under
 from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget
 from flashmoe_science.cli.progress import Screen
-from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.cli.sheet import console, print_wrapped
 from flashmoe_science.cli.verdicts import print_verdicts
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.ending import code_of, first_lines, left_out
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.session import Outcome
 
 _FEW = 8  # verdicts on kernels of the package, that are printed one by one; `flashmoe verdicts` has all
-_MOST_REASONS = 6  # of a kind, that are printed; the report has all
+_MAX_REASONS = 6  # of a kind, that are printed; the report has all
 _LABELS = {
     "wrong": "wrong",
     "untrustworthy": "refused",
@@ -40,7 +40,7 @@ _LABELS = {
     "left_out": "left out",
 }
 _PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
-_BESIDE_RESUME = ("resume", "budget", "as_json")
+_WITH_RESUME = ("resume", "budget", "as_json")
 
 
 def prove(
@@ -110,7 +110,7 @@ def prove(
     price, asked = price_per_hour(), context.params
     folder, earlier = resume, None
     if resume is not None:
-        earlier, given = earlier_of(context, resume, _BESIDE_RESUME)
+        earlier, given = earlier_of(context, resume, _WITH_RESUME)
         asked = given | {"budget": budget or given["budget"]}
     request = Request(
         targets=tuple(asked["targets"] or ()),
@@ -189,26 +189,28 @@ def _print(
     out, runs, found = console(), [one.run for one in judged], _found(outcomes)
     left = sum(outcome.problems_left for outcome in outcomes)
     rest = f"{count(left, 'problem')} not measured, the budget is spent; to go on: flashmoe prove --resume {folder}"
-    apart = left_out(runs)
-    nobody = [*chain(*apart.values()), "nothing was compared; name another rival with --against"]
+    unmeasured = left_out(runs)
+    nobody = [*chain(*unmeasured.values()), "nothing was compared; name another rival with --against"]
     why = "; ".join(found["stopped"] or ([rest] if left else built) or nobody)
-    found["left_out"] = [text for name, texts in apart.items() if is_brought(name, None) for text in texts] if verdicts else []
+    found["left_out"] = (
+        [text for name, texts in unmeasured.items() if is_brought(name, None) for text in texts] if verdicts else []
+    )
     for text in first_lines(runs, verdicts) or [f"{code.word}: {why}"]:
-        put_wrapped(out, text)
+        print_wrapped(out, text)
     if len(verdicts) <= _FEW or any(row.brought for row in verdicts):
         print_verdicts(out, verdicts)
     for text in (cost_line(runs), *built):
-        put_wrapped(out, text)
+        print_wrapped(out, text)
     shown = tuple(filter(None, ((row.reason or "").partition(": ")[2] for row in verdicts)))  # a reason begins with its stage
     for name, label in _LABELS.items():
         reasons = [one for one in found[name] if not one.endswith(shown)]
-        for reason in reasons[:_MOST_REASONS]:
-            put_wrapped(out, f"{label}: {reason}")
-        if len(reasons) > _MOST_REASONS:
-            put_wrapped(out, f"{label}: {len(reasons) - _MOST_REASONS} more, which are in the report")
+        for reason in reasons[:_MAX_REASONS]:
+            print_wrapped(out, f"{label}: {reason}")
+        if len(reasons) > _MAX_REASONS:
+            print_wrapped(out, f"{label}: {len(reasons) - _MAX_REASONS} more, which are in the report")
     if left and verdicts:
-        put_wrapped(out, rest)
-    put_wrapped(out, f"{_ending(code, found, left, bool(outcomes))}; records and report in {folder}")
+        print_wrapped(out, rest)
+    print_wrapped(out, f"{_ending(code, found, left, bool(outcomes))}; records and report in {folder}")
 
 
 def _ending(code: ExitCode, found: dict[str, Any], left: int, has_run: bool) -> str:

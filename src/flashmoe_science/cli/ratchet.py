@@ -20,7 +20,7 @@ from flashmoe_science.operations import parse_problem
 
 # How many entries of each outcome are listed: of those that ask for nothing, a few.
 _SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
-_RUNS = "runs"  # where there is one beside the file, its folder holds the committed records
+_RUNS = "runs"  # a folder of that name next to the file holds the committed records
 
 
 def ratchet(
@@ -60,7 +60,7 @@ def ratchet(
         accept = str(parse_problem(accept or ""))
     kept = read_ratchet(file) if file.exists() or not update else []
     now = judged_under(runs, "--runs")
-    checks = check(kept, now, _known(file, runs, now))
+    checks = check(kept, now, _runs_to_compare(file, runs, now))
     moved = kept if accept is None else lowered(kept, checks, accept, " ".join((reason or "").split()))
     if update:
         moved = raised(moved, checks)
@@ -68,7 +68,7 @@ def ratchet(
         write_ratchet(file, moved)
     before, after = ({one.key: one for one in entries} for entries in (kept, moved))
     changed = {key for key, one in after.items() if before.get(key) != one}
-    # A gate that looks at another machine, say, holds nothing.
+    # On another machine, for example, the gate compares nothing.
     vacant = bool(kept) and all(one.outcome == "absent" for one in checks if one.kept) and not changed
     if as_json:
         typer.echo(json.dumps({"entries": [one.as_dict(after.get(one.key)) for one in checks]}, indent=1))
@@ -85,13 +85,13 @@ def ratchet(
     return ExitCode.NO_NUMBER if vacant or any(one.outcome == "refused" for one in checks) else ExitCode.GOOD
 
 
-def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
-    """The runs measured now, and those that are committed beside the file."""
-    beside = file.parent
-    if not (beside / _RUNS).is_dir() or beside.resolve().is_relative_to(folder.resolve()):
+def _runs_to_compare(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
+    """The runs measured now, and the committed ones in the folder of the file."""
+    committed = file.parent
+    if not (committed / _RUNS).is_dir() or committed.resolve().is_relative_to(folder.resolve()):
         return list(now)
     ids = {judged.run.header.run for judged in now}
-    return [*now, *(JudgedRun(run) for run in runs_under(beside) if run.header.run not in ids)]
+    return [*now, *(JudgedRun(run) for run in runs_under(committed) if run.header.run not in ids)]
 
 
 def _print(checks: Sequence[Check]) -> None:

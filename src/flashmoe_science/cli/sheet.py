@@ -1,6 +1,6 @@
 """Tables and sentences of a terminal's own width, of 100 columns where there is none (COLUMNS sets another), drawn by rich.
 
-The rows of a table stand in groups, each under its first column. Where a row is too wide, the names of kernels, which may be
+The rows of a table are grouped by their first column. Where a row is too wide, the names of kernels, which may be
 long, go onto a line above it. Notes are wrapped below their row.
 """
 
@@ -20,7 +20,7 @@ from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Pa
 from flashmoe_science.printable import printable
 
 _PIPED_WIDTH = 100
-_MOST_ROWS = 24  # that are printed where nobody asks for rows
+_MAX_ROWS = 24  # that are printed without --rows
 Rows = Annotated[bool, typer.Option("--rows", help="Print every row, also where they fill many screens.")]
 _INDENT, _BELOW, _GAP = 2, 6, 2
 # What colours a verdict, an outcome or a status, by its first word.
@@ -43,7 +43,7 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 def fits_a_screen(rows: int) -> bool:
     """Whether that many rows are printed unasked."""
-    return rows <= _MOST_ROWS
+    return rows <= _MAX_ROWS
 
 
 def print_table(out: Console, table: Table) -> None:
@@ -69,16 +69,18 @@ def print_table(out: Console, table: Table) -> None:
         cells = row.cells[1:]
         moved = [i for i in range(len(columns)) if i not in kept and cells[i].text]
         if moved:
-            put_wrapped(out, ", ".join(f"{columns[i].heading} {cells[i].text}" if i else cells[i].text for i in moved), _INDENT)
+            print_wrapped(
+                out, ", ".join(f"{columns[i].heading} {cells[i].text}" if i else cells[i].text for i in moved), _INDENT
+            )
         bold = "bold" if row.origin in ("ours", "candidate") else ""
         put([Text(cell.text, style=COLOURS.get(cell.state or "", "") if i else bold) for i, cell in enumerate(cells)])
         if notes := "; ".join(cell.note for cell in row.cells if cell.note):
-            put_wrapped(out, notes, _BELOW)
+            print_wrapped(out, notes, _BELOW)
 
     out.print(Text(table.label, style="italic"))
     put([Text(column.heading, style="bold") for column in columns])
     for group, rows in groupby(table.rows, key=lambda row: row.cells[0].text):
-        put_wrapped(out, group)
+        print_wrapped(out, group)
         for row in rows:
             put_row(row)
 
@@ -87,18 +89,18 @@ def print_block(out: Console, block: Block) -> None:
     """Print a block of a report; charts are a page's alone."""
     match block:
         case Heading():
-            put_wrapped(out, f"{block.text} {block.note}".rstrip())
+            print_wrapped(out, f"{block.text} {block.note}".rstrip())
         case Paragraph():
-            put_wrapped(out, f"{block.lead} {block.text}".lstrip())
+            print_wrapped(out, f"{block.lead} {block.text}".lstrip())
         case Definitions():
             for term, text, state in block.items:
                 lead = f"{'ruled out' if state == 'ruled' else state:9}" if state else ""
-                put_wrapped(out, f"{term}: {text}", lead=f"{lead}  ", style=COLOURS.get(state, ""))
+                print_wrapped(out, f"{term}: {text}", lead=f"{lead}  ", style=COLOURS.get(state, ""))
         case Table():
             print_table(out, block)
 
 
-def put_wrapped(out: Console, words: str, indent: int = 0, lead: str = "", style: str = "") -> None:
+def print_wrapped(out: Console, words: str, indent: int = 0, lead: str = "", style: str = "") -> None:
     """Print a sentence, wrapped at spaces to the width that there is, to the right of ``lead``, which has a style; what a
     terminal would obey is written out."""
     grid = Grid.grid()

@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 
 from flashmoe_science.cli.evidence import DEFAULT, Evidence
 from flashmoe_science.cli.judged import standing_under
-from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, put_wrapped
+from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.judge.formats import count, times
 from flashmoe_science.judge.report.tables import titles_of, verdict_table
 from flashmoe_science.judge.summary import Group, disagreements, groups
@@ -59,12 +59,12 @@ def verdicts(
     elif print_verdicts(out, found.verdicts, rows):
         out.print()
     else:
-        put_wrapped(out, f"{count(len(found.verdicts), 'verdict')}; one by one: flashmoe verdicts --rows (--suite NAME)")
+        print_wrapped(out, f"{count(len(found.verdicts), 'verdict')}; one by one: flashmoe verdicts --rows (--suite NAME)")
 
 
 def print_verdicts(out: Console, verdicts: Sequence[Verdict], rows: bool = False) -> bool:
     """The verdicts in groups of the same conditions, one by one where ``rows`` or where they fit a screen, else summarised.
-    Returns whether they stand one by one."""
+    Returns whether they were printed one by one."""
     found = groups(verdicts)
     one_by_one = rows or fits_a_screen(len(verdicts))
     if one_by_one:
@@ -72,12 +72,12 @@ def print_verdicts(out: Console, verdicts: Sequence[Verdict], rows: bool = False
         for group in found:
             print_table(out, verdict_table(titles[group.anchor], group.rows))
             if len(group.measured) > 1:
-                put_wrapped(out, group.corrected)
+                print_wrapped(out, group.corrected)
             out.print()
         for sentence in disagreements(row for row in verdicts if row.origin != "peer"):
-            put_wrapped(out, sentence)
+            print_wrapped(out, sentence)
         if any(row.ratio is not None for row in verdicts):
-            put_wrapped(out, _RATIO)
+            print_wrapped(out, _RATIO)
     elif found:
         _print_summary(out, found)
     return one_by_one
@@ -105,8 +105,10 @@ def _print_summary(out: Console, found: Sequence[Group]) -> None:
     if lost:
         worst = min(lost, key=lambda row: row.ratio or 0.0)
         where = f"{times(worst.ratio)} of {worst.rival}: {worst.problem}"
-        put_wrapped(out, f"slower than the best rival by device time: {len(lost)} of {len(ours)} problems; the worst, {where}")
-    put_wrapped(out, _SUMMARY)
+        print_wrapped(
+            out, f"slower than the best rival by device time: {len(lost)} of {len(ours)} problems; the worst, {where}"
+        )
+    print_wrapped(out, _SUMMARY)
 
 
 def _cells(group: Group | None) -> tuple[str, str, str]:

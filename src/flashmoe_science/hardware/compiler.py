@@ -97,7 +97,7 @@ _USAGE = re.compile(r"^\s*Function \S+:\s*REG:(?P<registers>\d+) STACK:(?P<stack
 def cubin_resources(cubin: bytes) -> tuple[int, int, int]:
     """(registers a thread, stack bytes a thread, shared bytes a block) that the assembler fixed in a binary.
 
-    From sm_90 on, the shared bytes include the 1 KB that the system keeps beside each block's own.
+    From sm_90 on, the shared bytes include the 1 KB that the system reserves in addition to each block's own.
 
     Raises:
         RuntimeError: ``cuobjdump`` printed something else than is expected.
@@ -147,7 +147,7 @@ def _kept_output() -> Iterator[Callable[[], str]]:
 
 
 def _reason(error: Exception, printed: str) -> str:
-    """The line that says what was wrong: the assembler's, the compiler pass's, or the exception's own last one."""
+    """The line of output with the reason: the assembler's, the compiler pass's, or the exception's own last one."""
     text = f"{error}\n{printed}"
     for pattern, who in ((r"ptxas (?:error|fatal)\s*:\s*(.+)", "assembler"), (r"\berror: (.+)", "compiler")):
         found = re.search(pattern, text)

@@ -17,7 +17,7 @@ _STALLS = (
     "sleeping", "tex_throttle", "wait",
 )  # fmt: skip
 
-# The first name that a report holds is taken. Shares are of a unit's peak: of the cycles in which its SM had work ("active"),
+# The first name found in a report is used. Shares are of a unit's peak: of the cycles in which its SM had work ("active"),
 # so that SMs without a block do not dilute a pipe's, or of all cycles ("elapsed") for memory, which all SMs share.
 QUANTITIES: dict[str, tuple[str, ...]] = {
     "time_ns": ("gpu__time_duration.sum",),

@@ -1,4 +1,4 @@
-"""How a build stands on a GPU: whether it fits, how much of an SM it fills, what limits it, how its grid fills the GPU."""
+"""The fit of a build on a GPU: whether it can launch, its occupancy, what limits it, and the waves of its grid."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmoe_science.hardware.target import Build, build_residency, fits, spill
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``refusal`` is why the build cannot be launched on the GPU, None where it can; ``warning`` tells of spills.
+    """``refusal`` is why the build cannot be launched on the GPU, None where it can; ``warning`` is about spills.
 
     The rest is None where nothing was built; ``waves`` also where the grid is not known or no block fits.
     """
@@ -54,7 +54,7 @@ class Fit:
 
 
 def fit_build(build: Build, gpu: Gpu, grid_blocks: int | None = None) -> Fit:
-    """How ``build`` stands on ``gpu`` with a grid of that many blocks."""
+    """The fit of ``build`` on ``gpu`` with a grid of ``grid_blocks`` blocks."""
     refusal, warning = fits(build, gpu), spills(build)
     if build.refusal is not None:
         return Fit(gpu, build, grid_blocks, refusal, warning)

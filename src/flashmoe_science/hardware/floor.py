@@ -16,7 +16,7 @@ def floor_ns(problem: Problem, gpu: Gpu | None, cache: Literal["cold", "warm"]) 
     """The least time in nanoseconds that the chip could take for one call.
 
     The arithmetic at the fastest dense rate, and, where the L2 is cold, the inputs read once at the memory's bandwidth,
-    whichever takes longer. The output is left out: it may still lie in the L2 when a call ends. None for ``gpu`` is a chip that
+    whichever takes longer. The output is left out: it may still be in the L2 when a call ends. None for ``gpu`` is a chip that
     the table lacks, or a CPU: four times the fastest rates of the table.
 
     No method that is accurate enough (``Problem.arithmetic``) is faster than that rate:
@@ -24,7 +24,7 @@ def floor_ns(problem: Problem, gpu: Gpu | None, cache: Literal["cold", "warm"]) 
     8-bit, 4-bit    what the tensor cores do of the faster format of that width.
     16-bit          half the 8-bit rate; on GeForce cards that is fp16 with fp16 sums, twice the rate with fp32 sums. Parts of
                     8 bits do not help: bf16 and fp16 need two or more an operand, and so two products or more.
-    fp32            the CUDA cores, and beside them the tensor cores with the time of two 16-bit products for each: TF32 takes
+    fp32            the CUDA cores, and in addition the tensor cores with the time of two 16-bit products for each: TF32 takes
                     as long, where a contract allows it; of parts that together have fp32's accuracy fp16 needs three products,
                     bf16 six, TF32 three, int8 six at twice the rate.
 
@@ -37,6 +37,7 @@ def floor_ns(problem: Problem, gpu: Gpu | None, cache: Literal["cold", "warm"]) 
 
 
 def _bytes_read(problem: Problem, gpus: list[Gpu]) -> int:
-    """At the least. Where only the sum with the output is known, the L2 may hold as much of that as it can."""
-    known = problem.input_bytes()
-    return known if known is not None else max(0, problem.min_bytes() - max(one.l2_bytes for one in gpus))
+    """The minimum number of bytes read. Where only the sum with the output is known, the L2 may hold as much of that as it
+    can."""
+    input_bytes = problem.input_bytes()
+    return input_bytes if input_bytes is not None else max(0, problem.min_bytes() - max(one.l2_bytes for one in gpus))

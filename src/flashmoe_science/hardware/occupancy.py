@@ -20,7 +20,7 @@ from flashmoe_science.hardware.gpus import (
 SUBPARTITIONS = 4  # of an SM, each with a scheduler and a quarter of the registers
 REGISTER_UNIT = 256  # a warp's registers are allocated in such steps: 8 a thread
 SHARED_UNIT = 128  # bytes
-RESERVED_SHARED = 1 * KIB  # bytes that the system takes beside each block's own, on 8.0 and up
+RESERVED_SHARED = 1 * KIB  # bytes that the system reserves in addition to each block's own, on 8.0 and up
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def waves(gpu: Gpu, grid_blocks: int, resident_blocks: int) -> Waves:
 
 
 def shared_verdict(gpu: Gpu, shared_bytes: int) -> str:
-    """Where a block's shared memory stands against the two limits, which differ: without asking, and by opt-in."""
+    """A block's shared memory compared with the static limit and the opt-in limit, as text."""
     size, static, opt_in = kilobytes(shared_bytes), kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
     if shared_bytes <= gpu.shared_per_block_static:
         return f"{size}: within the {static} that a block gets without asking"

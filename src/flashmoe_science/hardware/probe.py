@@ -1,4 +1,4 @@
-"""The GPU of this machine: what it is and how it fares now. The package's only query of a device.
+"""The GPU of this machine: what it is and its state now. The package's only query of a device.
 
 Importing this module touches no GPU. ``current_gpu`` asks PyTorch, ``telemetry`` asks NVML (nvidia-ml-py).
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 POWER_CAP = "power cap"
 _ASSUMED: ContextVar[Gpu | None] = ContextVar("assumed GPU", default=None)
-# NVML's clock event reasons that are throttling, in words. Not among them: an idle GPU, and clocks that somebody set.
+# NVML's clock event reasons that are throttling, as text. Not among them: an idle GPU, and clocks set by a user.
 _THROTTLING = {
     0x0000_0000_0000_0004: POWER_CAP,
     0x0000_0000_0000_0008: "hardware slowdown",
@@ -125,7 +125,7 @@ def _gpu_at(index: int) -> Gpu:
 
 
 def _rates(index: int) -> tuple[float | None, float | None]:
-    """Highest SM clock in hertz and memory bandwidth in bytes/s, None where NVML does not say."""
+    """Highest SM clock in hertz and memory bandwidth in bytes/s, None where NVML does not report it."""
     try:
         handle = _nvml_handle(index)
     except _nvml_error():

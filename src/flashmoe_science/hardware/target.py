@@ -113,7 +113,7 @@ def compile_many(
 ) -> list[Build]:
     """Build every job in other processes, as many at once as there are CPUs that may be used.
 
-    A job that takes its process down is refused in words and the others go on. ``on_done(index, build)`` is called here, in
+    A job that takes its process down gets a refusal and the others are built. ``on_done(index, build)`` is called here, in
     the order in which builds end. Python's rule for such processes holds: a script guards its main part with ``__main__``.
 
     Returns:

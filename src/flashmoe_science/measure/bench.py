@@ -1,4 +1,4 @@
-"""The machine that a run measures on, one NVIDIA GPU or the CPU, and of which source: what a run's header says."""
+"""The machine that a run measures on (one NVIDIA GPU or the CPU), its software and the package's source, for a run's header."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import POWER_CAP, Telemetry, current_gpu, driver_version, telemetry
 from flashmoe_science.records import Environment
 
-_MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
+_MAX_WORDS = 10_000  # characters of an exception that are searched for its first line of text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def bench_here() -> Bench:
 
 
 def conditions(before: Telemetry, after: Telemetry) -> dict[str, Any]:
-    """A TimingRow's fields on the GPU's state while its samples were taken, from its state on both sides of them."""
+    """A TimingRow's fields on the state of the GPU, from its telemetry before and after the samples."""
     throttle = {*before.throttle, *after.throttle}
     return {
         "sm_clock_mhz": [mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
@@ -70,10 +70,10 @@ def conditions(before: Telemetry, after: Telemetry) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's first line that says something, with its type, for a record."""
+    """An exception's type and its first line that is not empty, for a record."""
     try:
-        lines = [line.strip() for line in str(error)[:_MOST_WORDS].splitlines() if line.strip()]
-    except Exception:  # an exception of a candidate's own may fail to say what it is
+        lines = [line.strip() for line in str(error)[:_MAX_WORDS].splitlines() if line.strip()]
+    except Exception:  # str() of a candidate's own exception may raise
         lines = []
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 

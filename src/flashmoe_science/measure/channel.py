@@ -1,7 +1,7 @@
-"""How a worker is asked: by a function call in this process, or over pipes in a child that may crash, hang, exit or lie.
+"""Requests to a worker: function calls in this process, or messages over pipes to a child that may crash, hang, exit or lie.
 
-A child speaks JSON, a line a message, over a pipe each way that is neither standard input nor output: its code may print. It
-lives in a session of its own and is killed with all that it started. ``child.serve`` is the child's end.
+A message is one line of JSON. There is a pipe in each direction, apart from standard output, to which the child's code may
+print. A child has its own process session and is killed with all processes that it started. ``child.serve`` is its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from flashmoe_science.measure.child import Command, in_words
+from flashmoe_science.measure.child import Command, error_text
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
 from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.start import MODULE as START
@@ -32,7 +32,7 @@ from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
 
-_MOST_REPLY = 64 * 2**20  # bytes: samples and facts are far less
+_MAX_REPLY = 64 * 2**20  # bytes: samples and facts are far less
 _LAST_LINES = 20  # of what the child prints, for the reason that a reader is given
 _GRACE_S = 5.0
 _ILLEGAL = ", an illegal memory access"
@@ -41,45 +41,45 @@ _NONSENSE = "it wrote into the harness's own pipe"
 
 
 class Failed(RuntimeError):
-    """What the worker was asked to do failed; the message says how. The worker itself goes on."""
+    """A request failed; the message is the reason. The worker still runs."""
 
     @property
     def cannot_serve(self) -> str | None:
-        """The reason in words where a kernel said that it cannot serve these tensors; None for any other failure."""
+        """The reason where the kernel raised CannotServe for these tensors; None for any other failure."""
         kind, _, reason = str(self).partition(": ")
         return reason if kind == "CannotServe" else None
 
 
 class Died(RuntimeError):
-    """The child is gone, or no good: it crashed, ended itself or spoke nonsense. The message says which; ``code`` names it."""
+    """The child crashed, ended itself or sent an invalid message. The message is the reason, ``code`` its name in records."""
 
     code = "crashes"
 
 
 class Hung(Died):
-    """It gave no answer within the watchdog's time."""
+    """The child did not answer within the watchdog's time."""
 
     code = "hangs"
 
 
 class Tampered(Died):
-    """It replaced something that the clocks or the checks rest on."""
+    """The child replaced a function that the clocks or the checks depend on."""
 
     code = "tampers"
 
 
 class Unusable(Exception):
-    """A function that cannot be measured at all; the message says why."""
+    """A function cannot be measured at all; the message is the reason."""
 
 
-class Asked(Protocol):
-    """Whatever takes requests: a worker or an oracle, in this process or another."""
+class Endpoint(Protocol):
+    """A worker or an oracle that answers requests, in this process or another."""
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]: ...
 
 
 class InProcess:
-    """Asks an object of this process; what it raises becomes Failed."""
+    """Sends requests to an object of this process; what the object raises becomes Failed."""
 
     def __init__(self, command: Command) -> None:
         self._command = command
@@ -94,25 +94,25 @@ class InProcess:
         try:
             answer = self._command(do)(**what)
         except Exception as error:
-            raise Failed(in_words(error)) from error
+            raise Failed(error_text(error)) from error
         self.last_wall_ns = time.perf_counter_ns() - began
         return answer
 
-    def take(self) -> tuple[list[str], list[str]]:
-        """As of a child; settings are set back to what they were when the problem began."""
+    def drain(self) -> tuple[list[str], list[str]]:
+        """As ``Child.drain``; settings are set back to what they were when the problem began."""
         return self._settings.left(), []
 
 
 class Child:
-    """One child, running a module's ``main``, with a private folder for the bytes that it hands over. Settings that it left
-    changed, and what else it left behind, are collected until they are taken."""
+    """A child process that runs a module's ``main``, with a private folder for tensors. Settings that the child left changed
+    and other side effects are collected until ``drain``."""
 
     def __init__(self, module: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self.watchdog_s = watchdog_s
         self._folder = tempfile.TemporaryDirectory(prefix="flashmoe-")
         self.folder = Path(self._folder.name)
         self.last_wall_ns = 0  # from sending the last request to having its answer, on this process's clock
-        self.asked_ns = 0  # from requests to their answers, in all
+        self.request_ns = 0  # from requests to their answers, in all
         self.mark = secrets.token_hex(8)
         self._settings: list[str] = []
         self._remarks: list[str] = []
@@ -120,7 +120,7 @@ class Child:
         self._read, child_writes = os.pipe()
         self._pending = b""
         self._process = subprocess.Popen(
-            # -P: no file of the working directory may stand in for the harness's own imports
+            # -P: no file of the working directory may shadow the harness's own imports
             [sys.executable, "-P", "-m", START, module, str(child_reads), str(child_writes), str(os.getpid())],
             pass_fds=(child_reads, child_writes),
             stdin=subprocess.DEVNULL,
@@ -137,7 +137,7 @@ class Child:
         self._listener.start()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Have the child do something and wait for its answer. Raises Failed: it could not, and goes on. Raises Died."""
+        """Send a request and return the answer. Raises Failed: the request failed and the child still runs. Raises Died."""
         token = secrets.token_hex(8)
         request = json.dumps({"token": token, "do": do, "what": what}).encode() + b"\n"
         began = time.perf_counter_ns()
@@ -147,7 +147,7 @@ class Child:
             raise self._died() from None
         line = self._line(time.monotonic() + self.watchdog_s)
         self.last_wall_ns = time.perf_counter_ns() - began
-        self.asked_ns += self.last_wall_ns
+        self.request_ns += self.last_wall_ns
         try:
             message = _without_half_characters(json.loads(line))
             answer: dict[str, Any] = message["answer"]
@@ -164,11 +164,11 @@ class Child:
         self._remarks += map(str, answer.get("remarks", ()))
         return answer
 
-    def take(self) -> tuple[list[str], list[str]]:
-        """Settings that were left changed, and remarks on what else was left behind, since the last time; once each."""
-        taken = list(dict.fromkeys(self._settings)), list(dict.fromkeys(self._remarks))
+    def drain(self) -> tuple[list[str], list[str]]:
+        """Settings left changed and remarks on other side effects since the last call, each once."""
+        drained = list(dict.fromkeys(self._settings)), list(dict.fromkeys(self._remarks))
         self._settings, self._remarks = [], []
-        return taken
+        return drained
 
     def _line(self, deadline: float) -> bytes:
         while b"\n" not in self._pending:
@@ -179,7 +179,7 @@ class Child:
             if not part:
                 raise self._died()
             self._pending += part
-            if len(self._pending) > _MOST_REPLY:
+            if len(self._pending) > _MAX_REPLY:
                 raise self._closed(Died(_NONSENSE))
         line, self._pending = self._pending.split(b"\n", 1)
         return line
@@ -189,7 +189,7 @@ class Child:
         return error
 
     def _died(self) -> Died:
-        """Why the child ended, from its exit status and the last thing that it printed."""
+        """The error that explains the child's end: its exit status and its last printed line."""
         try:
             code = self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -231,8 +231,8 @@ class Child:
 Channel = InProcess | Child
 
 
-class Home:
-    """A worker in a child, with a function or only a contract loaded; in a new child whenever the last has ended."""
+class WorkerHost:
+    """A worker in a child process with a function, or only a contract, loaded; restarted in a new child after one has ended."""
 
     def __init__(self, spec: str | None, contract: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self._open = {"spec": spec, "contract": contract}
@@ -241,7 +241,7 @@ class Home:
         self.imported: list[str] = []  # settings that loading it changed, which are set back
 
     def open(self) -> Opened:
-        """Load it; what its child says of it and its contract. Raises Unusable, Tampered."""
+        """Load the function and return what the child reports about it and its contract. Raises Unusable, Tampered."""
         try:
             self.child()
         except Tampered:
@@ -256,8 +256,8 @@ class Home:
             self._child = Child(WORKER, self._watchdog_s, self._settings)
             try:
                 self.opened = Opened.model_validate(self._child.ask("open", **self._open))
-                self.imported, _ = self._child.take()
-            except ValidationError as error:  # what no record could hold, or nobody could name on a command line
+                self.imported, _ = self._child.drain()
+            except ValidationError as error:  # values that no record can hold, or that cannot be named on a command line
                 self.close()
                 first = error.errors()[0]
                 raise Failed(f"its contract gives {first['loc'][0]} that are none: {first['msg']}") from None

@@ -18,11 +18,11 @@ from typing import Any, Literal, get_args, get_type_hints
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.channel import Child, Died, Failed, Home, Hung, Tampered, Unusable
+from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered, Unusable, WorkerHost
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import OTHERS, Finding
 from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
-from flashmoe_science.measure.request import MOST_CPU_FLOPS, Request
+from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.operations import parse_problem
@@ -32,15 +32,15 @@ Answer = Literal["right", "wrong", "not served", "not asked"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 EXAM = "the whole exam"  # of one problem, among the kinds of inputs
 _MORE_REPEATS_S = 0.1
-_MOST_CRASHES = 3  # after which it is asked nothing more
-# What a GPU says when a kernel did what it may not; the context is gone with it.
+_MAX_CRASHES = 3  # after which it is asked nothing more
+# CUDA errors after which the context cannot be used any more.
 _FATAL = re.compile("illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch failure")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of one problem. ``inputs`` is empty for ordinary ones, else what was done or given; ``codes`` name what is
-    wrong for machines."""
+    """The result on one problem. ``inputs`` is empty for ordinary inputs, else the kind of inputs or of check; ``codes`` name
+    the faults for machines."""
 
     problem: Problem
     inputs: str
@@ -57,7 +57,7 @@ class Checked:
 
 
 def summary(checked: Sequence[Checked], stopped: str | None) -> str:
-    """How many came out how, in words."""
+    """The number of results of each answer, as text."""
     counts = {answer: sum(one.answer == answer for one in checked) for answer in ANSWERS}
     words = ", ".join(f"{count} {answer}" for answer, count in counts.items() if count or answer == "right")
     return words if stopped is None else f"{words} ({stopped})"
@@ -65,7 +65,8 @@ def summary(checked: Sequence[Checked], stopped: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a function was asked and what came of it. ``stopped`` says why it was not asked the rest, where it was not."""
+    """The results of one function on every problem. ``stopped`` is why the remaining problems were not run, if they were
+    not."""
 
     spec: str
     contract: str
@@ -128,22 +129,22 @@ def check_function(
     problems: Sequence[Problem] = (),
     seed: int = 42,
     watchdog_s: float = 60.0,
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:
     """Check the function that ``spec`` names on its contract's sweep and on ``problems``. Raises ValueError: there is no such
     function, an option is not allowed, or the function cannot be asked for a problem here. Raises Unusable: it cannot be
     loaded, or its contract fails."""
     (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
-    with closing(Home(spec, "", watchdog_s)) as home:
+    with closing(WorkerHost(spec, "", watchdog_s)) as host:
         try:
-            opened = home.open()
+            opened = host.open()
             swept = problems_of(opened.sweep, "sweep")
             with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 for problem in problems:
                     if (reason := cannot_be_asked(oracle, problem, bench.gpu)) is not None:
                         raise ValueError(f"problem '{problem}' cannot be asked of {spec}: {reason}")
-                sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
+                sweep = Sweep(bench, host.child, oracle, opened, seed, on_progress)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:
             raise Unusable(str(error)) from error
@@ -161,21 +162,21 @@ def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
 def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
     """Have the oracle begin a problem. Returns why a function cannot be asked for it here, in words. Raises ContractFailed."""
     cannot = oracle.ask("problem", text=str(problem))["cannot"]
-    if cannot is None and gpu is None and problem.flops() > MOST_CPU_FLOPS:
+    if cannot is None and gpu is None and problem.flops() > MAX_CPU_FLOPS:
         return "too much for a CPU, and there is no GPU here"
     return None if cannot is None else str(cannot)
 
 
 @dataclass(slots=True)
 class Sweep:
-    """Asks the function in a child, which ``child`` gives anew where the last one ended, problem after problem."""
+    """Checks the function on one problem after another, in a child that ``child`` returns, restarted where it has ended."""
 
     bench: Bench
     child: Callable[[], Child]
     oracle: ContractOracle
     opened: Opened
     seed: int
-    tell: Callable[[str], None]
+    on_progress: Callable[[str], None]
     deadline: float = math.inf  # on time.monotonic's clock; what is left then is not asked
     checked: list[Checked] = field(default_factory=list)
     stopped: str | None = None
@@ -183,39 +184,39 @@ class Sweep:
 
     def go(self, problems: Iterable[Problem]) -> None:
         """Every problem once, then the whole exam on the first that it was right on, and there every other kind of inputs too;
-        where it is right on none, the exam may say why. Raises ContractFailed: the contract's own code failed."""
+        where it is right on none, the exam may find the reason. Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
-            self.tell(f"{index + 1} of {len(problems)}: {problem}")
+            self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
             self._add(problem, "", _ordinary)
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
             return
         first = min(ran, key=lambda one: one.answer)  # "right" before "wrong"
         right, deterministic = first.problem, self.opened.promises.deterministic
-        self.tell(f"{EXAM}: {right}")
-        self._add(right, EXAM, lambda exam: exam.whole((), (), deterministic))
+        self.on_progress(f"{EXAM}: {right}")
+        self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
         if first.answer == "wrong":
             return
         for name in (name for name in self.opened.distributions if name in OTHERS):
-            self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))
+            self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
         for name in (*self.opened.variants, *self.opened.sweep_variants):
-            self._add(right, name, partial(Exam.glance, guard=True, variant=name))
+            self._add(right, name, partial(Exam.one_call, guard=True, variant=name))
 
-    def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
+    def _add(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:
             self.stopped = "the time for the sweep is over"
         cannot = self.stopped or cannot_be_asked(self.oracle, problem, self.bench.gpu)
-        one = Checked(problem, inputs, "not asked", (cannot,)) if cannot else self._asked(problem, inputs, look)
+        one = Checked(problem, inputs, "not asked", (cannot,)) if cannot else self._asked(problem, inputs, examine)
         self.checked.append(one)
 
-    def _asked(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> Checked:
+    def _asked(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> Checked:
         child: Child | None = None
         try:
             child = self.child()
             child.ask("problem", text=str(problem))
             exam = Exam(child, self.oracle, "", "", self.seed, self.bench.gpu is not None, more_s=_MORE_REPEATS_S)
-            found = look(exam)
+            found = examine(exam)
         except (Failed, Died) as error:
             if child is not None and (isinstance(error, Died) or "CUDA" in str(error)):
                 child.close()
@@ -228,8 +229,8 @@ class Sweep:
         if isinstance(error, Failed) and not _FATAL.search(str(error)):
             return Checked(problem, inputs, "not served", (str(error),))
         self._crashes += 1
-        if self._crashes == _MOST_CRASHES:
-            self.stopped = f"not asked: it crashed on {_MOST_CRASHES} problems"
+        if self._crashes == _MAX_CRASHES:
+            self.stopped = f"not asked: it crashed on {_MAX_CRASHES} problems"
         if isinstance(error, Hung):
             self.stopped = f"not asked: it hung on '{problem}'"
         if isinstance(error, Tampered):
@@ -239,8 +240,8 @@ class Sweep:
 
 def _ordinary(exam: Exam) -> Finding:
     """One call with NaN around its inputs; where it is wrong, whether that is why."""
-    found = exam.glance(guard=True)
-    if found.reasons and not exam.glance().reasons:
+    found = exam.one_call(guard=True)
+    if found.reasons and not exam.one_call().reasons:
         found.codes.insert(0, "reads-outside")
         found.reasons[0] = f"it reads or writes beyond its tensors: with NaN around them, {found.reasons[0]}"
     return found

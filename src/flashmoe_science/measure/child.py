@@ -22,26 +22,26 @@ Command = Callable[[str], Callable[..., dict[str, Any]]]  # what answers a reque
 
 def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
     """Answer requests until the other end closes. ``after`` may add to each answer. What a function raises, a SystemExit
-    included, is reported as the failure that it is: the process goes on."""
+    included, is reported as a failure, and the process goes on."""
     die_with_parent(int(sys.argv[3]))
     with contextlib.suppress(OSError):  # where memory runs out, this process goes before the one that keeps the records
         Path("/proc/self/oom_score_adj").write_text("1000")
     incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
-    loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
+    loads, dumps, write = json.loads, json.dumps, os.write  # before any user code is imported
     for line in incoming:
         request = loads(line)
         try:
             answer = command(request["do"])(**request["what"])
         except BaseException as error:
-            answer = {"failed": in_words(error)}
+            answer = {"failed": error_text(error)}
         after(answer)
         message = dumps({"token": request["token"], "answer": answer}).encode() + b"\n"
         while message:
             message = message[write(outgoing, message) :]
 
 
-def in_words(error: BaseException) -> str:
-    """An exception as a reason: its type and the first line that says something, or what it means."""
+def error_text(error: BaseException) -> str:
+    """An exception as a reason: its type and its first line of text, or what it means."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
     line = one_line(error)
@@ -51,7 +51,7 @@ def in_words(error: BaseException) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Nobody is left to end a hung child when its parent is killed; Linux does it for us. ``parent`` is its process id."""
+    """Have Linux kill this process when its parent (a process id) ends: a killed parent cannot end a hung child itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already

@@ -2,7 +2,7 @@
 
 Graph: many calls in one CUDA graph, its replay timed by CUDA events: device time alone. Eager: the wall clock around calls back
 to back, with a synchronisation at the end: what a user waits. A sample is the mean of many calls. Candidate and rival alternate
-A B B A, so that a drift of the clocks meets both alike.
+A B B A, so that a drift of the clocks affects both alike.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _FIRST_CALLS = 16  # of the first, trial capture
 _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
-_MOST_EAGER_CALLS = 2000
+_MAX_EAGER_CALLS = 2000
 _WIDTH = 0.004
 _EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found
 
 
 class CannotTime(RuntimeError):
-    """A kernel that a clock cannot time, said in words; no number stands for it."""
+    """A clock cannot time the kernel; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,20 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``_WIDTH``, or
-    ``most`` pairs, or ``seconds`` have passed. Only the number of pairs rests on this; the judge computes the intervals."""
+    """How many pairs are sampled: at least ``min_pairs``; then until twice the standard error of the mean log-ratio is under
+    ``_WIDTH``, or ``max_pairs``, or ``seconds`` have passed. It decides the number of pairs only; the judge computes
+    intervals."""
 
-    least: int
-    most: int
+    min_pairs: int
+    max_pairs: int
     seconds: float
 
 
 QUICK_SAMPLES = 3  # of each candidate alone, to choose among them
-FULL = Sampling(least=12, most=40, seconds=0.8)
-FEW = Sampling(least=6, most=16, seconds=0.4)  # the full bench of `--quick`
-FULL_CPU = Sampling(least=12, most=40, seconds=2.0)  # samples are longer there
-FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
+FULL = Sampling(min_pairs=12, max_pairs=40, seconds=0.8)
+FEW = Sampling(min_pairs=6, max_pairs=16, seconds=0.4)  # the full bench of `--quick`
+FULL_CPU = Sampling(min_pairs=12, max_pairs=40, seconds=2.0)  # samples are longer there
+FEW_CPU = Sampling(min_pairs=6, max_pairs=16, seconds=0.8)
 
 
 def paired(
@@ -99,12 +100,12 @@ def _no_collection() -> Iterator[None]:
 
 def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> bool:
     pairs = len(a)
-    if pairs < sampling.least:
+    if pairs < sampling.min_pairs:
         return False
-    if pairs >= sampling.most or elapsed >= sampling.seconds:
+    if pairs >= sampling.max_pairs or elapsed >= sampling.seconds:
         return True
     if min(*a, *b) <= 0:
-        return True  # no ratio can be taken; the run refuses such samples
+        return True  # there is no ratio; the run refuses such samples
     ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
     return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < _WIDTH
 
@@ -135,7 +136,7 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         took = sample()
         if took * calls >= GRAPH_SAMPLE_NS:
             break
-        # Only a replay tells the device's time: calls in eager mode may be paced by the host.
+        # Only a replay shows the device's time: eager calls may be limited by the host.
         calls = min(whole_rounds(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), whole_rounds(MAX_SETS))
     return Sampler("graph", calls, sample)
 
@@ -182,7 +183,7 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
 
 
 def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
-    """Calls back to back on the wall clock, going on through the input sets from one sample to the next, whoever takes it."""
+    """A sampler of back-to-back calls on the wall clock. All samplers rotate through the same input sets."""
     clock = time.perf_counter_ns
 
     def timed(calls: int) -> float:
@@ -201,12 +202,12 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         estimate = max(1.0, min(estimate, timed(1)))
         if index and estimate >= 2 * EAGER_SAMPLE_NS:
             break
-    calls = min(_MOST_EAGER_CALLS, math.ceil(target_ns / estimate))
+    calls = min(_MAX_EAGER_CALLS, math.ceil(target_ns / estimate))
     return Sampler("eager", calls, lambda: timed(calls))
 
 
 def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
-    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them. ``floor`` is the
+    """Why these samples (nanoseconds a call) are no measurement, or None where they may be one. ``floor`` is the
     least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found."""
     if min(samples) <= 0:
         return "a sample took no time at all"

@@ -1,7 +1,7 @@
 """The clocks on one problem: a control, then every rival in pairs, and the checks that make them numbers.
 
-A kernel of the package and its peers are timed in one process. A function that a user brought is timed in a child, its rivals
-beside it, and its rivals once more in a child without it; ``sandbox.checks`` holds it to more than this module does.
+A kernel of the package and its peers are timed in one process. A function of a user is timed in a child together with its
+rivals, and its rivals once more in a child without the function; ``sandbox.checks`` adds further checks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashmoe_science.measure.request import Entry
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
 _GPU_POOL = 16 * 2**30  # bytes that more than two input sets may take
-_CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
+_CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom uses the same values twice
 _CPU_SETS = 512
 _OTHER_INPUTS = 10**6  # added to the seed: the clocks' inputs are not those of the exam
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
@@ -36,20 +36,20 @@ _scales: list[float] = []  # still to come
 Pair = tuple[list[int], list[int]]
 
 
-class Untrue(Exception):
-    """A number that cannot be believed; the message says why."""
+class Unreliable(Exception):
+    """A time cannot be trusted; the message is the reason."""
 
     def __init__(self, stage: Stage, reason: str) -> None:
         super().__init__(reason)
         self.stage: Stage = stage
 
 
-class RivalUntrue(Untrue):
-    """The number is the rival's."""
+class UnreliableRival(Unreliable):
+    """The rival's time cannot be trusted."""
 
 
-class NoClock(Untrue):
-    """A call that a clock cannot time: one that waits for the host cannot be captured in a CUDA graph."""
+class NoClock(Unreliable):
+    """A clock cannot time the call: one that waits for the host cannot be captured in a CUDA graph."""
 
 
 @dataclass(slots=True)
@@ -79,16 +79,17 @@ class Timed:
         return replace(self, claimed=[], walls=[])
 
     def quick(self) -> Timed:
-        """The same once a few samples of it alone were taken."""
+        """The same, after a few samples of it alone."""
         self.quick_ns = statistics.median(self.sample() for _ in range(QUICK_SAMPLES))
         return self
 
     def cut(self, path: str) -> dict[str, Any]:
-        """Have a sample cut at a random call and its output handed over under ``path``; the answer says of which input set."""
+        """Stop a sample after a random call and write the call's output to ``path``; the answer has the index of the input
+        set."""
         return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
 
     def shown(self, path: str) -> dict[str, Any]:
-        """The same of a call in the sample that was timed last on the wall clock."""
+        """The same for a call in the sample that was timed last on the wall clock."""
         return self.channel.ask("show", slot=self.slot, which=random.random(), path=path)
 
 
@@ -133,13 +134,13 @@ class Comparer:
             self.on.step(f"quick bench ({clock}) of {entry}")
             try:
                 timed.append(self.prepared(where or self.on.worker, entry, clock).quick())
-            except Untrue as error:
+            except Unreliable as error:
                 self._not_ranked(entry, clock, error)
             except (Failed, Died) as error:
                 self._not_ranked(entry, clock, _does_not_run(clock, error))
         return sorted(timed, key=lambda one: one.quick_ns)
 
-    def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
+    def _not_ranked(self, entry: Entry, clock: Clock, error: Unreliable) -> None:
         """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
         wrong = entry.origin == "ours" and not isinstance(error, NoClock)
         self.session.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
@@ -168,15 +169,15 @@ class Comparer:
 
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
         """A row of pairs, a second attempt where the first is no number; None, and a refusal, where there is none. ``rival`` of
-        None is the control: the same kernel prepared again. Raises Untrue: the subject is caught at something, each time."""
+        None is the control: the same kernel prepared again. Raises Unreliable: the subject failed a check in every attempt."""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
             try:
                 return self._attempt(own, rival, best_rival)
-            except RivalUntrue as error:
+            except UnreliableRival as error:
                 if last and rival is not None:
                     self.session.refuse("timing", str(error), self.problem, rival.entry)
-            except Untrue as error:
+            except Unreliable as error:
                 if error.stage == "correctness" or (last and self.voids):
                     raise
                 if last:
@@ -184,7 +185,7 @@ class Comparer:
         return None
 
     def _attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
-        """One row of pairs. Raises Untrue where it is no number."""
+        """Measure one row of pairs. Raises Unreliable where the samples are no measurement."""
         against = own.entry if rival is None else rival.entry
         self.on.step(f"{own.clock} clock: {own.entry} against {against.name}")
         mine, other = self.samplers_of(own, rival)
@@ -197,10 +198,10 @@ class Comparer:
             # A CPU that also does other work may take twice as long at any moment.
             reason = impossible(samples, floor, None if self.bench.gpu is None else one.quick_ns)
             if reason is not None:
-                kind = RivalUntrue if one is other and rival is not None else Untrue
+                kind = UnreliableRival if one is other and rival is not None else Unreliable
                 raise kind("sanity", f"{reason} ({own.clock} clock)")
         if rival is not None:
-            self.believed(mine, other, (own_ns, other_ns), best_rival)
+            self.check_pair(mine, other, (own_ns, other_ns), best_rival)
         self.session.record(
             TimingRow,
             self.problem,
@@ -223,7 +224,7 @@ class Comparer:
         return own_ns, other_ns
 
     def prepared(self, where: Channel, entry: Entry, clock: Clock) -> Timed:
-        """An entry on a clock behind a channel. Raises NoClock, or RivalUntrue where it does not run."""
+        """An entry on a clock behind a channel. Raises NoClock, or UnreliableRival where it does not run."""
         how = {"clock": clock, "sets": self.sets, "cache": self.cache, "seed": self._seed}
         try:
             answer = where.ask("prepare", who=entry.who, config=entry.config, **how)
@@ -240,34 +241,34 @@ class Comparer:
         self._scale = scale
         self.on.worker.ask("refresh", scale=scale)
 
-    def judge(self, own: Timed, look: Callable[[str], dict[str, Any]]) -> None:
-        """Look at an output from a sample. Raises Untrue where it is wrong: the graph left the NaN that was there before, the
-        same bits come back on other values, or the error is in excess of what is allowed."""
-        found = self._held(look)
+    def judge(self, own: Timed, fetch: Callable[[str], dict[str, Any]]) -> None:
+        """Check an output of a timed sample. Raises Unreliable where it is wrong: the graph left NaN from before, the same bits
+        come back on other values, or the error exceeds its bound."""
+        found = self._check_sampled_output(fetch)
         if not found["reasons"]:
             return
         what, unwritten = found["reasons"][0], any(one["nonfinite"] for one in found["stats"].values())
         if own.clock == "graph" and unwritten:
-            raise Untrue("correctness", f"it skips work when it is timed, and leaves its output unwritten: {what}")
+            raise Unreliable("correctness", f"it skips work when it is timed, and leaves its output unwritten: {what}")
         self.refresh(random_scale())
         own.sample()
-        again = self._held(look)
+        again = self._check_sampled_output(fetch)
         if again["reasons"] and again["digest"] == found["digest"] != "":
-            raise Untrue("correctness", f"it skips work when it is timed, and returns the answer of another call: {what}")
-        raise Untrue("correctness", f"in a timed sample an excess, on values that the exam did not have: {what}")
+            raise Unreliable("correctness", f"it skips work when it is timed, and returns the answer of another call: {what}")
+        raise Unreliable("correctness", f"in a timed sample an excess, on values that the exam did not have: {what}")
 
-    def _held(self, look: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """What the oracle says of an output from a sample. Raises Untrue where there is none."""
-        shown = look(self.path)
+    def _check_sampled_output(self, fetch: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        """The oracle's result for an output of a sample. Raises Unreliable where there is no output."""
+        shown = fetch(self.path)
         if not shown["plain"]:
-            raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
+            raise Unreliable("correctness", "in a timed sample it returned something else than plain tensors")
         case = Case(self._seed + int(shown["set"]), scale=self._scale)
         return self.on.oracle.ask("check", case=case, path=self.path, count=int(shown["count"]))
 
-    # What ``sandbox.checks`` does more of ------------------------------------------------------------------------------------
+    # Overridden by ``sandbox.checks`` -----------------------------------------------------------------------------------
 
     def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[Timed, Timed]:
-        """The two of a row, each with what a quick bench found."""
+        """The two samplers of a row, each with the time of a quick bench."""
         other = self.prepared(self.on.worker, own.entry, own.clock).quick() if rival is None else rival
         return own.again(), other.again()
 
@@ -277,14 +278,14 @@ class Comparer:
             l2_cache.release()
 
     def after_pairs(self, own: Timed, other: Timed) -> None:
-        """Called after the last pair. Raises Untrue."""
+        """Called after the last pair. Raises Unreliable."""
         aside = l2_cache.set_aside_bytes() if self.bench.gpu is not None else None
         if aside:
-            raise Untrue("sanity", f"{aside} bytes of the L2 are set aside for lines that stay")
+            raise Unreliable("sanity", f"{aside} bytes of the L2 are set aside for lines that stay")
 
-    def believed(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
-        """Called once the samples are known. Raises Untrue where there is a reason not to believe them."""
+    def check_pair(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
+        """Called with the samples of a pair. Raises Unreliable where there is a reason not to trust them."""
 
 
-def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
-    return RivalUntrue("timing", f"it does not run on the {clock} clock: {error}")
+def _does_not_run(clock: Clock, error: Exception) -> UnreliableRival:
+    return UnreliableRival("timing", f"it does not run on the {clock} clock: {error}")

@@ -1,7 +1,7 @@
-"""The exam: many calls of a kernel, each laid out so that one kind of wrong shows, each held to the oracle.
+"""The exam: many calls of a kernel, each designed to show one kind of fault and compared with the oracle.
 
-The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this module lays out
-the calls and finds the words. A function that a user brought and a kernel of the package sit the same exam.
+The worker reports facts (``worker.calls.Calls``), the oracle checks the outputs (``oracle.Oracle``); this module makes the
+calls and words the faults. A user's function and a kernel of the package get the same exam.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_science.measure.channel import Asked, Channel, Failed
-from flashmoe_science.measure.finding import OTHERS, Call, Finding, wrong_kind
+from flashmoe_science.measure.channel import Channel, Endpoint, Failed
+from flashmoe_science.measure.finding import OTHERS, Call, Finding, contract_mismatch
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.records import ErrorStats
 
@@ -25,12 +25,12 @@ _SHARES = "its output lies in the memory of its earlier output, which a caller m
 class Exam:
     """Examines the kernel ``who`` (empty: the function that the worker has loaded) with one of its configs.
 
-    ``step`` hears what comes, and may raise when the time is up. ``repeats`` are calls that are compared bit by bit, more of
-    them where those take less than ``more_s`` seconds.
+    ``step`` is called before each part, and may raise when the time is up. ``repeats`` are calls that are compared bit by bit,
+    more of them where those take less than ``more_s`` seconds.
     """
 
     worker: Channel
-    oracle: Asked
+    oracle: Endpoint
     who: str
     config: str
     seed: int
@@ -42,21 +42,21 @@ class Exam:
 
     @contextmanager
     def _finding(self) -> Iterator[Finding]:
-        """What is found within, and what the calls left behind."""
+        """A Finding, completed at the end with the side effects of the calls."""
         found = Finding()
         try:
             yield found
         finally:
-            settings, remarks = self.worker.take()
+            settings, remarks = self.worker.drain()
         if settings and self.of_peer:
             found.notes.append(f"it leaves settings changed, which are set back: {'; '.join(settings)}")
         elif settings:
             found.fault("settings-changed", f"it leaves settings changed: {'; '.join(settings)}")
         found.notes += [] if self.of_peer else remarks
 
-    def glance(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
-        """One call, held to the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN around its
-        inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
+    def one_call(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
+        """Check one call against the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN
+        around its inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
         with self._finding() as found:
             call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
             found.stats = call.stats
@@ -70,10 +70,10 @@ class Exam:
                 found.fault("writes-outside", "it wrote past the end of a tensor")
         return found
 
-    def whole(
+    def full(
         self, distributions: Sequence[str], variants: Sequence[str], deterministic: bool, workspace: int | None = None
     ) -> Finding:
-        """Every part of the exam.
+        """Run every part of the exam.
 
         Args:
             distributions, variants: the contract's.
@@ -86,14 +86,14 @@ class Exam:
                 return found
             found.stats = first.stats
             if first.reasons:
-                self._what_is_wrong(found, first)
+                self._classify(found, first)
                 return found
             if first.vacuous:
                 found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
                 return found
-            self._surroundings(found)
-            if not self._earlier_answers(found, first):
-                self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
+            self._guarded_calls(found)
+            if not self._stale_outputs(found, first):
+                self._other_inputs(found, [one for one in distributions if one in OTHERS], variants)
             if not any(reason.startswith(_CHANGED) for reason in found.reasons):
                 self._repeats(found, deterministic)
             if workspace is not None:
@@ -119,7 +119,7 @@ class Exam:
         wanted = self.oracle.ask("outputs", case=case)["outputs"]
         most = sum(one["bytes"] for one in wanted)
         facts = self.worker.ask("call", who=self.who, config=self.config, case=case, path=path, most=most, **how)
-        wrong = wrong_kind(facts["outputs"], wanted, "cuda" if self.on_gpu else "cpu")
+        wrong = contract_mismatch(facts["outputs"], wanted, "cuda" if self.on_gpu else "cpu")
         if wrong:
             return Call(facts, wrong, other_kind=True)
         reply = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
@@ -141,7 +141,7 @@ class Exam:
         names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
         if facts["busy"] > _BUSY:
             found.fault("works-on", f"work or threads of its own go on after the call has returned{names}")
-        elif names:  # a compiler's helpers, say
+        elif names:  # a compiler's threads, for example
             found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
         if facts["changed"] or not self.oracle.ask("inputs", case=case, path=path)["same"]:
             found.fault("changes-input", f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
@@ -151,8 +151,8 @@ class Exam:
             found.fault("requires-grad", "its output requires gradients, which none of its inputs does")
         return call
 
-    def _what_is_wrong(self, found: Finding, first: Call) -> None:
-        """Name the fault of a first call that gave a wrong output, as far as a few more calls tell."""
+    def _classify(self, found: Finding, first: Call) -> None:
+        """Name the fault of a first call with a wrong output, with a few more calls."""
         found.wrong(first)
         poisoned = self._poisoned(found)
         if poisoned is not None and poisoned.nonfinite > first.nonfinite:
@@ -160,8 +160,8 @@ class Exam:
         elif not first.named and not self._call(self._case(0, "zeros")).reasons:
             found.fault("right-on-zeros", "on inputs that are all zero it is right")
 
-    def _surroundings(self, found: Finding) -> None:
-        """NaN around the inputs; then NaN in, and guards around, whatever is allocated."""
+    def _guarded_calls(self, found: Finding) -> None:
+        """Check with NaN around the inputs; then with NaN in, and guards around, all that the call allocates."""
         self.step("checking with guards around its memory")
         guarded = self._call(self._case(0), guard=True)
         if guarded.reasons:
@@ -182,7 +182,7 @@ class Exam:
             return self._call(self._case(0), poison=True)
         except Failed as error:
             if "CUDA" in str(error):
-                raise  # whatever it was, the process cannot go on
+                raise  # the process cannot be used any more
             why = str(error)
         try:
             self._call(self._case(0), poison=True)
@@ -192,7 +192,7 @@ class Exam:
             found.fault("fails-at-times", f"it failed in one call and not in the next, which was the same: {why}")
         return None
 
-    def _earlier_answers(self, found: Finding, first: Call) -> bool:
+    def _stale_outputs(self, found: Finding, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
         Returns whether it gave the answer of an earlier call."""
 
@@ -223,8 +223,8 @@ class Exam:
                 found.fault("ignores-stream", f"it does not wait for the stream that it is called on: {why}")
         return stale
 
-    def _otherwise(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
-        """Inputs of other distributions, and the contract called otherwise."""
+    def _other_inputs(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
+        """Check inputs of other distributions, and the variants of the contract."""
         for name in distributions:
             self.step(f"checking on inputs that are {OTHERS[name]}")
             call = self._call(self._case(1, name))

@@ -1,6 +1,4 @@
-"""What an exam finds: one call with what the oracle says of it, what kind of wrong a result looks like, and the faults that
-calls add up to, in words and as codes.
-"""
+"""The results of an exam: one call with its errors, the likely kind of a wrong result, and all faults as text and codes."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from flashmoe_science.measure.tolerance import Expected, absolute_errors
 from flashmoe_science.records import ErrorStats
 
-OTHERS = {  # distributions beside the normal one, in words
+OTHERS = {  # distributions other than the normal one, as text
     "zeros": "all zero",
     "constant": "all the same",
     "large": "large",
@@ -25,8 +23,8 @@ OTHERS = {  # distributions beside the normal one, in words
 
 @dataclass(slots=True)
 class Finding:
-    """What was found. ``reasons`` are faults in words, none where it passed, and ``codes`` name them for machines; ``notes``
-    are worth knowing. ``stats`` are of each output, by its name, on ordinary inputs."""
+    """The result of an exam. ``reasons`` are faults as text, none where it passed, ``codes`` name them for machines; ``notes``
+    are no faults. ``stats`` are the errors of each output, by its name, on ordinary inputs."""
 
     stats: dict[str, ErrorStats] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
@@ -41,7 +39,7 @@ class Finding:
         self.codes += [code] if code not in self.codes else []
 
     def wrong(self, call: Call, how: str = "", code: str = "wrong-result") -> None:
-        """Add what the oracle says of a call: all of it, or after ``how`` the first of it; and what it looks like."""
+        """Add the faults of a call: all of them, or after ``how`` the first; and the likely kind of mistake."""
         named = [words for _, words in call.named]
         if how:
             self.fault(code, "; ".join((f"{how}: {call.reasons[0]}", *named)))
@@ -53,11 +51,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call and what the oracle says of it. ``named`` is what kind of wrong it looks like: pairs of a code and words."""
+    """One call and the oracle's result for it. ``named`` is the likely kind of mistake: pairs of a code and words."""
 
     facts: dict[str, Any]
     reasons: list[str]
-    other_kind: bool = False  # what came back was not of the kind that the contract has, and its numbers were not looked at
+    other_kind: bool = False  # wrong type, shape, dtype or device; the values were not checked
     named: Sequence[Named] = ()
     stats: dict[str, ErrorStats] = field(default_factory=dict)
     digest: str = ""
@@ -68,7 +66,7 @@ class Call:
         return sum(one.nonfinite for one in self.stats.values())
 
 
-def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
+def contract_mismatch(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
     """How the results differ from what the contract has in number, type, shape, dtype or device, in words."""
     required = sum(not one["optional"] for one in wanted)
     if not required <= len(outputs) <= len(wanted):
@@ -104,8 +102,8 @@ def is_mistake(got: torch.Tensor, right: Expected, mistake: torch.Tensor) -> boo
     return close and error.rms < _CLOSER * away.rms
 
 
-def kind_of_wrong(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[Named]:
-    """What kind of wrong a result looks like, where its errors tell."""
+def classify_error(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[Named]:
+    """The likely kind of mistake in a wrong result, where its errors show it."""
     count = got.numel()
     if stats.nonfinite or not one.dtype.is_floating_point:
         return []
@@ -128,7 +126,7 @@ def kind_of_wrong(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[N
 
 
 def _only_at(wrong: torch.Tensor) -> str | None:
-    """Where along one dimension all that is wrong lies, if that is one place of several; None if it is not."""
+    """The one index of a dimension at which all wrong elements are, as text; None if there is no such index."""
     for dim, size in enumerate(wrong.shape):
         others = [one for one in range(wrong.dim()) if one != dim]
         (places,) = torch.nonzero(wrong.any(dim=others) if others else wrong, as_tuple=True)

@@ -1,7 +1,7 @@
-"""Functions that a user brought: each loaded in a child, examined, timed against its rivals, refused by name where it fails.
+"""A run of a user's functions: each is loaded in a child, examined, timed against its rivals, refused by name where it fails.
 
-This process keeps the records, the oracle and the clocks that decide; whatever a function does to its own process costs the
-function its number and nobody else's.
+This process keeps the records, the oracle and the deciding clocks; a function that damages its own process loses only its own
+result.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 from flashmoe_science.contract import DEFAULT, built_in
-from flashmoe_science.measure.channel import Child, Died, Failed, Home, Tampered, Unusable
+from flashmoe_science.measure.channel import Child, Died, Failed, Tampered, Unusable, WorkerHost
 from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, problems_of, summary
-from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
+from flashmoe_science.measure.compare import Unreliable
+from flashmoe_science.measure.on_problem import Launches, OnProblem, ProfilerUnavailable, profile_launches
 from flashmoe_science.measure.oracle import ContractFailed, oracle_of
-from flashmoe_science.measure.promises import borrowed
+from flashmoe_science.measure.promises import library_kernels
 from flashmoe_science.measure.request import Entry, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
@@ -28,7 +28,7 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import PromiseRow, Stage
 
 _SWEEP_S = 30.0  # at most, of a run that is to time something
-_MOST_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
+_MAX_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
 
 
 def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite: str = "custom") -> Outcome:
@@ -36,11 +36,11 @@ def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite:
     function's contract. Returns the outcome; what the disk raises, it raises."""
     session.begin(suite)
     unusable, left = [], 0
-    homes: dict[str, Home] = {}  # of rivals alone, by contract
+    hosts: dict[str, WorkerHost] = {}  # of rivals alone, by contract
     try:
         with session.bench.alone():
             for spec in session.request.functions:
-                one = FunctionRun(session, spec, problems, homes)
+                one = FunctionRun(session, spec, problems, hosts)
                 try:
                     one.go()
                 except Unusable as error:
@@ -52,41 +52,41 @@ def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite:
                 except BudgetSpent:
                     left += max(1, len(one.left))
     finally:
-        for home in homes.values():
-            home.close()
+        for host in hosts.values():
+            host.close()
     return session.end("; ".join(unusable) or None, left)
 
 
 class FunctionRun:
-    """Puts one function through everything. ``problems`` of None are its contract's own. ``homes`` are the processes without
-    it, by contract, where rivals show what they can do. ``left`` are the problems that are not finished."""
+    """Measures one function. ``problems`` of None are its contract's own. ``hosts`` are the processes without the function, by
+    contract, where rivals are timed alone. ``left`` are the problems that are not finished."""
 
-    def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
+    def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, hosts: dict[str, WorkerHost]) -> None:
         self.session, self.gpu, self.request = session, session.bench.gpu, session.request
         self.spec, self.entry = spec, Entry(spec, "")
         self.problems: Sequence[Problem] = ()
         self.left: list[Problem] = []
-        self._homes, self._home = homes, Home(spec, "", self.request.watchdog_s)
+        self._hosts, self._host = hosts, WorkerHost(spec, "", self.request.watchdog_s)
         self._step = partial(session.step, of=spec)
         self._stage: Stage = "preflight"
         self._hung: str | None = None  # why it is asked nothing more
         self._ask_for(problems or ())
 
     def _ask_for(self, problems: Sequence[Problem]) -> None:
-        self.problems, self.left = problems, self.session.earlier.left_of(self.spec, problems)
+        self.problems, self.left = problems, self.session.earlier.remaining(self.spec, problems)
         self.session.total += len(self.left)
 
     def go(self) -> None:
         """Measure. Raises Unusable; BudgetSpent between two steps, when the deadline has passed."""
         if self.problems and not self.left:
             return
-        with closing(self._home), ExitStack() as ends:
+        with closing(self._host), ExitStack() as ends:
             self._go(ends)
 
     def _go(self, ends: ExitStack) -> None:
         self._step("loading")
         try:
-            self._opened = self._home.open()
+            self._opened = self._host.open()
         except Tampered as error:
             if not self.problems:
                 self._ask_for([parse_problem(str(one)) for one in built_in(DEFAULT).default_problems()])
@@ -104,16 +104,16 @@ class FunctionRun:
                 **self.promises.model_dump(include={"speedup", "threads", "deterministic"}),
             )
         )
-        if self._home.imported:
-            self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
-        able = self._prepared(ends)
+        if self._host.imported:
+            self._note(f"importing it changes global settings, which are set back: {'; '.join(self._host.imported)}")
+        supported = self._prepared(ends)
         if not self.left:
             return
         if len(self.left) == len(self.problems):
             self._swept()
-        self._paths = self._launched(able)
+        self._paths = self._launched(supported)
         for problem in tuple(self.left):
-            if problem in able:
+            if problem in supported:
                 self._one(problem)
             self.session.finish(problem, self.spec)
             self.left.remove(problem)
@@ -137,7 +137,7 @@ class FunctionRun:
         if cannot and len(cannot) == len(self.problems):
             raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
         name = op if self._opened.built_in else self.spec
-        self._alone = self._homes.setdefault(name, Home(None, name, watchdog_s))
+        self._alone = self._hosts.setdefault(name, WorkerHost(None, name, watchdog_s))
         return [problem for problem in self.left if problem not in cannot]
 
     def _swept(self) -> None:
@@ -146,14 +146,14 @@ class FunctionRun:
         now = time.monotonic()
         deadline = now + min(_SWEEP_S, (self.session.deadline - now) / 4)
         bench, seed = self.session.bench, self.request.seed
-        sweep = Sweep(bench, self._home.child, self._oracle, self._opened, seed, self._step, deadline)
+        sweep = Sweep(bench, self._host.child, self._oracle, self._opened, seed, self._step, deadline)
         try:
             sweep.go(one for one in problems_of(self._opened.sweep, "sweep") if one not in self.problems)
         except ContractFailed as error:
             self._note(f"not checked on a sweep of tiny problems: {error}")
             return
         finally:
-            self._home.close()
+            self._host.close()
         if not sweep.checked:
             return
         self._note(f"checked on a sweep of tiny problems (flashmoe check shows them): {summary(sweep.checked, sweep.stopped)}")
@@ -164,7 +164,7 @@ class FunctionRun:
     def _refuse_on_sweep(self, wrong: Sequence[Checked]) -> None:
         """A refusal for a few wrong answers, one of each kind first; the problems of the others are named."""
         kinds = {one.codes: one for one in reversed(wrong)}
-        first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MOST_OF_SWEEP]
+        first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MAX_OF_SWEEP]
         for one in first:
             stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
             self.session.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
@@ -178,11 +178,11 @@ class FunctionRun:
             return {}
         todo = []
         for problem in problems:
-            able = [one for one in self.rivals if one.cannot(problem, self.gpu) is None]
-            todo.append((problem, [("", ""), *((one.who, one.chosen(problem, self.gpu).config) for one in able)]))
+            supported = [one for one in self.rivals if one.cannot(problem, self.gpu) is None]
+            todo.append((problem, [("", ""), *((one.who, one.chosen(problem, self.gpu).config) for one in supported)]))
         try:
-            return look(self.spec, "", todo, self.request.seed, self.request.watchdog_s, self._step)
-        except Blind as error:
+            return profile_launches(self.spec, "", todo, self.request.seed, self.request.watchdog_s, self._step)
+        except ProfilerUnavailable as error:
             raise Unusable(str(error)) from error
 
     def _one(self, problem: Problem) -> None:
@@ -196,10 +196,10 @@ class FunctionRun:
             return
         self._stage = "correctness"
         try:
-            self._measure(self._home.child(), problem)
+            self._measure(self._host.child(), problem)
         except Tampered as error:
             refuse("sanity", str(error), error.code)
-        except Untrue as error:
+        except Unreliable as error:
             refuse(error.stage, str(error))
         except Failed as error:
             refuse(self._stage, f"it does not run: {error} ({self.session.doing})", "does-not-run")
@@ -209,36 +209,36 @@ class FunctionRun:
                 self._hung = f"not asked: it hung on '{problem}'"
         else:
             return
-        self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
+        self._host.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
     def _measure(self, child: Child, problem: Problem) -> None:
         on = OnProblem.begin(self.session, problem, child, self._oracle, self._paths, self.spec)
-        child.take()  # what is of its rivals, timed before
+        child.drain()  # what is of its rivals, timed before
         opened, deterministic = self._opened, self.promises.deterministic
-        if not on.examined(self.entry, on.exam(self.entry).whole(opened.distributions, opened.variants, deterministic)):
+        if not on.examined(self.entry, on.exam(self.entry).full(opened.distributions, opened.variants, deterministic)):
             child.close()  # what it left running would disturb whatever comes next
             return
         for launches in self._paths.get((str(problem), "", ""), []):
-            for note in borrowed(launches, on.families):
+            for note in library_kernels(launches, on.families):
                 self._note(note, problem)
         if not on.keeps_its_promise(self.entry, self.promises.launches):
             return
         on.rivals_alone = self._alone.at(problem)
-        able = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
-        rivals = [rival for rival in able if self._able(on, rival)]
+        supported = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
+        rivals = [rival for rival in supported if self._rival_runs(on, rival)]
         self._stage = "timing"
         comparer, usage = SandboxedComparer(on), Usage(child, one_thread=self.gpu is None)
         comparer.go(self.entry, rivals)
-        settings, _ = child.take()
+        settings, _ = child.drain()
         if settings:
-            raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(settings)}")
+            raise Unreliable("sanity", f"it left settings changed while it was timed: {'; '.join(settings)}")
         if (too_much := usage.too_much()) is not None:
-            raise Untrue("timing", too_much)
+            raise Unreliable("timing", too_much)
         best = comparer.against_best
         if best is not None and (broken := self.promises.speedup_missed(*best)) is not None:
             self.session.refuse("promise", broken, problem, self.entry)
 
-    def _able(self, on: OnProblem, rival: Entry) -> bool:
+    def _rival_runs(self, on: OnProblem, rival: Entry) -> bool:
         """Whether a rival is right, and launches what it promised, in a process without the function."""
         try:
             if on.runs(rival, on.rivals_alone):

@@ -30,7 +30,7 @@ class Guarded:
         # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
         self.placed = buffer.as_strided(tensor.shape, tensor.stride(), guard).copy_(tensor).data
 
-    def touched(self) -> bool:
+    def overwritten(self) -> bool:
         """Whether anything outside of the tensor was written to."""
         return not all(torch.equal(bits(side), self._before) for side in self._sides)
 

@@ -23,16 +23,16 @@ from flashmoe_science.records import Cache
 Tensors = dict[str, torch.Tensor]
 
 MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets to be twice the 60 MiB of an H200
-_NUDGE = 8.0  # of a standard normal number: seen in the result, and held by every dtype
-_PIECE = 2**26  # elements of a tensor that are widened at once
+_NUDGE = 8.0  # of a standard normal number: visible in the result, and exact in every dtype
+_CHUNK = 2**26  # elements of a tensor that are widened at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 T = TypeVar("T")
 
 
 class Case(NamedTuple):
-    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it. A
-    child gets it as a list."""
+    """The values of the inputs. ``scale`` multiplies the floating ones and is exact in every dtype. A child gets a case as a
+    list."""
 
     seed: int
     distribution: str = "normal"
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def varied(contract: Contract, case: Case) -> Contract:
-    """The contract that a case is held to."""
+    """The contract, or the variant of it, that a case is for."""
     return contract.variant(case.variant) if case.variant else contract
 
 
@@ -63,8 +63,8 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
 
 def disturb(tensors: Tensors, seed: int) -> None:
     """Make half of the elements that a scale multiplies smaller, in fp32 by 2^-17, so that a sum fifty times as large as its
-    terms is rounded anew, and in 16 bits by one place. There equal ones are moved alike: what is exact for inputs that are all
-    the same stays so, as a kernel's sums are in fp32."""
+    terms is rounded anew, and in 16 bits by one place. There equal elements are changed alike: what is exact for inputs that
+    are all the same stays so, as a kernel's sums are in fp32."""
     for tensor in filter(is_scaled, tensors.values()):
         if tensor.dtype == torch.float32:
             generator = torch.Generator(tensor.device).manual_seed(seed)
@@ -76,7 +76,7 @@ def disturb(tensors: Tensors, seed: int) -> None:
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:
-    """Whether the scale of a case multiplies the tensor: floats of 8 bits have a scale of their own beside them."""
+    """Whether the scale of a case multiplies the tensor: floats of 8 bits come with their own scale."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
@@ -163,29 +163,28 @@ class Memory:
     """The tensors themselves, for a worker and an oracle in one process."""
 
     def __init__(self) -> None:
-        self._held: dict[str, list[torch.Tensor]] = {}
+        self._tensors: dict[str, list[torch.Tensor]] = {}
 
     def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        self._held[name] = [tensor.detach() for tensor in tensors]
+        self._tensors[name] = [tensor.detach() for tensor in tensors]
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
-        """As of files; the digest tells answers apart that no one forged."""
-        held = self._held.pop(name)
-        if [(tuple(one.shape), one.dtype) for one in held] != [(tuple(shape), dtype) for shape, dtype in kinds]:
+        """As ``Files.get``; the digest is not safe against forgery."""
+        tensors = self._tensors.pop(name)
+        if [(tuple(one.shape), one.dtype) for one in tensors] != [(tuple(shape), dtype) for shape, dtype in kinds]:
             raise ValueError("it gave tensors of other shapes or dtypes than those that are needed")
-        return [one.to(device) for one in held], "/".join(map(_digest, held))
+        return [one.to(device) for one in tensors], "/".join(map(_digest, tensors))
 
 
 Handover = Files | Memory
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Two sums over a tensor's bits, one weighted by place: computed where the tensor lies, which for gigabytes on a GPU is the
-    cheap place, a piece at a time."""
+    """Two sums over a tensor's bits, one weighted by place: computed on the tensor's own device, in chunks."""
     total = weighted = torch.zeros((), device=tensor.device, dtype=torch.int64)
-    for index, piece in enumerate(bits(tensor).reshape(-1).split(_PIECE)):
-        words = piece.to(torch.int64)
-        first = index * _PIECE + 1
+    for index, chunk in enumerate(bits(tensor).reshape(-1).split(_CHUNK)):
+        words = chunk.to(torch.int64)
+        first = index * _CHUNK + 1
         places = torch.arange(first, first + words.numel(), device=words.device, dtype=torch.int64)
         total, weighted = total + words.sum(), weighted + (words * places).sum()
     return f"{int(total)}:{int(weighted)}"

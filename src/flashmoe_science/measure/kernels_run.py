@@ -13,20 +13,23 @@ from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.channel import Failed, InProcess
-from flashmoe_science.measure.compare import Comparer, Timed, Untrue
+from flashmoe_science.measure.compare import Comparer, Timed, Unreliable
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Memory
-from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
+from flashmoe_science.measure.on_problem import Launches, OnProblem, ProfilerUnavailable, profile_launches
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild, room_for
-from flashmoe_science.measure.request import Entry, Group, taking_part
+from flashmoe_science.measure.request import Entry, Group, subjects_and_rivals
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
-_LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
-_LOOKING, _LOOK_COPIES = 6, 6  # processes at once, and what each may hold, in times what the largest problem must move
+_PROFILE_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
+_PROFILERS, _PROFILER_COPIES = (
+    6,
+    6,
+)  # processes at once, and what each may hold, in times what the largest problem must move
 
 
 class KernelsRun:
@@ -34,8 +37,8 @@ class KernelsRun:
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session, self.gpu, self.request, self.op = session, session.bench.gpu, session.request, operation(group.op)
-        self.name, self.problems = group.name, session.earlier.left_of(None, group.problems)
-        self.subjects, self.rivals = taking_part(self.request, group, self.gpu)
+        self.name, self.problems = group.name, session.earlier.remaining(None, group.problems)
+        self.subjects, self.rivals = subjects_and_rivals(self.request, group, self.gpu)
         handover = Memory()
         self.worker = InProcess(Worker(session.bench, handover, trusted=True).command)
         self.oracle = InProcess(Oracle(handover, session.bench.device).command)
@@ -51,7 +54,7 @@ class KernelsRun:
 
     def _stages(self) -> str | None:
         """Returns why the run stopped, where it did."""
-        self.session.tell("preflight")
+        self.session.show_progress("preflight")
         self.worker.ask("open", spec=None, contract=self.op.name)
         self.oracle.ask("open", contract=self.op.name)
         for one in self.rivals:
@@ -64,7 +67,7 @@ class KernelsRun:
                 stopped = self._problems(self._launches())
         except BudgetSpent:
             return None
-        except Blind as error:
+        except ProfilerUnavailable as error:
             stopped = str(error)
         if stopped is not None:
             self.session.unusable(stopped)
@@ -80,7 +83,7 @@ class KernelsRun:
                 failed.append(f"{problem} cannot be measured: {error}")
             else:
                 self.session.finish(problem)
-        self.session.tell("measured")
+        self.session.show_progress("measured")
         return "; ".join(failed) or None
 
     def _smoke(self) -> list[str]:
@@ -93,7 +96,7 @@ class KernelsRun:
         for one in (one for one in self.subjects if one.cannot(problem, self.gpu) is None):
             entry = one.chosen(problem, self.gpu)
             try:
-                reasons = on.exam(entry).glance().reasons
+                reasons = on.exam(entry).one_call().reasons
             except Failed as error:
                 reasons = [f"did not run: {error}"]
             wrong += [f"{entry} on '{problem}': {reason}" for reason in reasons]
@@ -103,7 +106,7 @@ class KernelsRun:
         return OnProblem.begin(self.session, problem, self.worker, self.oracle, launches)
 
     def _launches(self) -> Launches:
-        """Build our kernels, then see what every call launches; nothing on a CPU. Raises Blind, BudgetSpent."""
+        """Build our kernels, then see what every call launches; nothing on a CPU. Raises ProfilerUnavailable, BudgetSpent."""
         if self.gpu is None:
             return {}
         todo = [
@@ -118,16 +121,16 @@ class KernelsRun:
             )
             for problem in self.problems
         ]
-        prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.tell)
-        processes = self._looking()
-        return look(None, self.op.name, todo, self.request.seed, _LOOK_WATCHDOG_S, self.session.step, processes)
+        prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.show_progress)
+        processes = self._profiler_count()
+        return profile_launches(None, self.op.name, todo, self.request.seed, _PROFILE_WATCHDOG_S, self.session.step, processes)
 
-    def _looking(self) -> int:
+    def _profiler_count(self) -> int:
         """How many processes see call paths at once: one where a peer may tune itself, which it would do by false times."""
         if any(one.kernel is not None and one.kernel.slow for one in self.rivals):
             return 1
         most_bytes = max(problem.min_bytes() for problem in self.problems)
-        return max(1, min(_LOOKING, len(self.problems), room_for(self.session.bench, _LOOK_COPIES * most_bytes)))
+        return max(1, min(_PROFILERS, len(self.problems), room_for(self.session.bench, _PROFILER_COPIES * most_bytes)))
 
     def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
         """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
@@ -155,7 +158,7 @@ class ProblemRun:
         """The fastest config of each that is right and launches what it promised, the fastest one first."""
         request = self.session.request
         tried = [entry for one in every if self.on.serves(one) for entry in one.with_configs(self.problem, self.gpu, request)]
-        right = [one for one in tried if self.on.runs(one, sits_the_exam=are_subjects and one.origin == "ours")]
+        right = [one for one in tried if self.on.runs(one, examined_later=are_subjects and one.origin == "ours")]
         timed = self.comparer.ranked(right, "eager" if self.gpu is None else "graph")
         if timed:
             text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)
@@ -172,7 +175,7 @@ class ProblemRun:
         exam, found = self.on.exam(entry), Finding()
         try:
             workspace = entry.workspace(self.problem)
-            found = exam.whole(self.contract.distributions, self.contract.variants, True, workspace)
+            found = exam.full(self.contract.distributions, self.contract.variants, True, workspace)
             if not found.reasons:
                 found.reasons += exam.as_called()
         except Failed as error:
@@ -191,7 +194,7 @@ class ProblemRun:
                     text = "is called as planned; the public function would not choose this config here"
                     self.session.note(f"eager clock: {mine} {text}", self.problem, mine.name)
                 self.comparer.eagerly(mine, [one.entry for one in rivals])
-        except Untrue as error:
+        except Unreliable as error:
             self.session.refuse(error.stage, str(error), self.problem, mine, voids=True)
         except Failed as error:
             self.on.refuse("timing", f"it does not run: {error}", mine)

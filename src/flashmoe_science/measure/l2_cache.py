@@ -1,7 +1,7 @@
-"""The part of the L2 cache that is set aside for lines that stay: whoever has one is timed warm, whatever its inputs are.
+"""The part of the L2 cache that is set aside for persisting lines: a kernel with such lines is timed warm on any inputs.
 
 CUDA lets a program keep up to three quarters of the L2 for its own lines, over launches and over other data. It outlasts the
-rotation of inputs that makes a cache cold, so nothing may be set aside when a pair is timed. Asked of the driver itself, for
+rotation of inputs that makes a cache cold, so nothing may be set aside when a pair is timed. Endpoint of the driver itself, for
 PyTorch does not show it.
 """
 
@@ -16,10 +16,10 @@ _PERSISTING_L2 = 0x06  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 
 def set_aside_bytes() -> int | None:
     """Bytes of the L2 set aside in the current context; None where no driver can be asked, or it knows no such limit."""
-    driver, held = _driver(), ctypes.c_size_t()
-    if driver is None or driver.cuCtxGetLimit(ctypes.byref(held), _PERSISTING_L2) != 0:
+    driver, limit = _driver(), ctypes.c_size_t()
+    if driver is None or driver.cuCtxGetLimit(ctypes.byref(limit), _PERSISTING_L2) != 0:
         return None
-    return held.value
+    return limit.value
 
 
 def release() -> None:

@@ -1,7 +1,7 @@
-"""What can be proved of our kernels without a GPU: that they build for GPUs that are not here, fit them, and are right.
+"""The checks of our kernels that need no GPU: they build for GPUs that are not here, fit them, and are right.
 
 Correctness is shown in Triton's interpreter, which is chosen when a kernel is decorated and so needs a process of its own: a
-worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same exam.
+worker in a child with TRITON_INTERPRET=1, checked by the same exam against the same oracle.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.builds import compile_jobs
-from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
+from flashmoe_science.measure.channel import Died, Failed, InProcess, WorkerHost
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
@@ -27,8 +27,8 @@ from flashmoe_science.problem import Problem
 SUITE = "no-gpu"
 GPUS = ("l4", "a100", "h200", "b200")  # sm_89, sm_80, sm_90, sm_100
 MODEL_GPU = "h200"  # whose configs are interpreted: they decide the tiles, not the arithmetic
-MOST_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
-_TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the whole exam says something, in seconds
+MAX_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
+_TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the full exam is meaningful and takes seconds
 _WATCHDOG_S = 300.0
 
 
@@ -44,7 +44,7 @@ class OfflineRun:
 
     def __init__(self, session: Session, kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None) -> None:
         self.session, self.quick, self.kernels, self.problems = session, session.request.quick, kernels, problems
-        self.found: list[str] = []  # what came of it, in words
+        self.found: list[str] = []  # results, as text
 
     def run(self) -> Outcome:
         self.session.begin(SUITE)
@@ -58,12 +58,12 @@ class OfflineRun:
             return "there is nothing to build: none of the kernels serves any of the problems on any of the GPUs"
         self.session.total = len(jobs)
 
-        def tell(index: int, build: Build) -> None:
+        def on_done(index: int, build: Build) -> None:
             self.session.done += 1
-            self.session.tell(f"building for {', '.join(GPUS)}")
+            self.session.show_progress(f"building for {', '.join(GPUS)}")
 
         try:
-            builds = compile_many([(job, gpu) for *_, gpu, job in jobs], on_done=tell)
+            builds = compile_many([(job, gpu) for *_, gpu, job in jobs], on_done=on_done)
         except CompilerUnavailable as error:
             self.session.unusable(str(error))
             return str(error)
@@ -107,14 +107,16 @@ class OfflineRun:
             self.session.note("nothing was interpreted: no problem is small enough, or no kernel can be")
         self.session.done, self.session.total, examined = 0, len(jobs), set[str]()
         for op in dict.fromkeys(problem.op for _, problem in jobs):
-            with closing(Home(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})) as interpreter:
+            with closing(
+                WorkerHost(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+            ) as interpreter:
                 oracle = InProcess(Oracle(Files(), torch.device("cpu")).command)
                 oracle.ask("open", contract=op)
                 for entry, problem in ((entry, problem) for entry, problem in jobs if problem.op == op):
-                    self.session.tell(f"interpreting {entry.name} on {problem}")
-                    whole = entry.name not in examined and problem.exponentials() in _TYPICAL
-                    examined |= {entry.name} if whole else set()
-                    self._hold(interpreter, oracle, entry, problem, whole)
+                    self.session.show_progress(f"interpreting {entry.name} on {problem}")
+                    full = entry.name not in examined and problem.exponentials() in _TYPICAL
+                    examined |= {entry.name} if full else set()
+                    self._hold(interpreter, oracle, entry, problem, full)
                     self.session.done += 1
         self.found.append(f"{self.session.done} results in Triton's interpreter held to the oracle")
         wrong = len(self.session.outcome.wrong)
@@ -125,23 +127,23 @@ class OfflineRun:
         gpu, tried, jobs = gpu_named(MODEL_GPU), set[Config](), list[tuple[Entry, Problem]]()
         texts = operation(kernel.op).contract().small_problems()[:: 3 if self.quick else 1]
         for problem in map(parse_problem, texts) if self.problems is None else self.problems:
-            if kernel.cannot(problem, gpu) is None and problem.exponentials() <= MOST_EXPONENTIALS:
+            if kernel.cannot(problem, gpu) is None and problem.exponentials() <= MAX_EXPONENTIALS:
                 first, *others = kernel.configs(problem, gpu)
                 new = (first, *(config for config in others if config not in tried))
                 tried.update(new)
                 jobs += [(Entry(kernel.name, kernel.name, kernel, str(config)), problem) for config in new]
         return jobs
 
-    def _hold(self, interpreter: Home, oracle: InProcess, entry: Entry, problem: Problem, whole: bool) -> None:
+    def _hold(self, interpreter: WorkerHost, oracle: InProcess, entry: Entry, problem: Problem, full: bool) -> None:
         """One case: a call with NaN around its memory, or the whole exam once for each kernel."""
         contract, seed = operation(problem.op).contract(), self.session.request.seed
         try:
             oracle.ask("problem", text=str(problem), by_function=False)
             exam = Exam(interpreter.at(problem), oracle, entry.who, entry.config, seed, False, repeats=1, more_s=0.0)
-            if whole:
-                found = exam.whole(contract.distributions, contract.variants, deterministic=True)
+            if full:
+                found = exam.full(contract.distributions, contract.variants, deterministic=True)
             else:
-                found = exam.glance(guard=True, poison=True)
+                found = exam.one_call(guard=True, poison=True)
         except (Failed, Died) as error:
             self.session.refuse("correctness", f"it does not run in the interpreter: {error}", problem, entry)
         else:

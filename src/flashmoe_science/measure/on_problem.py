@@ -16,7 +16,7 @@ from typing import Any
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.channel import Asked, Channel, Died, Failed, Home
+from flashmoe_science.measure.channel import Channel, Died, Endpoint, Failed, WorkerHost
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Case
@@ -31,11 +31,11 @@ from flashmoe_science.records import CallPathRow, SeenLaunch, Stage
 Launches = dict[tuple[str, str, str], list[list[SeenLaunch]]]
 
 
-class Blind(Exception):
-    """The profiler sees nothing here; the message says why."""
+class ProfilerUnavailable(Exception):
+    """The profiler sees no kernels here; the message is the reason."""
 
 
-def look(
+def profile_launches(
     spec: str | None,
     contract: str,
     todo: Sequence[tuple[Problem, Sequence[tuple[str, str]]]],
@@ -44,34 +44,34 @@ def look(
     step: Callable[[str], None],
     processes: int = 1,
 ) -> Launches:
-    """Profile each (name, config) on each problem in that many processes; ``step`` is called as each problem ends. What takes a
-    process down, or fails, is not in the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen
-    at all; and what ``step`` raises.
+    """Profile each (name, config) on each problem in that many processes; ``step`` is called as each problem ends. What fails
+    or ends its process is not in the result: the exam records the same failure. Raises ProfilerUnavailable, and what ``step``
+    raises.
 
     ``spec`` is a function to load, or None for ``contract``, the operation's name.
     """
     seen: Launches = {}
-    idle: SimpleQueue[Home] = SimpleQueue()
+    idle: SimpleQueue[WorkerHost] = SimpleQueue()
 
     def one(problem: Problem, who: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        home = idle.get()
+        host = idle.get()
         try:
-            return home.at(problem).ask("launches", who=list(who), case=Case(seed))
+            return host.at(problem).ask("launches", who=list(who), case=Case(seed))
         except (Failed, Died):
             return {"launches": []}
         finally:
-            idle.put(home)
+            idle.put(host)
 
-    with ExitStack() as homes, ThreadPoolExecutor(processes) as pool:
+    with ExitStack() as hosts, ThreadPoolExecutor(processes) as pool:
         for _ in range(processes):
-            idle.put(homes.enter_context(closing(Home(spec, contract, watchdog_s))))
+            idle.put(hosts.enter_context(closing(WorkerHost(spec, contract, watchdog_s))))
         step(f"call path of {len(todo)} problems")
         answers = [pool.submit(one, *each) for each in todo]
         try:
             for index, (answer, (problem, _)) in enumerate(zip(answers, todo, strict=True), 1):
                 reply = answer.result()
-                if "blind" in reply:
-                    raise Blind(str(reply["blind"]))
+                if "unavailable" in reply:
+                    raise ProfilerUnavailable(str(reply["unavailable"]))
                 for name, config, calls in reply["launches"]:
                     launches = [[SeenLaunch.model_validate(launch) for launch in call] for call in calls]
                     seen[str(problem), name, config] = launches
@@ -81,7 +81,7 @@ def look(
     return seen
 
 
-_MOST_NAMES = 64  # of a call path, that are recorded
+_MAX_NAMES = 64  # of a call path, that are recorded
 _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
 
 
@@ -101,24 +101,24 @@ class OnProblem:
     problem: Problem
     worker: Channel
     rivals_alone: Channel
-    oracle: Asked
+    oracle: Endpoint
     input_bytes: int
     launches: Launches
     of: str
 
     @classmethod
     def begin(
-        cls, session: Session, problem: Problem, worker: Channel, oracle: Asked, launches: Launches, function: str = ""
+        cls, session: Session, problem: Problem, worker: Channel, oracle: Endpoint, launches: Launches, function: str = ""
     ) -> OnProblem:
-        """Have the worker and the oracle begin the problem, to be asked of kernels of the package or of a function. Raises
-        Failed, Died."""
+        """Begin the problem in the worker and the oracle, for kernels of the package or for ``function``. Raises Failed,
+        Died."""
         worker.ask("problem", text=str(problem))  # first: it lets the tensors of the problem before go
         asked = oracle.ask("problem", text=str(problem), by_function=bool(function))
         of = f"{function} on {problem}" if function else str(problem)
         return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), launches, of)
 
     def step(self, text: str) -> None:
-        """Tell what comes. Raises BudgetSpent."""
+        """Show the next step. Raises BudgetSpent."""
         self.session.step(text, self.of)
 
     @property
@@ -145,12 +145,12 @@ class OnProblem:
             self.session.note(reason, self.problem, entry.name)
         return reason is None
 
-    def runs(self, entry: Entry, where: Channel | None = None, sits_the_exam: bool = False) -> bool:
+    def runs(self, entry: Entry, where: Channel | None = None, examined_later: bool = False) -> bool:
         """Whether one call of the entry is right and launched what was promised; else why not is on record. One that is right
-        has no row of this call where it ``sits_the_exam`` later."""
+        has no row of this call where it ``examined_later`` later."""
         self.step(f"checking {entry}")
         try:
-            found = self.exam(entry, where).glance()
+            found = self.exam(entry, where).one_call()
         except Failed as error:
             if error.cannot_serve is not None:
                 self.session.note(error.cannot_serve, self.problem, entry.name)
@@ -159,7 +159,7 @@ class OnProblem:
             return False
         if not self.keeps_its_promise(entry):
             return False
-        return (sits_the_exam and not found.reasons) or self.examined(entry, found)
+        return (examined_later and not found.reasons) or self.examined(entry, found)
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
         """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
@@ -168,13 +168,13 @@ class OnProblem:
             return True
         if promised is None:
             promised = entry.promised(self.problem, self.session.bench.gpu)
-        # The plain maths, and a contract's own rivals, promise nothing: whoever's kernels they launch are theirs.
+        # The plain maths and a contract's own rivals promise nothing, and may launch any library's kernels.
         origin = "candidate" if entry.kernel is None else entry.origin
         seen = self.launches.get((str(self.problem), entry.who, entry.config))
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        launched = by_name(seen[0] if seen else [])[:_MOST_NAMES]
+        launched = by_name(seen[0] if seen else [])[:_MAX_NAMES]
         self.session.record(CallPathRow, self.problem, entry, launches=launched, broken_promises=broken)
         if broken:
             self.refuse("callpath", "; ".join(broken), entry)

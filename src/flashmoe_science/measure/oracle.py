@@ -1,7 +1,7 @@
-"""What is right: the fp64 reference of a contract, and outputs held against it as numbers, never as another process's objects.
+"""The oracle: the fp64 reference of a contract, and outputs compared with it as numbers, never as another process's objects.
 
-For the operations of the package it runs in the process that keeps the records. A contract of a user's own is somebody else's
-code: it gets a process of its own, apart from the kernel's.
+For the operations of the package it runs in the process that keeps the records. A user's contract is foreign code and runs in
+its own process, apart from the kernel's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmoe_science.contract import Contract, Errors, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, InProcess
 from flashmoe_science.measure.child import serve
-from flashmoe_science.measure.finding import Named, is_mistake, kind_of_wrong
+from flashmoe_science.measure.finding import Named, classify_error, is_mistake
 from flashmoe_science.measure.inputs import (
     Case,
     Files,
@@ -56,7 +56,7 @@ class Oracle:
     def __init__(self, handover: Handover, device: torch.device | None = None) -> None:
         self._device = bench_here().device if device is None else device
         self._handover = handover
-        self._known: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
+        self._references: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
 
     def command(self, do: str) -> Callable[..., dict[str, Any]]:
         """What answers a request: the method of that name."""
@@ -66,14 +66,14 @@ class Oracle:
     def open(self, contract: str) -> dict[str, Any]:
         """Take an operation's contract by its name, or the contract of the function that is named."""
         self._contract = contract_of(load(contract)) if ":" in contract else built_in(contract)
-        self._known.clear()
+        self._references.clear()
         return {}
 
     def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
-        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs. ``by_function``: it is to be
-        asked of a function, as the contract calls one, and not of a kernel of the package."""
+        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs. ``by_function``: it is for
+        a function, called as the contract calls one, and not for a kernel of the package."""
         contract, problem = self._contract, parse_problem(text)
-        self._known.clear()
+        self._references.clear()
         self._problem = problem
         reason = contract.cannot(problem) if by_function else None
         if reason is None and problem.flops() != contract.flops(problem):
@@ -138,7 +138,7 @@ class Oracle:
             answer["stats"][name] = stats.model_dump()
             answer["reasons"] += reasons
             if reasons and naming:
-                answer["named"] += self._mistake(Case(*case), index, got) or kind_of_wrong(got, one, stats)
+                answer["named"] += self._mistake(Case(*case), index, got) or classify_error(got, one, stats)
         return answer
 
     def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:
@@ -152,19 +152,19 @@ class Oracle:
         return []
 
     def _expected(self, case: Case) -> tuple[Expected, ...]:
-        if case not in self._known:
+        if case not in self._references:
             inputs, references, plains = self._maths(case)
             contract, problem = varied(self._contract, case), self._problem
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
-            self._known[case] = expected(references, plains, caps, roundings)
-            size = sum(one.value.nbytes for one in self._known[case])
-            while len(self._known) > 2 and size * len(self._known) > _KEPT_BYTES:
-                self._known.popitem(last=False)
-        return self._known[case]
+            self._references[case] = expected(references, plains, caps, roundings)
+            size = sum(one.value.nbytes for one in self._references[case])
+            while len(self._references) > 2 and size * len(self._references) > _KEPT_BYTES:
+                self._references.popitem(last=False)
+        return self._references[case]
 
     def _by_chance(self, case: Case) -> tuple[Expected, ...]:
-        """What a case is held to, with what chance makes of the plain error: only where an output is beyond twice that error,
-        for it takes the reference and the plain maths some thirty times."""
+        """The expected results of a case with the allowance for chance. Used only where an output exceeds twice the plain
+        error: it computes the reference and the plain maths some thirty times."""
         wanted, began = self._expected(case), time.monotonic()
         if wanted[0].chance is not None:
             return wanted
@@ -174,8 +174,8 @@ class Oracle:
             if time.monotonic() - began > _DRAWS_S:
                 break
         of_each = zip(wanted, zip(*draws, strict=True), strict=True)
-        self._known[case] = tuple(replace(one, chance=by_chance(drawn)) for one, drawn in of_each)
-        return self._known[case]
+        self._references[case] = tuple(replace(one, chance=by_chance(drawn)) for one, drawn in of_each)
+        return self._references[case]
 
     def _maths(self, case: Case, draw: int = 0) -> tuple[Tensors, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """The inputs of a case, disturbed where ``draw`` is not 0, and the results of the reference and of the plain maths."""
@@ -189,7 +189,7 @@ class Oracle:
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
-    """Raises ValueError where no two processes could have the same inputs, or nobody could change their values."""
+    """Raises ValueError where two processes cannot make the same inputs, or their values cannot be changed."""
     if not any(one.numel() for one in made.values()):
         raise ValueError(f"inputs() of contract {contract.name} gives no numbers at all")
     for name, tensor in made.items():
@@ -203,7 +203,7 @@ def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
 
 
 def _check_references(contract: Contract, references: tuple[Any, ...]) -> None:
-    """Raises ValueError where there is nothing that an output could be held to."""
+    """Raises ValueError where a reference cannot be compared with an output."""
     for one in references:
         if not isinstance(one, torch.Tensor):
             raise ValueError(f"reference() of contract {contract.name} gave a {type(one).__name__}, not a tensor")
@@ -215,7 +215,7 @@ def _check_references(contract: Contract, references: tuple[Any, ...]) -> None:
 
 def _judgeable(one: Expected) -> bool:
     """Whether the reference is all numbers that its dtype has (or -inf, the logarithm of nothing). Inputs scaled up may leave
-    them; that is nobody's fault."""
+    the range of the dtype, which is no fault of the kernel."""
     if not one.dtype.is_floating_point:
         return True
     numbers = torch.isfinite(one.value.to(one.dtype)) | (one.value == -torch.inf)
@@ -243,12 +243,12 @@ class ContractOracle:
 
 @contextmanager
 def oracle_of(opened: Opened, spec: str, device: torch.device, watchdog_s: float) -> Iterator[ContractOracle]:
-    """The oracle of a function's contract: in this process for one of the package, in a child for anybody else's code."""
-    known = is_operation(opened.contract) and opened.built_in
-    channel = InProcess(Oracle(Files(), device).command) if known else Child(MODULE, watchdog_s)
+    """The oracle of a function's contract: in this process for one of the package, in a child for a user's."""
+    in_package = is_operation(opened.contract) and opened.built_in
+    channel = InProcess(Oracle(Files(), device).command) if in_package else Child(MODULE, watchdog_s)
     try:
         oracle = ContractOracle(channel)
-        oracle.ask("open", contract=opened.contract if known else spec)
+        oracle.ask("open", contract=opened.contract if in_package else spec)
         yield oracle
     finally:
         if isinstance(channel, Child):

@@ -1,7 +1,7 @@
-"""Our kernels built before a run meets them, in many processes at once: Triton keeps on disk what it has built.
+"""Builds our kernels ahead of a run, in many processes at once: Triton caches builds on disk.
 
 A run builds what it needs one after another, which for a suite of some hundred builds is minutes of a GPU that idles. What goes
-wrong here is nobody's finding: the run meets it again and records it.
+wrong here is not recorded: the run fails in the same way and records it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.processes import processors, shared_out
 
 FEWEST = 4  # builds below which the processes take longer to start than the builds
-_MOST_WORKERS = 14
+_MAX_WORKERS = 14
 _PROCESS_BYTES = 4 << 30  # of host or device memory, with room to spare: PyTorch, Triton and a compiler, a context and tensors
 
 Todo = Sequence[tuple[Problem, Sequence[tuple[str, str]]]]  # problems, each with (kernel, config) pairs
@@ -40,14 +40,15 @@ def batches(op: str, todo: Todo) -> list[Batch]:
 
 
 def room_for(bench: Bench, tensors_bytes: int = 0) -> int:
-    """How many processes the processors and the memory allow beside this one, each with so large tensors; 0 or more."""
+    """How many further processes the processors and the memory allow, each with ``tensors_bytes`` of tensors; 0 or more."""
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
-    return min(_MOST_WORKERS, processors() - 1, memory // (_PROCESS_BYTES + tensors_bytes))
+    return min(_MAX_WORKERS, processors() - 1, memory // (_PROCESS_BYTES + tensors_bytes))
 
 
-def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
-    """Fill Triton's cache with what ``todo`` needs; ``tell`` hears how many builds are done. Does nothing on a CPU, for a few
-    builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this returns."""
+def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, on_progress: Callable[[str], None]) -> None:
+    """Fill Triton's cache with what ``todo`` needs; ``on_progress`` gets the number of builds done. Does nothing on a CPU, for
+    few builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this
+    returns."""
     wanted = batches(op, todo)
     total, done = sum(map(len, wanted)), 0
     if bench.gpu is None or total < FEWEST:
@@ -55,11 +56,11 @@ def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[
     workers = min(len(wanted), room_for(bench))
     if workers < 2:
         return  # the run does as well by itself
-    tell(f"building {total} kernels")
+    on_progress(f"building {total} kernels")
     begin = partial(_use_device, bench.device.index or 0)
     for index, _ in shared_out(build_batch, [(batch, deadline) for batch in wanted], workers, begin):
         done += len(wanted[index])
-        tell(f"built {done} of {total} kernels")
+        on_progress(f"built {done} of {total} kernels")
 
 
 def _use_device(index: int) -> None:
@@ -82,5 +83,5 @@ def plan_once(problem: Problem, kernel: AnyKernel, config: Config, device: torch
     """Plan one kernel with every output and with those that a timed call asks for. Raises whatever the plan raises."""
     contract = operation(problem.op).contract()
     every = contract.for_kernel(problem, make(contract, problem, device, Case(0)))
-    for taken in (every, contract.timed_inputs(every)):
-        contract.planned(kernel, config, taken)
+    for tensors in (every, contract.timed_inputs(every)):
+        contract.planned(kernel, config, tensors)

@@ -1,4 +1,4 @@
-"""What a kernel promises to launch, and what a function promises of itself (``fn.promises = {...}``), held to what was seen."""
+"""The launches that a kernel promises and the promises of a function (``fn.promises = {...}``), compared with what was seen."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Promises(BaseModel):
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """The kernel that is promised, if any is; kernels beside it are part of its time."""
+        """The kernel that is promised, if any is; further kernels are part of its time."""
         if self.kernel is None and self.grid is None and self.threads is None and self.shared_bytes is None:
             return ()
         return (Launch(self.kernel or "", grid=self.grid, threads=self.threads, shared_bytes=self.shared_bytes),)
@@ -69,8 +69,8 @@ class Promises(BaseModel):
         return f"it promised {self.speedup:g} times the speed of its rival; measured against {rival}: {measured:.3g} times"
 
 
-def borrowed(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[str]:
-    """What a reader should know of a call's launches that breaks no promise: kernels that are somebody else's."""
+def library_kernels(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[str]:
+    """Notes on the launches of a call that break no promise: kernels of other libraries."""
     others = {family: one.name for one in seen if (family := _family_of(one.name, families)) is not None}
     return [f"a part of its work is done by {family}: {name[:120]}" for family, name in others.items()]
 
@@ -94,7 +94,7 @@ def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Orig
     """What was promised and did not happen, or happened otherwise, in words. Empty where all is as promised.
 
     Ours must launch exactly what it promises. A peer may launch more (padding, a reduction): that is part of its time; but no
-    kernel of another family than it promised, which is a library's silent fallback. Nobody's work may stray.
+    kernel of another family than it promised, which is a library's silent fallback. No work may stray.
     """
     if not seen:
         return ["no kernel was seen"]
@@ -123,10 +123,10 @@ def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Orig
 def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
     """How the launches of a call as a user makes it differ from those of the planned call, which is what is timed, in words.
 
-    Names and sizes are held to the promise; this holds the rest, the registers and shared memory of the very build, to it too.
+    Names and sizes are compared with the promise elsewhere; this compares registers and shared memory of the build as well.
     """
     if [one.name for one in planned] != [one.name for one in by_user]:
-        return []  # said already, of each by its name
+        return []  # reported already, for each name
     return [
         f"{_short(mine)} with {name} {other}, where the planned call has {own}"
         for mine, theirs in zip(planned, by_user, strict=True)

@@ -17,10 +17,10 @@ from flashmoe_science.operations import OPERATIONS, first_words, is_operation, k
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Origin
 
-MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
-_MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
-_MOST_WATCHDOG_S = 24 * 3600.0
-_MOST_DRAW = 1000
+MAX_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
+_MAX_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
+_MAX_WATCHDOG_S = 24 * 3600.0
+_MAX_DRAW = 1000
 _CONFIGS = 4  # of a kernel that are tried, if nothing else is asked
 ALL = "all"  # peers, of --against
 
@@ -49,14 +49,14 @@ class Request:
     def __post_init__(self) -> None:
         if self.quick and self.full:
             raise ValueError("--quick and --full are both given; give one or the other")
-        if not 0 <= self.seed <= _MOST_SEED:
-            raise ValueError(f"--seed is {self.seed}; it must be from 0 to {_MOST_SEED}")
-        if not 0 < self.watchdog_s <= _MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+        if not 0 <= self.seed <= _MAX_SEED:
+            raise ValueError(f"--seed is {self.seed}; it must be from 0 to {_MAX_SEED}")
+        if not 0 < self.watchdog_s <= _MAX_WATCHDOG_S:  # NaN and infinity are refused here too
             raise ValueError(
-                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {_MOST_WATCHDOG_S:g} seconds"
+                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {_MAX_WATCHDOG_S:g} seconds"
             )
-        if self.draw is not None and not 1 <= self.draw <= _MOST_DRAW:
-            raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MOST_DRAW} problems")
+        if self.draw is not None and not 1 <= self.draw <= _MAX_DRAW:
+            raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MAX_DRAW} problems")
         if self.functions and self.kernel is not None:
             raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
         for word in self.against:
@@ -103,7 +103,7 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
         name = "cpu" if device is None else "quick"
         found = [_suite(name, op, texts, request) for suite, (op, texts) in _suites().items() if suite == name]
     for name, problem in ((group.name, problem) for group in found for problem in group.problems):
-        if device is None and problem.flops() > MOST_CPU_FLOPS:
+        if device is None and problem.flops() > MAX_CPU_FLOPS:
             what = "problem" if name == "custom" else f"suite {name!r}"
             raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)
@@ -194,7 +194,7 @@ class Entry:
 
     def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
         """With each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any other:
-        beside a slow one of them ours would look faster than it is."""
+        compared with a slow one of them ours would look faster than it is."""
         if self.kernel is None:
             return [self]
         ours = self.origin == "ours"
@@ -208,14 +208,14 @@ def of_kernel(kernel: AnyKernel) -> Entry:
     return Entry(kernel.name, kernel.name, kernel)
 
 
-def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that
     this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
     kernel, or it can serve none of the problems here; no rival is left."""
     op = operation(group.op)
     if request.kernel is None:
-        able = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
-        kernels = able or [kernel_named(op.fallback(), op.name)]
+        supported = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
+        kernels = supported or [kernel_named(op.fallback(), op.name)]
     else:
         kernels = [kernel_named(request.kernel, op.name)]
         reasons = [of_kernel(kernels[0]).cannot(problem, device) for problem in group.problems]
@@ -232,26 +232,26 @@ def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, sub
     time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
     contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
     kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
-    known = {name: Entry(name, name) for name in (*own, PLAIN)}
-    known |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
+    entries = {name: Entry(name, name) for name in (*own, PLAIN)}
+    entries |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
     if request.against and ALL not in request.against:
-        chosen = [_named(name, op, known) for name in dict.fromkeys(request.against)]
+        chosen = [_named(name, op, entries) for name in dict.fromkeys(request.against)]
     else:
         peers = [one for one in kernels.values() if one.origin == "peer"]
         if not (request.full or request.against):
             peers = [one for one in peers if (one.on_cpu if device is None else not one.slow)]
-        chosen = [*(known[name] for name in own), *map(of_kernel, peers)] or [known[PLAIN]]
-    taken = {one.name for one in subjects}
-    rivals = tuple(one for one in chosen if one.name not in taken)
+        chosen = [*(entries[name] for name in own), *map(of_kernel, peers)] or [entries[PLAIN]]
+    names = {one.name for one in subjects}
+    rivals = tuple(one for one in chosen if one.name not in names)
     if not rivals:
-        raise ValueError(f"--against leaves no rival for {', '.join(taken)}; name another")
+        raise ValueError(f"--against leaves no rival for {', '.join(names)}; name another")
     return rivals
 
 
-def _named(name: str, op: str, known: dict[str, Entry]) -> Entry:
-    if name not in known and ":" not in name:
-        raise ValueError(f"--against is {name!r}; for {op} it must be one of {', '.join(known)}, all, or module:function")
-    found = known.get(name, Entry(name, name))
+def _named(name: str, op: str, entries: dict[str, Entry]) -> Entry:
+    if name not in entries and ":" not in name:
+        raise ValueError(f"--against is {name!r}; for {op} it must be one of {', '.join(entries)}, all, or module:function")
+    found = entries.get(name, Entry(name, name))
     absent = None if found.kernel is None else found.kernel.absent()
     if absent is not None:
         raise ValueError(f"kernel {name!r} cannot be measured here: {absent}")

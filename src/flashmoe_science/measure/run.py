@@ -12,7 +12,7 @@ from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.function_run import run_functions
 from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
-from flashmoe_science.measure.request import Request, groups, taking_part
+from flashmoe_science.measure.request import Request, groups, subjects_and_rivals
 from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
 from flashmoe_science.store import RunWriter
 
@@ -30,7 +30,7 @@ class Plan:
         # Without a GPU a kernel of ours that is named is built, and there is nothing of it to time.
         self.timed = () if request.functions or (self.to_build and request.kernel is not None) else self.groups
         for group in self.timed:
-            taking_part(request, group, self.bench.gpu)
+            subjects_and_rivals(request, group, self.bench.gpu)
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
@@ -38,7 +38,7 @@ class Plan:
         StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         if self.request.functions:
-            if self.problems and not any(earlier.left_of(spec, self.problems) for spec in self.request.functions):
+            if self.problems and not any(earlier.remaining(spec, self.problems) for spec in self.request.functions):
                 return []
             with RunWriter(_free(folder, "functions")) as writer:
                 suite = self.groups[0].name if len(self.groups) == 1 else "custom"
@@ -50,7 +50,7 @@ class Plan:
                 offline = OfflineRun(Session(self.bench, writer, self.request, watch), self.to_build, named)
                 outcomes.append(offline.run())
                 self.found += offline.found
-        for group in (one for one in self.timed if earlier.left_of(None, one.problems)):
+        for group in (one for one in self.timed if earlier.remaining(None, one.problems)):
             if outcomes and outcomes[-1].exit_code in (ExitCode.WRONG, ExitCode.COULD_NOT_RUN):
                 break
             with RunWriter(_free(folder, group.name)) as writer:

@@ -1,4 +1,4 @@
-"""A run on its way: what was asked, what earlier runs left of it, its rows as they come, its deadline, and where it stands."""
+"""A run in progress: its request, what earlier runs left to do, its rows, its deadline and its progress."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ class Outcome:
     untrustworthy: list[str] = field(default_factory=list)  # numbers of subjects that were refused, and promises not kept
     peers_refused: list[str] = field(default_factory=list)
     codes: dict[str, None] = field(default_factory=dict)  # of what is wrong with subjects, for machines, in order
-    stopped: str | None = None  # why the run could not go on, where it could not
+    stopped: str | None = None  # why the run stopped early, if it did
 
 
 class BudgetSpent(Exception):
-    """The time given to the run is over; what was measured stands."""
+    """The run's time is over; what was measured remains valid."""
 
 
-# Told where a run stands, for a progress bar: what is being done, and how many of how many things (problems, builds) are.
+# A progress bar: called with the current step, and the numbers of problems (or builds) done and in all.
 Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
     """What runs that were cut leave to do: (kernel or None, problem) pairs that are ``done``, and refusals of wrong results on
-    problems that are not, which stand."""
+    problems that are not done, which remain valid."""
 
     done: frozenset[tuple[str | None, str]] = frozenset()
-    stand: tuple[RefusalRow, ...] = ()
+    refusals: tuple[RefusalRow, ...] = ()
 
     @classmethod
     def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
@@ -75,7 +75,7 @@ class Earlier:
             if isinstance(row, PromiseRow) and row.source_digest != files_digest(row.kernel, against):
                 raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
         done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
-        stand = {
+        refusals = {
             (row.kernel, row.config, row.problem, row.reason): row
             for row in rows
             if isinstance(row, RefusalRow)
@@ -83,9 +83,9 @@ class Earlier:
             and row.problem is not None
             and not done & {(row.kernel, row.problem), (None, row.problem)}
         }
-        return cls(done, tuple(stand.values()))
+        return cls(done, tuple(refusals.values()))
 
-    def left_of(self, kernel: str | None, problems: Sequence[Problem]) -> list[Problem]:
+    def remaining(self, kernel: str | None, problems: Sequence[Problem]) -> list[Problem]:
         """The problems that are not done, in a run of functions by one of them."""
         return [problem for problem in problems if (kernel, str(problem)) not in self.done]
 
@@ -94,8 +94,8 @@ NOTHING_EARLIER = Earlier()
 
 
 class Session:
-    """A run on its way: its rows are written as they come, and what goes wrong is remembered. ``done`` of ``total`` things are
-    behind it."""
+    """A run in progress: writes its rows at once and collects its outcome. ``done`` of ``total`` problems or builds are
+    finished."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Session:
         self.doing = ""  # what was begun last, in words
 
     def begin(self, suite: str) -> None:
-        """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
+        """Write the header, the refusals of earlier runs that remain valid, and notes on the machine."""
         self.add(
             RunRow(
                 run=self.run,
@@ -130,14 +130,14 @@ class Session:
                 price_per_hour=self.request.price,
             )
         )
-        for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
+        for row in self.earlier.refusals:  # found wrong before the run was cut: wrong it stays
             self.add(row.model_copy(update={"run": self.run}))
             self._refused(row, counts=True)
         if self.bench.gpu is None:
             self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
     def end(self, stopped: str | None = None, left: int = 0, timed: bool = True) -> Outcome:
-        """Write the last row. ``left`` problems were not finished; ``timed`` says whether something was to be timed."""
+        """Write the last row. ``left`` problems were not finished; ``timed``: whether something was to be timed."""
         if left:
             self.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
         one = self.outcome
@@ -170,8 +170,8 @@ class Session:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
     def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
-        """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is. Where what came
-        back was no tensor of the right kind, there is no error to record, and no row."""
+        """Write the result of an exam: a row, and a refusal where something is wrong. Returns whether nothing is. Where what
+        came back was no tensor of the right kind, there is no error to record, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}
@@ -189,7 +189,7 @@ class Session:
         self._refused(row, entry.origin != "peer")
 
     def _refused(self, row: Row, counts: bool) -> None:
-        """Remember a refusal; ``counts`` says whether it is a subject's."""
+        """Add a refusal to the outcome; ``counts``: whether it is a subject's."""
         assert isinstance(row, RefusalRow)
         words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
         one = self.outcome
@@ -208,8 +208,8 @@ class Session:
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
         self.done += 1
 
-    def tell(self, text: str) -> None:
-        """Show where the run stands."""
+    def show_progress(self, text: str) -> None:
+        """Show the current step and the progress."""
         self._watch(text, self.done, self.total)
 
     def step(self, text: str, of: str = "") -> None:
@@ -217,7 +217,7 @@ class Session:
         if time.monotonic() > self.deadline:
             raise BudgetSpent
         self.doing = text
-        self.tell(f"{of}: {text}" if of else text)
+        self.show_progress(f"{of}: {text}" if of else text)
 
 
 def _utc() -> str:

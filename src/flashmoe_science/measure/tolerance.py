@@ -44,8 +44,8 @@ _DEVIATIONS = math.sqrt(6) / math.pi * (-math.log(_FALSE_ALARM) - np.euler_gamma
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What one result of any operation is held against. ``dtype`` is what it must come in; ``chance`` is what chance makes of
-    the error of the plain maths, None until it is asked for."""
+    """The reference and the bounds of one result. ``dtype`` is that of the result; ``chance`` is the plain error with the
+    allowance for chance, None until it is computed."""
 
     value: torch.Tensor  # fp64
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Expected:
         return self.cap.least(Errors(*(max(RATIO * plain, chance) + floor for plain, chance, floor in parts)))
 
     def basis(self, name: str) -> str:
-        """What the bound on the "max", "rms" or "mean" is made of, in words."""
+        """The terms of the bound on the "max", "rms" or "mean", as text."""
         plain, chance, floor = (getattr(one, name) for one in (self.plain, self.chance or _NONE, self.floor))
         if getattr(self.bound, name) == getattr(self.cap, name):
             return "the absolute cap"
@@ -110,7 +110,7 @@ def by_chance(draws: Sequence[Errors]) -> Errors:
 
 
 def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
-    """Sixteen roundings to ``dtype`` of the largest result; RMS and mean are held to as many of the RMS of the results."""
+    """The general cap: sixteen roundings to ``dtype`` of the largest result, and of the RMS of the results for RMS and mean."""
     relative = _ROUNDINGS * unit_roundoff(dtype)
     sizes = absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
     return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
@@ -144,7 +144,7 @@ def is_under_cap(stats: ErrorStats, right: Expected) -> bool:
 
 
 def check_output(what: str, got: torch.Tensor, right: Expected) -> tuple[ErrorStats, list[str]]:
-    """Hold one result to its bound. Returns its errors and, in words, where they are too large and what they are held to."""
+    """Compare one result with its bound. Returns its errors and, as text, which of them exceed which bound."""
     reference, bound = right.value, right.bound
     if got.shape != reference.shape:
         raise ValueError(f"{what} has shape {tuple(got.shape)}; it must be {tuple(reference.shape)}")

@@ -76,7 +76,7 @@ def test_a_record_or_words_that_are_others_are_judged_anew(
     folder: Path, judging: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def words(*given: str) -> None:
-        judged.remembered(folder, given, lambda runs: (list(given), np.zeros(0)))
+        judged.cached(folder, given, lambda runs: (list(given), np.zeros(0)))
 
     words("claims", "a")
     words("claims", "b")
@@ -119,9 +119,9 @@ def test_a_torn_run_is_told_each_time_and_a_cache_that_cannot_be_written_is_no_e
 
 
 def test_old_files_go(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judged, "_MOST_KEPT", 2)
+    monkeypatch.setattr(judged, "_MAX_KEPT", 2)
     for word in "abcd":
-        judged.remembered(folder, (word,), lambda runs: (None, np.zeros(0)))
+        judged.cached(folder, (word,), lambda runs: (None, np.zeros(0)))
     assert len(list(cache.iterdir())) == 2
 
 

@@ -16,7 +16,7 @@ from flashmoe_science.records import DoneRow
 from flashmoe_science.store import RunWriter
 
 PROBLEM = "attn b1 h2 q16 d16 fp32"
-Asked = Callable[..., typer.Context]
+Endpoint = Callable[..., typer.Context]
 
 
 def write(path: Path, *command: str) -> Path:
@@ -28,12 +28,12 @@ def write(path: Path, *command: str) -> Path:
 
 
 @pytest.fixture
-def asked() -> Asked:
+def asked() -> Endpoint:
     prove = typer.main.get_command(app).get_command(None, "prove")  # type: ignore[attr-defined]
     return lambda *words: prove.make_context("prove", list(words))  # type: ignore[no-any-return]
 
 
-def test_a_folder_gives_what_is_done_and_the_options_as_they_were_given(tmp_path: Path, asked: Asked) -> None:
+def test_a_folder_gives_what_is_done_and_the_options_as_they_were_given(tmp_path: Path, asked: Endpoint) -> None:
     folder = write(tmp_path / "run.jsonl", "prove", PROBLEM, "--against", "sdpa", "--quick", "--seed", "7", "--budget", "60")
     earlier, options = earlier_of(asked("--resume", str(folder)), folder, ("resume",))
     assert earlier.done == {(None, PROBLEM)}
@@ -41,7 +41,7 @@ def test_a_folder_gives_what_is_done_and_the_options_as_they_were_given(tmp_path
     assert (options["quick"], options["full"], options["seed"], options["budget"]) == (True, False, 7, "60")
 
 
-def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Asked) -> None:
+def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Endpoint) -> None:
     def refused(folder: Path, said: str, *words: str) -> None:
         with pytest.raises(ValueError, match=said):
             earlier_of(asked("--resume", str(folder), *words), folder, ("resume",))

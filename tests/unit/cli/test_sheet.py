@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flashmoe_science.cli.sheet import print_table, put_wrapped
+from flashmoe_science.cli.sheet import print_table, print_wrapped
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 
 COLUMNS = columns("problem", "k:kernel", "n:us", "n:rate", "v:verdict")
@@ -77,5 +77,5 @@ def test_colour_is_for_terminals() -> None:
 
 
 def test_what_a_terminal_would_obey_is_written_out_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    put_wrapped(Console(width=80), "wrong: \x1b[2J\x1b[32mall good")
+    print_wrapped(Console(width=80), "wrong: \x1b[2J\x1b[32mall good")
     assert capsys.readouterr().out.rstrip() == "wrong: \\x1b[2J\\x1b[32mall good"

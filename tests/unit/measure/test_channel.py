@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.measure.channel import Child, Failed, InProcess, _without_half_characters
-from flashmoe_science.measure.child import in_words
+from flashmoe_science.measure.child import error_text
 from flashmoe_science.measure.oracle import MODULE as ORACLE
 
 
@@ -23,7 +23,7 @@ def test_a_child_is_the_first_to_go_where_memory_runs_out_and_ends_when_it_is_cl
         with pytest.raises(Failed, match="contract is 'nothing'; it must be"):
             child.ask("open", contract="nothing")
         assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
-        assert child.asked_ns >= child.last_wall_ns > 0
+        assert child.request_ns >= child.last_wall_ns > 0
         pid = child.pid
     assert not Path(f"/proc/{pid}").exists()
     assert not child.alive
@@ -55,10 +55,10 @@ class Wordless(Exception):
 
 
 def test_an_exception_is_told_by_its_first_words_or_its_name() -> None:
-    assert in_words(ValueError("\n  too long \n more")) == "ValueError: too long"
-    assert in_words(Wordless()) == "Wordless"
-    assert in_words(SystemExit(3)) == "it called sys.exit(3)"
-    assert len(in_words(ValueError("x" * 10**6))) < 400
+    assert error_text(ValueError("\n  too long \n more")) == "ValueError: too long"
+    assert error_text(Wordless()) == "Wordless"
+    assert error_text(SystemExit(3)) == "it called sys.exit(3)"
+    assert len(error_text(ValueError("x" * 10**6))) < 400
 
 
 TOOL = """

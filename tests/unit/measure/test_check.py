@@ -39,7 +39,7 @@ def _one_thread() -> Iterator[None]:
 class Here(InProcess):
     """A function in this process, asked as a child is."""
 
-    def take(self) -> tuple[list[str], list[str]]:
+    def drain(self) -> tuple[list[str], list[str]]:
         return [], []
 
     def close(self) -> None: ...

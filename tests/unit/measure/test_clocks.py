@@ -26,7 +26,7 @@ def test_samples_alternate_a_b_b_a() -> None:
     def before(index: int) -> None:
         ahead.append((index, len(order)))
 
-    a, b = paired(lambda: take("A", 1000.0), lambda: take("B", 2000.0), Sampling(least=5, most=5, seconds=1e9), before)
+    a, b = paired(lambda: take("A", 1000.0), lambda: take("B", 2000.0), Sampling(min_pairs=5, max_pairs=5, seconds=1e9), before)
     assert "".join(order) == "ABBAABBAAB"
     assert ahead[:3] == [(0, 0), (1, 2), (2, 4)], "something may be done ahead of every pair"
     assert (a, b) == ([1000] * 5, [2000] * 5)
@@ -35,7 +35,7 @@ def test_samples_alternate_a_b_b_a() -> None:
 @pytest.mark.parametrize(("times", "samples"), [([1000.0], 12), ([1000.0, 1500.0, 800.0], 40)], ids=["steady", "noise"])
 def test_it_stops_once_the_ratio_is_steady_between_the_least_and_the_most(times: list[float], samples: int) -> None:
     taken = itertools.cycle(times)
-    a, _ = paired(lambda: next(taken), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
+    a, _ = paired(lambda: next(taken), lambda: 1000.0, Sampling(min_pairs=12, max_pairs=40, seconds=1e9))
     assert len(a) == samples
 
 
@@ -111,11 +111,11 @@ def test_impossible_samples_are_refused(samples: list[int], floor: float, expect
 @pytest.mark.gpu
 def test_a_capture_takes_the_memory_that_is_kept_of_earlier_calls() -> None:
     torch.cuda.empty_cache()
-    most = int(0.6 * torch.cuda.mem_get_info()[0])
-    kept = torch.empty(most, dtype=torch.int8, device="cuda")
+    max_pairs = int(0.6 * torch.cuda.mem_get_info()[0])
+    kept = torch.empty(max_pairs, dtype=torch.int8, device="cuda")
     del kept  # PyTorch keeps its memory; a graph cannot use it
     bench = Bench(torch.device("cuda"), None)
-    graph = clocks.capture(bench, lambda _: torch.empty(most, dtype=torch.int8, device="cuda"), InputSets((0,), "cold"), 1)
+    graph = clocks.capture(bench, lambda _: torch.empty(max_pairs, dtype=torch.int8, device="cuda"), InputSets((0,), "cold"), 1)
     graph.replay()
     torch.cuda.synchronize()
     del graph

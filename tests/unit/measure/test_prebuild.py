@@ -44,7 +44,7 @@ def test_every_config_of_ours_is_built_once_and_no_peer_is() -> None:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench whose GPU has memory for two processes; they begin without asking for a device."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (139 << 30, 139 << 30))
-    monkeypatch.setattr(module, "_MOST_WORKERS", 2)
+    monkeypatch.setattr(module, "_MAX_WORKERS", 2)
     monkeypatch.setattr(module, "processors", lambda: 4)
     monkeypatch.setattr(module, "_use_device", int)
     return Bench(torch.device("cpu"), H200)

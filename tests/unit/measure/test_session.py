@@ -47,21 +47,21 @@ def refusal(problem: str | None, kernel: str = "k", stage: str = "correctness", 
 def test_each_function_goes_on_where_it_was() -> None:
     earlier = Earlier.of([run(done(ONE, "a:f"), done(TWO, "a:f")), run(done(ONE, "b:f"))])
     problems = [parse_problem(ONE), parse_problem(TWO)]
-    assert earlier.left_of("a:f", problems) == []
-    assert earlier.left_of("b:f", problems) == problems[1:]
-    assert earlier.left_of(None, problems) == problems
+    assert earlier.remaining("a:f", problems) == []
+    assert earlier.remaining("b:f", problems) == problems[1:]
+    assert earlier.remaining(None, problems) == problems
 
 
 def test_who_was_found_wrong_before_the_cut_stays_so_and_samples_are_taken_anew() -> None:
     caught = [refusal(TWO), refusal(TWO, stage="callpath"), refusal(TWO, "b:f", "timing", voids=True)]
     dropped = [refusal(ONE), refusal(TWO, stage="timing"), refusal(None, stage="preflight")]
     once = run(done(ONE), *dropped, *caught)
-    assert Earlier.of([once]).stand == tuple(caught)
-    assert Earlier.of([once, run(*caught)]).stand == tuple(caught), "a second cut run holds them once more"
+    assert Earlier.of([once]).refusals == tuple(caught)
+    assert Earlier.of([once, run(*caught)]).refusals == tuple(caught), "a second cut run holds them once more"
 
 
 def test_a_refusal_of_one_function_stands_where_another_is_done() -> None:
-    assert Earlier.of([run(done(ONE, "a:f"), refusal(ONE, "a:f"), refusal(ONE, "b:f"))]).stand == (refusal(ONE, "b:f"),)
+    assert Earlier.of([run(done(ONE, "a:f"), refusal(ONE, "a:f"), refusal(ONE, "b:f"))]).refusals == (refusal(ONE, "b:f"),)
 
 
 def test_another_source_is_another_run() -> None:

@@ -71,7 +71,7 @@ class _Trace:
         ranges = [(one["ts"], one["ts"] + one.get("dur", 0), str(one.get("name", ""))) for one in events
                   if one.get("cat") == "user_annotation"]  # fmt: skip
         self.calls = [one for one in sorted(ranges) if one[2].startswith(_MARK)]
-        # The kernel of our own in each home range; whatever else began meanwhile is somebody's who did not wait.
+        # Our own kernel in each home range; other kernels there belong to a call that returned early.
         self.own: list[Event] = []
         for first, last, _ in (one for one in ranges if one[2] == _HOME):
             within = [one for one in self.on_device if first <= self.when(one) <= last and _OWN_KERNEL in str(one["name"])]

@@ -1,7 +1,7 @@
 """Nsight Compute as a subprocess: one call of a kernel profiled into a report file, the report read back as numbers.
 
 The tool itself exports the report as CSV: a header of metrics, a row of units, then one row a launch. Whatever keeps counters
-from being read is said in words, and is no error. ``python -m`` of this module is the process that the tool looks at.
+from being read is reported as text and is no error. ``python -m`` of this module is the profiled process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from flashmoe_science.records import Extents, SeenLaunch
 
 TOOL = "ncu"
 PLACES = ("usr/local/cuda/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
-# Each version knows which metrics of these its chips have; METRICS are asked for beside them.
+# Each version knows which metrics of these its chips have; METRICS are requested in addition.
 _SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats",
     "Occupancy", "SchedulerStats", "WarpStateStats", "InstructionStats",
 )  # fmt: skip
-_MOST_LAUNCHES = 32  # of one call
+_MAX_LAUNCHES = 32  # of one call
 _READ_S = 60.0
 _BLOCKED = "ERR_NVGPUCTRPERM"
 _BLOCKED_WORDS = (
@@ -79,34 +79,34 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     wanted, reason = METRICS, ""
     for _ in range(3):
         report.unlink(missing_ok=True)
-        said, timed_out = run_tool([tool, *_options(wanted, report), *command], timeout_s)
+        printed, timed_out = run_tool([tool, *_options(wanted, report), *command], timeout_s)
         if timed_out:
             return Profile(tool=version, absent=f"{TOOL} was stopped after {timeout_s:g} s")
         if report.is_file():
             reading = [tool, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
             if launches := parse_raw(run_tool(reading, _READ_S)[0]):
                 return Profile(tuple(launches), version)
-        reason = _reason(said)
-        if _BLOCKED in reason or "metric" not in said.lower() or not wanted:
+        reason = _reason(printed)
+        if _BLOCKED in reason or "metric" not in printed.lower() or not wanted:
             break
-        known = tuple(name for name in wanted if name not in said)
-        wanted = known if known != wanted else ()
+        supported = tuple(name for name in wanted if name not in printed)
+        wanted = supported if supported != wanted else ()
     return Profile(tool=version, absent=reason)
 
 
 def _options(metrics: Sequence[str], report: Path) -> list[str]:
     sections = [word for section in _SECTIONS for word in ("--section", section)]
     return [
-        "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MOST_LAUNCHES), "--force-overwrite",
+        "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MAX_LAUNCHES), "--force-overwrite",
         "--export", str(report), *sections, *(["--metrics", ",".join(metrics)] if metrics else []),
     ]  # fmt: skip
 
 
-def _reason(said: str) -> str:
-    """Why there are no counters: the tool's own error, or the last thing that was said."""
-    if _BLOCKED in said:
+def _reason(printed: str) -> str:
+    """Why there are no counters: the tool's own error, or its last line of output."""
+    if _BLOCKED in printed:
         return _BLOCKED_WORDS
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")]
     own = [line for line in lines if not line.startswith("==")]
     return f"{TOOL} read no counters: {'; '.join(errors[:1] + own[-1:])[:300] or 'it did not say why'}"

@@ -1,7 +1,7 @@
 """A run of kind "profile": the machine's ceilings, then of each kernel on each problem its launches, times and counters.
 
-All that runs a kernel does so in a child. Times here are of a kernel beside itself: enough to place it under the ceilings and
-to tell the host from the device; which kernel is faster is for ``flashmoe prove``.
+Kernels run in a child. Times here are of a kernel paired with itself: enough to compare it with the ceilings and to separate
+host from device time; ``flashmoe prove`` decides which kernel is faster.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Died, Failed, Home
+from flashmoe_science.measure.channel import Died, Failed, WorkerHost
 from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.compare import Comparer, Timed
 from flashmoe_science.measure.inputs import InputSets
-from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
+from flashmoe_science.measure.on_problem import Launches, OnProblem, ProfilerUnavailable, profile_launches
 from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
 from flashmoe_science.measure.profile.ncu import Profile, count
 from flashmoe_science.measure.request import Entry, of_kernel
@@ -40,17 +40,17 @@ from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock
 SAMPLES = 12
 _SAMPLE_NS = 3_000_000
 _DRAM_L2S = 16  # a stream of that many times the L2 is not served by it
-_LEAST_STREAM = 512 * MIB
+_MIN_STREAM = 512 * MIB
 _MATRIX = 8192
 _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
 
-def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Iterator[CeilingRow]:
-    """Measure what the bench reaches at the most, a row for each thing. ``tell`` hears what is being measured."""
+def measure_ceilings(run: str, bench: Bench, on_progress: Callable[[str], None]) -> Iterator[CeilingRow]:
+    """Measure the peak rates that the bench reaches, a row for each. ``on_progress`` is called with the name of each."""
 
     def row(name: CeilingName, unit: CeilingUnit, work: int, call: Callable[[], object], how: str) -> CeilingRow:
-        tell(f"ceiling: {name}")
+        on_progress(f"ceiling: {name}")
         one = eager_sampler(bench, operator.call, InputSets((call,), "warm"), _SAMPLE_NS)
         samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
         return CeilingRow(run=run, name=name, unit=unit, work=work, samples=samples, how=how)
@@ -61,7 +61,7 @@ def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Ite
         how = f"torch.mm of {size} x {size}, random values"
         return row(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
 
-    stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _LEAST_STREAM)
+    stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _MIN_STREAM)
     source = torch.ones(stream_bytes // 4, device=bench.device)
     target = torch.empty_like(source)
     how = f"torch copy of {stream_bytes} bytes, both ways counted"
@@ -122,35 +122,35 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
     session.begin(SUITE)
     session.total = len(subjects)
     with session.bench.alone():
-        for row in measure_ceilings(session.run, session.bench, session.tell):
+        for row in measure_ceilings(session.run, session.bench, session.show_progress):
             session.add(row)
         if session.bench.gpu is not None:
             torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
         for one in subjects:
             if _runs(session, one):  # who ran on no clock was refused there, and has no call to count
-                session.tell(f"{one}: counters")
+                session.show_progress(f"{one}: counters")
                 _count(session, one, folder)
             session.done += 1
     session.end(timed=False)
 
 
 def _runs(session: Session, one: Subject) -> bool:
-    """Whether the subject runs on a clock. It is held to what it promised to launch, and paired with itself on every clock, on
-    inputs that leave the L2 cold where they can."""
+    """Whether the subject runs on a clock. Its launches are compared with its promises, and it is paired with itself on every
+    clock, on inputs that leave the L2 cold where they can."""
     entry, problem, gpu = one.entry, one.problem, session.bench.gpu
     spec = None if entry.who else entry.name
     launches: Launches | None = None
     if gpu is not None:
         try:
             todo = [(problem, [(entry.who, entry.config)])]
-            launches = look(spec, problem.op, todo, session.request.seed, _WATCHDOG_S, session.tell)
-        except Blind as error:
+            launches = profile_launches(spec, problem.op, todo, session.request.seed, _WATCHDOG_S, session.show_progress)
+        except ProfilerUnavailable as error:
             session.note(f"launches were not seen: {error}", problem, entry.name)
     clocks: tuple[Clock, ...] = ("eager",) if gpu is None else ("graph", "eager")
     timed: list[Timed] = []
     try:
-        with closing(Home(spec, problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
-            child, size = home.at(problem), problem.input_bytes() or problem.min_bytes() // 2
+        with closing(WorkerHost(spec, problem.op, _WATCHDOG_S)) as host:  # not the process that has profiled
+            child, size = host.at(problem), problem.input_bytes() or problem.min_bytes() // 2
             on = OnProblem(session, problem, child, child, child, size, launches or {}, str(one))
             if launches is not None:
                 on.keeps_its_promise(entry)
@@ -166,7 +166,7 @@ def _runs(session: Session, one: Subject) -> bool:
 
 
 def _count(session: Session, one: Subject, folder: Path) -> None:
-    """Counters of one call: a row a launch; where nothing was counted, one that says why."""
+    """Record the counters of one call: a row a launch; where nothing was counted, one row with the reason."""
     found = Profile(absent=NO_GPU)
     if session.bench.gpu is not None:
         asked = {"who": one.entry.name, "config": one.entry.config, "problem": str(one.problem), "seed": session.request.seed}

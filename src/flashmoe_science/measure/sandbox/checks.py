@@ -1,8 +1,8 @@
-"""The comparison of a function that is not trusted: what it claims of its own time, and of its rivals', is held to more.
+"""The timing of an untrusted function against its rivals, with checks on the times that its process reports.
 
-Values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; rivals are
-timed without it too; its process's clock is held to this one's; and so is the time of messages while no clock runs: work put
-off until an answer is read, or done ahead, while values are changed, takes its time there. The threat model: docs/design/0006.
+Values change before every pair; outputs of timed calls are checked against the oracle at random moments; rivals are also timed
+without the function; the clock of its process is compared with this one's, and so is the time of messages while no clock runs:
+work deferred until an answer is read, or done ahead while values are changed, shows there. The threat model: docs/design/0006.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.channel import Channel
 from flashmoe_science.measure.clocks import Sampling, paired
-from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue, random_scale
+from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Unreliable, random_scale
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.records import Clock
 
 _SUSPECT = 1.3  # of a rival's time without the function: one that is not the best is compared only beyond it
-_SLOWED = 1.10  # of a rival's time beside the function over its time without: beyond what chance explains
+_SLOWED = 1.10  # of a rival's time in the function's process over its time without it: beyond chance
 _REMEMBERED = 1.25  # of its time on new values over its time on values that it has seen
-_ROUNDS, _MOST_OF_SETS = 6, 8
-_ALONE = Sampling(least=8, most=16, seconds=1.5)
+_ROUNDS, _MAX_OF_SETS = 6, 8
+_ALONE = Sampling(min_pairs=8, max_pairs=16, seconds=1.5)
 _PINGS = 7
-_MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
-_LEAST_WALL = 0.98
+_MAX_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
+_MIN_WALL = 0.98
 _LOOKS = 25  # of which the least counts: where others work too, a few are all disturbed
 _CHANGES = 7
 _MORE = 1.25  # of what a message takes without the function: less may be chance
@@ -49,7 +49,8 @@ class SandboxedComparer(Comparer):
 
     def go(self, own: Entry, rivals: Sequence[Entry]) -> None:
         """The device's clock against every rival, and what a user waits against the best one and the framework's own; where the
-        device's clock cannot time the function, what a user waits against every rival. Raises Untrue: a number that is none."""
+        device's clock cannot time the function, what a user waits against every rival. Raises Unreliable: a number that is
+        none."""
         on_device = self.bench.gpu is not None
         if on_device:
             try:
@@ -70,7 +71,7 @@ class SandboxedComparer(Comparer):
         self._alone |= {(one.entry.name, clock): one for one in timed}
         return timed
 
-    def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
+    def _not_ranked(self, entry: Entry, clock: Clock, error: Unreliable) -> None:
         if isinstance(error, NoClock):
             self.session.note(f"no {clock} clock: {error}", self.problem, entry.name)
         else:
@@ -78,7 +79,7 @@ class SandboxedComparer(Comparer):
 
     def _on(self, own: Timed, rivals: Sequence[Timed]) -> None:
         if own.clock == "eager":
-            self._remembers_nothing(own)
+            self._check_memoization(own)
         self.pair(own, None)
         for index, rival in enumerate(rivals):
             samples = self.pair(own, rival, best_rival=index == 0)
@@ -89,7 +90,7 @@ class SandboxedComparer(Comparer):
         other = self.prepared(self.on.worker, own.entry if rival is None else rival.entry, own.clock)
         self.refresh(random_scale())
         # Pairs after which an output is looked at: the first, and one that no function can foresee.
-        self._looked_at = (0, random.randrange(1, self.sampling.least))
+        self._looked_at = (0, random.randrange(1, self.sampling.min_pairs))
         return own.again().quick(), other.quick()
 
     def before_pair(self, own: Timed, index: int) -> None:
@@ -97,81 +98,81 @@ class SandboxedComparer(Comparer):
 
     def after_pairs(self, own: Timed, other: Timed) -> None:
         self._between(own, look=True)  # what has begun to skip work since has not stopped
-        ping = statistics.median(_took(self.on.worker, "ping") for _ in range(_PINGS))
+        ping = statistics.median(_request_ns(self.on.worker, "ping") for _ in range(_PINGS))
         for one in (own, other):
-            reason = disagreement(one, ping)
+            reason = clock_mismatch(one, ping)
             if reason is not None:
-                raise Untrue("timing", reason)
+                raise Unreliable("timing", reason)
 
     def _between(self, own: Timed, look: bool) -> None:
-        """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
-        sample that was timed last, and then that of a call at which a sample is cut."""
+        """New values in every input set. With ``look``, two outputs of the function are checked against the oracle: one from
+        the sample that was timed last, and then that of a call at which a sample is cut."""
         if look and own.clock == "eager":
             self.judge(own, own.shown)
         self.refresh(random_scale())
         if look:
             self.judge(own, own.cut)
 
-    def believed(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
+    def check_pair(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
         times = (min(samples[0]), min(samples[1]))
         if best_rival or times[1] > _SUSPECT * self._alone[rival.entry.name, own.clock].quick_ns:
-            self._not_slowed(rival)
+            self._check_rival_slowdown(rival)
         if best_rival:
             self.on.step("work where no clock runs")
-            reason = done_ahead(own.channel, self.on.rivals_alone, *times, self.sets) or put_off(own, rival, *times)
+            reason = work_ahead(own.channel, self.on.rivals_alone, *times, self.sets) or deferred_work(own, rival, *times)
             if reason is not None:
-                raise Untrue("timing", reason)
+                raise Unreliable("timing", reason)
 
-    def _remembers_nothing(self, own: Timed) -> None:
-        """Raises Untrue where new values take it longer than those seen before: the input sets are gone through after their
-        values changed, and once more. Where that takes many samples, all that the function is timed on is new to it."""
+    def _check_memoization(self, own: Timed) -> None:
+        """Raise Unreliable where new values take longer than values seen before: all input sets are used after their values
+        changed, and once more. Skipped where that takes many samples: then every timed call has new values."""
         own, samples = own.again(), -(-self.sets // own.calls)
-        if samples > _MOST_OF_SETS:
+        if samples > _MAX_OF_SETS:
             return
         self.on.step("new values against values that it has seen")
         new_ns: list[int] = []
-        met_ns: list[int] = []
+        seen_ns: list[int] = []
         for _ in range(_ROUNDS):
             self.refresh(random_scale())
-            for times in (new_ns, met_ns):
+            for times in (new_ns, seen_ns):
                 times.append(round(sum(own.sample() for _ in range(samples)) / samples))
-        if min(*new_ns, *met_ns) <= 0:
+        if min(*new_ns, *seen_ns) <= 0:
             return  # a time that is none is refused elsewhere
-        found = ratio_interval(met_ns, new_ns)
+        found = ratio_interval(seen_ns, new_ns)
         if found.low > _REMEMBERED:
             text = f"new values take it {found.ratio:.2f} times as long as values that it has seen"
-            raise Untrue("timing", f"it remembers answers: {text}")
-        text = f"its time on new values, over that on values that it has seen: {_told(found)}"
+            raise Unreliable("timing", f"it remembers answers: {text}")
+        text = f"its time on new values, over that on values that it has seen: {_ratio_text(found)}"
         self.session.note(text, self.problem, own.entry.name)
 
-    def _not_slowed(self, beside: Timed) -> None:
-        """Raises Untrue where a rival takes longer in the function's process than in one without it."""
-        name = beside.entry.name
-        self.on.step(f"{beside.clock} clock: {name} with and without the function")
-        alone, beside = self._alone[name, beside.clock].again(), beside.again()
+    def _check_rival_slowdown(self, rival: Timed) -> None:
+        """Raise Unreliable where a rival takes longer in the function's process than in one without it."""
+        name = rival.entry.name
+        self.on.step(f"{rival.clock} clock: {name} with and without the function")
+        alone, together = self._alone[name, rival.clock].again(), rival.again()
 
         def refresh(_: int) -> None:
             scale = random_scale()
-            for one in (beside, alone):
+            for one in (together, alone):
                 one.channel.ask("refresh", scale=scale)
 
-        alone_ns, beside_ns = paired(alone.sample, beside.sample, _ALONE, refresh)
-        if min(*alone_ns, *beside_ns) <= 0:
+        alone_ns, together_ns = paired(alone.sample, together.sample, _ALONE, refresh)
+        if min(*alone_ns, *together_ns) <= 0:
             return
-        found = ratio_interval(alone_ns, beside_ns)
+        found = ratio_interval(alone_ns, together_ns)
         if found.low > _SLOWED:
-            text = f"the rival was slowed in the function's process: {_told(found)} times its time without the function"
-            raise Untrue("timing", text)
-        text = f"its time beside the function, over that without ({beside.clock} clock): {_told(found)}"
+            text = f"the rival was slowed in the function's process: {_ratio_text(found)} times its time without the function"
+            raise Unreliable("timing", text)
+        text = f"its time beside the function, over that without ({rival.clock} clock): {_ratio_text(found)}"
         self.session.note(text, self.problem, name)
 
 
-def disagreement(timed: Timed, ping: float) -> str | None:
-    """Why the times that a child claims cannot be, by this process's clock; None if they can. ``ping`` is what a message there
-    and back takes. The median sample decides: one that the machine held up is no evidence."""
+def clock_mismatch(timed: Timed, ping: float) -> str | None:
+    """Why the times that a child reports contradict this process's clock; None if they agree. ``ping`` is the round trip of a
+    message. The median sample decides: a single sample may be delayed by the machine."""
     pairs = [(wall, max(claimed, 1.0)) for wall, claimed in zip(timed.walls, timed.claimed, strict=True)]
-    fits = statistics.median(wall / claimed for wall, claimed in pairs) >= _LEAST_WALL
-    fills = statistics.median((wall - ping) / claimed for wall, claimed in pairs) <= _MOST_WALL
+    fits = statistics.median(wall / claimed for wall, claimed in pairs) >= _MIN_WALL
+    fills = statistics.median((wall - ping) / claimed for wall, claimed in pairs) <= _MAX_WALL
     if fits and fills:
         return None
     claimed, wall = statistics.median(timed.claimed), statistics.median(timed.walls)
@@ -180,12 +181,12 @@ def disagreement(timed: Timed, ping: float) -> str | None:
     )
 
 
-def put_off(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | None:
-    """Why a function's answers are made when they are read; None where nothing speaks for it, and on a graph's clock, whose
-    replays put nothing off. ``own_ns`` and ``rival_ns`` are the least that a call takes."""
+def deferred_work(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | None:
+    """Why a function seems to compute its results when they are read; None where it does not, and on the graph clock, whose
+    replays defer nothing. ``own_ns`` and ``rival_ns`` are the minimum times of a call."""
     if own_ns > _FASTER * rival_ns or own.clock != "eager":
         return None
-    looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)]
+    looks = [(_read_ns(own), _read_ns(rival)) for _ in range(_LOOKS)]
     (mine, kept), (theirs, of_rival) = min(one for one, _ in looks), min(one for _, one in looks)
     alike = theirs * max(1.0, kept / max(1, of_rival))
     if not _hidden(mine, alike, _OF_LOOK * kept * rival_ns):
@@ -196,12 +197,12 @@ def put_off(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | N
     )
 
 
-def done_ahead(beside: Channel, alone: Channel, own_ns: float, rival_ns: float, sets: int) -> str | None:
-    """Why a function works while new values are put in place; None where nothing speaks for it. ``alone`` is the process
-    without it, with as many input sets."""
+def work_ahead(own: Channel, alone: Channel, own_ns: float, rival_ns: float, sets: int) -> str | None:
+    """Why a function seems to compute while new values are written; None where it does not. ``alone`` is the process without
+    the function, with as many input sets."""
     if own_ns > _FASTER * rival_ns:
         return None
-    changes = [[_took(one, "refresh", scale=random_scale()) for one in (beside, alone)] for _ in range(_CHANGES)]
+    changes = [[_request_ns(one, "refresh", scale=random_scale()) for one in (own, alone)] for _ in range(_CHANGES)]
     with_it, without = map(min, zip(*changes, strict=True))
     if not _hidden(with_it, without, _OF_CHANGE * sets * rival_ns):
         return None
@@ -211,14 +212,14 @@ def done_ahead(beside: Channel, alone: Channel, own_ns: float, rival_ns: float, 
     )
 
 
-def _looked(one: Timed) -> tuple[int, int]:
-    """Nanoseconds that reading answers of a timed sample takes, by this process's clock, and how many they were."""
+def _read_ns(one: Timed) -> tuple[int, int]:
+    """Nanoseconds that reading the results of a timed sample takes, by this process's clock, and their number."""
     one.sample()
     kept = one.channel.ask("show", slot=one.slot, which=0.0, path="")["kept"]
     return one.channel.last_wall_ns, int(kept)
 
 
-def _took(channel: Channel, do: str, **what: float) -> int:
+def _request_ns(channel: Channel, do: str, **what: float) -> int:
     """Nanoseconds that a request takes, by this process's clock."""
     channel.ask(do, **what)
     return channel.last_wall_ns
@@ -229,5 +230,5 @@ def _hidden(took: float, without: float, worth: float) -> bool:
     return took > _MORE * without and took - without > worth
 
 
-def _told(found: Interval) -> str:
+def _ratio_text(found: Interval) -> str:
     return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"

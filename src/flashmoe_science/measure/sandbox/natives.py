@@ -18,7 +18,7 @@ from flashmoe_science.measure.launches import trace
 from flashmoe_science.measure.worker import callers, calls, repeats
 from flashmoe_science.measure.worker import clocks as worker_clocks
 
-# Where a function would reach to change what a clock says, what a comparison finds, or what is done when it is looked at. (Not
+# What a function could replace to change a clock, a comparison, or the check of its outputs. (Not
 # all of torch: importing its compiler replaces some of it.)
 _OURS: tuple[ModuleType, ...] = (
     *(bench, callers, calls, child, clocks, contract),

@@ -21,8 +21,8 @@ MARK_VARIABLE = "FLASHMOE_CHILD"
 _PROC = Path("/proc")
 _SWEEPS, _SWEEP_S = 5, 0.02  # a process may fork during the scan, and one that is killed takes a moment to end
 _SLACK_S = 0.05  # the system counts in hundredths of a second
-_MOST_OF_OTHERS = 0.03  # processors, of threads beside the one that is timed: nothing but its work is there
-_MOST_OF_STARTED = 0.1  # processors, of processes that it started: a compiler's helpers wait
+_MAX_OF_OTHERS = 0.03  # processors, of threads other than the timed one: only the function's work is there
+_MAX_OF_STARTED = 0.1  # processors, of processes that it started: a compiler's helpers wait
 
 
 def marked(mark: str) -> Iterator[int]:
@@ -47,7 +47,8 @@ def end_marked(mark: str) -> None:
 
 
 def _seconds(stat: str, counts: int) -> float:
-    """Processor time in a file below /proc: user, system and, of 4 ``counts``, of children that ended; 0 if it is not known."""
+    """Processor time in a file below /proc: user, system and, of 4 ``counts``, of children that ended; 0 if it cannot be
+    read."""
     try:
         fields = (_PROC / stat).read_text(errors="replace").rpartition(")")[2].split()  # the name before may hold anything
         return sum(map(int, fields[11 : 11 + counts])) / os.sysconf("SC_CLK_TCK")
@@ -57,23 +58,23 @@ def _seconds(stat: str, counts: int) -> float:
 
 class Usage:
     """Counts from when it is made. On a CPU a function and its rivals are timed on one thread (``one_thread``): work on other
-    threads or processes is time that no clock shows, or that is taken from the rivals."""
+    threads or processes is time that no clock shows, or that the rivals lose."""
 
     def __init__(self, child: Child, one_thread: bool) -> None:
         self._child, self._one_thread = child, one_thread
-        self._began, self._asked_ns = time.monotonic(), child.asked_ns
+        self._began, self._request_ns = time.monotonic(), child.request_ns
         self._others, self._started = self._of_other_threads(), self._of_started()
 
     def too_much(self) -> str | None:
         """Why what was used since is too much; None where it is not."""
-        others, asked = self._of_other_threads() - self._others, (self._child.asked_ns - self._asked_ns) / 1e9
-        if self._one_thread and others > _MOST_OF_OTHERS * asked + _SLACK_S:
+        others, asked = self._of_other_threads() - self._others, (self._child.request_ns - self._request_ns) / 1e9
+        if self._one_thread and others > _MAX_OF_OTHERS * asked + _SLACK_S:
             return (
                 f"it works on other threads than the one that it and its rivals are timed on: "
                 f"{others:.2f} s of processors there in {asked:.2f} s"
             )
         started, passed = self._of_started() - self._started, time.monotonic() - self._began
-        if started > _MOST_OF_STARTED * passed + _SLACK_S:
+        if started > _MAX_OF_STARTED * passed + _SLACK_S:
             return f"processes that it started work while it is timed: {started:.2f} s of processors in {passed:.2f} s"
         return None
 

@@ -1,5 +1,5 @@
-"""Settings of PyTorch's and of the process that a call may not leave changed: whatever is timed beside it meets them too. And
-what it may do, but a caller should know: move the states of random generators, open files for writing.
+"""Settings of PyTorch and of the process that a call may not leave changed, as they affect all that is timed in the process;
+and side effects that are allowed but reported: random generators moved, files opened for writing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ if hasattr(os, "sched_getaffinity"):  # Linux has it
 
 
 class Settings:
-    """What the settings were, before anybody's code was imported."""
+    """The settings before any user code was imported."""
 
     def __init__(self) -> None:
         self._was = [_now(read) for _, read, _ in _SETTINGS]
@@ -146,7 +146,7 @@ class RandomStates:
         return [f"it moves the random state of {name}" for name, state in self._was.items() if state != was.get(name, state)]
 
 
-_MOST_FILES = 3  # that are named
+_MAX_FILES = 3  # that are named
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 _AT_HOME = (".triton", ".cache", ".nv")
@@ -161,7 +161,7 @@ class FilesWritten:
         places += [os.environ[name] for name in _CACHES if os.environ.get(name)]
         self._others = tuple(os.path.join(os.path.realpath(one), "") for one in places)
         self._opened: dict[str, None] = {}
-        self._told = 0
+        self._reported = 0
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[object, ...]) -> None:
@@ -175,6 +175,6 @@ class FilesWritten:
         opened, self._opened = self._opened, {}
         whole = {path: os.path.realpath(path) for path in opened}
         found = [path for path in opened if not whole[path].startswith(self._others) and "__pycache__" not in whole[path]]
-        named = found[: _MOST_FILES - self._told]
-        self._told += len(named)
+        named = found[: _MAX_FILES - self._reported]
+        self._reported += len(named)
         return [f"it opens a file for writing: {path}" for path in named]

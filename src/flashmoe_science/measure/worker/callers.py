@@ -21,7 +21,7 @@ Use = Clock | Literal["exam"]
 
 @dataclass(frozen=True, slots=True)
 class FunctionCaller:
-    """A function that is called as the contract says. ``fn`` of None is the contract's plain maths."""
+    """A function, called through the contract. ``fn`` of None is the contract's plain maths."""
 
     contract: Contract
     problem: Problem
@@ -52,11 +52,11 @@ class KernelCaller:
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
         every = self.contract.for_kernel(self.problem, inputs)
-        taken = every if use == "exam" else self.contract.timed_inputs(every)
+        tensors = every if use == "exam" else self.contract.timed_inputs(every)
         if use not in self._calls:
             by_user = self.user_call() if use == "eager" else None
-            self._calls[use] = by_user or self.contract.planned(self.kernel, self.config, taken)
-        return partial(self._calls[use], taken)
+            self._calls[use] = by_user or self.contract.planned(self.kernel, self.config, tensors)
+        return partial(self._calls[use], tensors)
 
     def user_call(self) -> Callable[[Any], Any] | None:
         """The public function, where it would run this very kernel and config."""
@@ -78,7 +78,7 @@ def caller_named(contract: Contract, problem: Problem, device: Device, name: str
             for kernel in kernels():
                 if kernel.name == name:
                     return KernelCaller(contract, problem, device, kernel, Config.parse(config))
-    known = {**contract.rivals(), PLAIN: None}
-    if name not in known:
+    functions = {**contract.rivals(), PLAIN: None}
+    if name not in functions:
         raise ValueError(f"no kernel or peer of the contract {contract.name} is called {name!r}")
-    return FunctionCaller(contract, problem, known[name])
+    return FunctionCaller(contract, problem, functions[name])

@@ -34,7 +34,7 @@ class Calls:
         self.contract, self.problem = contract, problem
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._live: Tensors = {}
-        self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
+        self._previous: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
 
     def call(
         self,
@@ -78,24 +78,24 @@ class Calls:
             "busy": busy,
             "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
             "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
-            "outside": [name for name, guard in around.items() if guard.touched()],
+            "outside": [name for name, guard in around.items() if guard.overwritten()],
             "overrun": guards is not None and guards.overrun(),
             "grad": plain and any(one.requires_grad for one in outputs),
             "shares_inputs": plain and _share(outputs, list(self._live.values())),
-            "shares_earlier": plain and _share(outputs, [one for one in self._held if isinstance(one, torch.Tensor)]),
+            "shares_earlier": plain and _share(outputs, [one for one in self._previous if isinstance(one, torch.Tensor)]),
         }
         if plain:
             self._handover.put(path, seen)
-            self._held = [self._live, *outputs]
+            self._previous = [self._live, *outputs]
         if inputs_path is not None:
             self._handover.put(inputs_path, list(self._live.values()))
         for name, tensor in self._live.items():
-            tensor.data.copy_(values[name])  # whoever is called next finds what belongs there
+            tensor.data.copy_(values[name])  # the next call finds the original values
         return facts
 
     def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
-        """Have the case's values where the call will look for them. Returns a copy of them that nobody is given, and the guards
-        around each input."""
+        """Write the case's values to the inputs of the call. Returns a private copy of them, and the guards around each
+        input."""
         asked = Case(*case)
         contract = varied(self.contract, asked)
         values = make(contract, self.problem, self.bench.device, asked)
@@ -108,7 +108,7 @@ class Calls:
             for name, tensor in self._live.items():
                 tensor.data.copy_(values[name])  # .data: a tensor's version number would give the change away
             return values, {}
-        self._held = [*(one for one in self._held if isinstance(one, torch.Tensor)), self._live]
+        self._previous = [*(one for one in self._previous if isinstance(one, torch.Tensor)), self._live]
         around = {name: Guarded(tensor) for name, tensor in values.items()} if guard else {}
         self._live = {name: one.placed for name, one in around.items()} if guard else values
         copies = values if guard else {name: tensor.clone() for name, tensor in values.items()}
@@ -117,8 +117,8 @@ class Calls:
 
     def _poison_freed(self) -> None:
         """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the call."""
-        held = [one for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()]
-        freed = [torch.full_like(one, torch.nan) for one in held]
+        previous = [one for one in self._previous if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        freed = [torch.full_like(one, torch.nan) for one in previous]
         self.bench.synchronize()
         del freed
 
@@ -176,9 +176,9 @@ class Calls:
     def launches(self, who: Sequence[tuple[str, str]], case: Sequence[Any]) -> dict[str, Any]:
         """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
         process that has profiled must not time any more: CUPTI slows every later launch."""
-        blind = profiler_works(self.bench.device, self.bench.synchronize)
-        if blind is not None:
-            return {"blind": blind}
+        unavailable = profiler_works(self.bench.device, self.bench.synchronize)
+        if unavailable is not None:
+            return {"unavailable": unavailable}
         self._place(case, "new", guard=False, queued=False)
         found: list[tuple[str, str, int, int]] = []
         calls: list[Callable[[], Any]] = []
@@ -191,7 +191,7 @@ class Calls:
                 for call in (*bound, *bound):
                     call()
                 self.bench.synchronize()
-            except Exception:  # the exam meets the same error, and records it
+            except Exception:  # the exam hits the same error, and records it
                 continue
             found.append((name, config, len(calls), len(bound)))
             calls += bound
@@ -201,7 +201,7 @@ class Calls:
 
 
 def _warned(call: Callable[[], Any]) -> Any:
-    """Call; PyTorch says only in warnings why a backend cannot serve, so they are added to what an exception says."""
+    """The result of a call; PyTorch only warns why a backend cannot serve, so its warnings are added to an exception."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

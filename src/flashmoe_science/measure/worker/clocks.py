@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.worker.worker import Worker
 
 Bound = Callable[[], Any]
-_CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
+_CPU_SAMPLE_NS = 10_000_000  # long compared with a message between two processes on a busy machine
 _COPIED_BYTES = 2**34  # of input sets of which copies are kept; values of larger ones are made again
 _KEPT = 4  # outputs of calls in the middle of a graph
 _SHOWN, _SHOWN_BYTES = 64, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
@@ -99,7 +99,7 @@ class Slot:
 
 
 class Clocks:
-    """Samplers on one problem. A ``trusted`` worker's kernels are timed on the wall clock with nothing beside their calls."""
+    """Samplers on one problem. A ``trusted`` worker's kernels are timed on the wall clock with nothing between their calls."""
 
     def __init__(self, worker: Worker, contract: Contract, problem: Problem) -> None:
         self.contract, self.problem = contract, problem

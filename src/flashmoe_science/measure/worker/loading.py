@@ -74,7 +74,7 @@ def load(text: str) -> Any:
     spec = parse_spec(text)
     path = Path(spec.source).resolve() if spec.is_file else None
     folder = str(Path.cwd() if path is None else path.parent)
-    if folder not in sys.path:  # a function may import what lies beside it, after the harness's own places
+    if folder not in sys.path:  # a function may import from its own folder, after the harness's own places
         sys.path.append(folder)
     if path is None:
         module = importlib.import_module(spec.source)

@@ -13,9 +13,9 @@ import torch
 from flashmoe_science.measure.inputs import kind_of, same_bits
 
 _LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
-_MORE = 256  # repetitions beyond those that were asked for, where they take no time to speak of
+_MORE = 256  # repetitions at the most, where they take little time
 _DRIFT = 3  # answers with other bits, none of them nearer than the one before: no chance
-_HELD_BYTES = 2**28  # of answers that are held on to, as a caller may
+_HELD_BYTES = 2**28  # of earlier outputs that are kept, as a caller may
 
 _monotonic = time.monotonic
 
@@ -23,11 +23,11 @@ Outputs = Sequence[torch.Tensor]
 
 
 class Repeats:
-    """What came back, call by call. ``worst`` is the answer farthest from the first; empty where all have its bits."""
+    """The outputs of repeated calls. ``worst`` is the output farthest from the first; empty where all have its bits."""
 
     def __init__(self, first: Outputs) -> None:
         self._right = [one.detach().clone() for one in first]
-        self._held = [first]  # those with the first one's bits, which have to keep them
+        self._equal = [first]  # those with the first one's bits, which have to keep them
         self._bytes = max(1, sum(one.nbytes for one in first))
         self._others: list[tuple[int, float]] = []  # of answers with other bits, the call and how far off it is
         self.worst: Outputs = ()
@@ -35,8 +35,8 @@ class Repeats:
     def add(self, index: int, outputs: Outputs) -> None:
         """Take the answer of repetition ``index``."""
         if len(outputs) == len(self._right) and all(map(same_bits, self._right, outputs)):
-            if (len(self._held) + 1) * self._bytes <= _HELD_BYTES:
-                self._held.append(outputs)
+            if (len(self._equal) + 1) * self._bytes <= _HELD_BYTES:
+                self._equal.append(outputs)
             return
         away = _distance(self._right, outputs)
         if away > max((other for _, other in self._others), default=-1.0):
@@ -44,16 +44,16 @@ class Repeats:
         self._others.append((index, away))
 
     def facts(self) -> dict[str, Any]:
-        """Whether answers that are still held were written to later, whether two of them lie in the same memory, and whether
-        answers went ever farther off."""
-        spans = sorted(span(one) for outputs in self._held for one in outputs if one.numel())
+        """Whether kept outputs were written to later, whether two of them share memory, and whether the error grew from output
+        to output."""
+        spans = sorted(span(one) for outputs in self._equal for one in outputs if one.numel())
         away = [distance for _, distance in self._others]
         drifts = len(away) >= _DRIFT and all(a <= b for a, b in pairwise((0.0, *away))) and away[-1] > 2.0 * away[0]
         return {
             "differs_at": self._others[0][0] if away else None,
             "worst_at": self._others[away.index(max(away))][0] if away else None,
             "drifts": drifts,
-            "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._held),
+            "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._equal),
             "shared": any(second < last for (_, last), (second, _) in pairwise(spans)),
         }
 

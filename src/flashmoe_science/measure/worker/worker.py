@@ -1,7 +1,7 @@
-"""What happens where a kernel lives: it makes inputs, calls, times, and hands outputs over.
+"""The worker, which runs in the process of a kernel: makes inputs, calls, times, and writes outputs.
 
-It judges nothing but what can be seen only from inside; what is right and what is fast is decided by whoever asks. Kernels of
-the package live in the process of the run. A function that a user brought lives in a child of its own, its peers beside it.
+It reports facts that can be seen only from inside the process; the caller decides what is right and what is fast. Kernels of
+the package run in the process of the run. A function of a user runs in its own child, together with its peers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODULE = "flashmoe_science.measure.worker.worker"
 
 
 class Opened(BaseModel):
-    """What a worker says of the function that it loaded and of its contract; ``problems`` and ``sweep`` are texts."""
+    """What a worker reports about its function and the contract; ``problems`` and ``sweep`` are texts."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -48,7 +48,7 @@ class Opened(BaseModel):
 
 
 class Worker:
-    """Serves one contract: a function held to it, if one is loaded, and its kernels and peers. One problem after another."""
+    """Serves one contract, a problem after another: its function, if one is loaded, and its kernels and peers."""
 
     def __init__(self, bench: Bench, handover: Handover, trusted: bool) -> None:
         self.bench, self.handover, self.trusted = bench, handover, trusted
@@ -85,7 +85,7 @@ class Worker:
         }
 
     def problem(self, text: str) -> dict[str, Any]:
-        """Begin a problem; what was held for the one before is let go."""
+        """Begin a problem and free the memory of the last one."""
         assert self.contract is not None
         self._parts = (self,)
         self._callers.clear()
@@ -118,7 +118,7 @@ def main() -> None:
         torch.set_num_threads(1)  # as Bench.alone
     else:
         torch.empty(1, device=bench.device)  # makes the context, for which drivers set a part of the L2 aside
-        l2_cache.release()  # so that whoever sets some aside later is the function that is loaded
+        l2_cache.release()  # so that only the loaded function can set some aside later
     worker, natives, settings = Worker(bench, Files(), trusted=False), Natives(), Settings()
     states, files = RandomStates(), FilesWritten()
 

@@ -46,7 +46,7 @@ def on_a_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
-def put_off(work: Callable[[], object]) -> None:
+def deferred_work(work: Callable[[], object]) -> None:
     threading.Timer(0.012, work).start()
 
 
@@ -55,7 +55,7 @@ def put_off(work: Callable[[], object]) -> None:
     [
         (on_a_side_stream, "on stream "),
         (on_a_thread, "from another thread"),
-        (put_off, "from another thread and after its call had been waited for"),
+        (deferred_work, "from another thread and after its call had been waited for"),
     ],
 )
 def test_work_elsewhere_is_seen(elsewhere: Callable[[Callable[[], object]], None], words: str) -> None:

@@ -13,10 +13,10 @@ from tests.harness.rows import Rows
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.compare import Timed, Untrue
+from flashmoe_science.measure.compare import Timed, Unreliable
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry, Request
-from flashmoe_science.measure.sandbox.checks import SandboxedComparer, disagreement, done_ahead, put_off
+from flashmoe_science.measure.sandbox.checks import SandboxedComparer, clock_mismatch, deferred_work, work_ahead
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, TimingRow
@@ -114,7 +114,7 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
     made.go(OWN_ENTRY, [rival("sdpa")])
     for first in range(child.samples + 1):  # the last one stops just before the last look
         caught, _, rows = comparer(first)
-        with pytest.raises(Untrue, match="it skips work when it is timed, and returns the answer of another call") as error:
+        with pytest.raises(Unreliable, match="it skips work when it is timed, and returns the answer of another call") as error:
             caught.go(OWN_ENTRY, [rival("sdpa")])
         assert error.value.stage == "correctness"
         # The sample after which it is looked at a last time belongs to a row that is not written.
@@ -124,7 +124,7 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
 def test_an_excess_in_a_timed_call_is_called_an_excess() -> None:
     """Other values bring other bits: nothing says that the work was not done."""
     caught, _, _ = comparer(0, new_bits=True)
-    with pytest.raises(Untrue, match=r"an excess, on values .*: out: maximum error 0\.000361 is above 0\.000358$") as error:
+    with pytest.raises(Unreliable, match=r"an excess, on values .*: out: maximum error 0\.000361 is above 0\.000358$") as error:
         caught.go(OWN_ENTRY, [rival("sdpa")])
     assert error.value.stage == "correctness"
     assert "skips" not in str(error.value)
@@ -135,7 +135,7 @@ def test_nan_is_work_that_was_skipped_only_where_it_lay_there_before(clock: str,
     """The outputs of a graph are filled with NaN before its replay; a call on the wall clock makes its NaN itself."""
     monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry())
     caught, _, _ = comparer(0, gpu_named("h200") if clock == "graph" else None, new_bits=True, nonfinite=3)
-    with pytest.raises(Untrue) as error:
+    with pytest.raises(Unreliable) as error:
         caught.go(OWN_ENTRY, [rival("sdpa")])
     assert ("skips work when it is timed, and leaves its output unwritten" in str(error.value)) is skips
 
@@ -143,7 +143,7 @@ def test_nan_is_work_that_was_skipped_only_where_it_lay_there_before(clock: str,
 @pytest.mark.parametrize("slowed", ["sdpa", "loop"])  # the best rival, and one that is not
 def test_a_rival_that_is_slowed_beside_the_function_refuses_it(slowed: str) -> None:
     made, _, _ = comparer(slowed=slowed)
-    with pytest.raises(Untrue, match="the rival was slowed in the function's process"):
+    with pytest.raises(Unreliable, match="the rival was slowed in the function's process"):
         made.go(OWN_ENTRY, [rival("sdpa"), rival("loop")])
 
 
@@ -200,12 +200,12 @@ def sampled(claim: Callable[[float], Any]) -> Timed:
 
 
 def test_an_honest_clock_is_believed() -> None:
-    assert disagreement(sampled(lambda wall: wall), 100_000) is None
+    assert clock_mismatch(sampled(lambda wall: wall), 100_000) is None
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.3])
 def test_a_clock_that_says_otherwise_is_refused(factor: float) -> None:
-    reason = disagreement(sampled(lambda wall: wall * factor), 100_000)
+    reason = clock_mismatch(sampled(lambda wall: wall * factor), 100_000)
     assert str(reason).startswith("its clock disagrees with the harness's")
 
 
@@ -241,16 +241,16 @@ def remote(more: float = 0.0) -> Timed:
 
 
 def test_an_answer_that_is_made_when_it_is_read_is_named() -> None:
-    reason = put_off(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS)
+    reason = deferred_work(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS)
     assert reason == ("it puts work off until somebody looks: reading 16 of its answers takes 2.00 ms, of its rival's 0.40 ms")
 
 
 def test_work_while_values_are_changed_is_named() -> None:
-    reason = done_ahead(Taking(SETS * RIVAL_NS), Taking(), RIVAL_NS / 10, RIVAL_NS, SETS)
+    reason = work_ahead(Taking(SETS * RIVAL_NS), Taking(), RIVAL_NS / 10, RIVAL_NS, SETS)
     assert reason == ("it works while no clock runs: new values in its 50 input sets take 7.00 ms, without it 2.00 ms")
 
 
 @pytest.mark.parametrize(("more", "own_ns"), [(0.0, RIVAL_NS / 10), (RIVAL_NS, RIVAL_NS / 10), (KEPT * RIVAL_NS, RIVAL_NS)])
 def test_who_is_honestly_faster_or_no_faster_is_not_suspected(more: float, own_ns: float) -> None:
-    assert put_off(remote(more), remote(), own_ns, RIVAL_NS) is None
-    assert done_ahead(Taking(more), Taking(), own_ns, RIVAL_NS, SETS) is None
+    assert deferred_work(remote(more), remote(), own_ns, RIVAL_NS) is None
+    assert work_ahead(Taking(more), Taking(), own_ns, RIVAL_NS, SETS) is None

@@ -69,7 +69,7 @@ def test_only_the_inputs_of_the_last_call_are_held_on_to() -> None:
     worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
     worker.command("open")(None, "attention")
     worker.command("problem")("attn b1 h1 q8 d16 fp32")
-    held = worker.command("call").__self__
+    calls = worker.command("call").__self__
     for _ in range(3):
         worker.command("repeat")("sdpa", "", Case(0), times=1, more_s=0.0, path="out", most=10**6)
-    assert sum(isinstance(one, dict) for one in held._held) == 1
+    assert sum(isinstance(one, dict) for one in calls._previous) == 1

@@ -12,7 +12,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure import channel
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Failed
-from flashmoe_science.measure.on_problem import Blind, OnProblem, by_name, look
+from flashmoe_science.measure.on_problem import OnProblem, ProfilerUnavailable, by_name, profile_launches
 from flashmoe_science.measure.request import Entry, Request
 from flashmoe_science.measure.session import BudgetSpent, Session
 from flashmoe_science.operations import parse_problem
@@ -31,7 +31,7 @@ class Profiling:
     started: list[Profiling]
     deadly: set[str]
     failing: set[str]
-    blind: str | None
+    unavailable: str | None
 
     def __init__(self, module: str, watchdog_s: float, settings: None) -> None:
         self.alive, self.asked, self.problem = True, [], ""
@@ -50,11 +50,11 @@ class Profiling:
         if self.problem in self.deadly:
             self.alive = False
             raise Died("it crashed: SIGSEGV")
-        if self.blind:
-            return {"blind": self.blind}
+        if self.unavailable:
+            return {"unavailable": self.unavailable}
         return {"launches": [[name, config, [[LAUNCH], [LAUNCH]]] for name, config in what["who"]]}
 
-    def take(self) -> tuple[list[str], list[str]]:
+    def drain(self) -> tuple[list[str], list[str]]:
         return [], []
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Profiling:
 
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
-    Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
+    Profiling.started, Profiling.deadly, Profiling.failing, Profiling.unavailable = [], set(), set(), None
     monkeypatch.setattr(channel, "Child", Profiling)
     return Profiling
 
@@ -71,7 +71,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
 def seen(processes: int = 1) -> tuple[set[str], list[int]]:
     """The problems that were seen, and the order in which they were told of."""
     told: list[str] = []
-    found = look(None, "attention", TODO, 42, 60.0, told.append, processes)
+    found = profile_launches(None, "attention", TODO, 42, 60.0, told.append, processes)
     assert all(len(calls) == 2 and calls[0][0].name == "fwd" for calls in found.values())
     return {problem for problem, _, _ in found}, [int(text.split()[2]) for text in told[1:]]
 
@@ -90,8 +90,8 @@ def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[
 
 
 def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None:
-    children.blind = "the profiler sees no kernels"
-    with pytest.raises(Blind, match="the profiler sees no kernels"):
+    children.unavailable = "the profiler sees no kernels"
+    with pytest.raises(ProfilerUnavailable, match="the profiler sees no kernels"):
         seen()
     assert not children.started[0].alive
 
@@ -109,7 +109,7 @@ def test_what_a_step_raises_ends_it_with_every_process_closed(children: type[Pro
             raise BudgetSpent
 
     with pytest.raises(BudgetSpent):
-        look(None, "attention", TODO, 42, 60.0, step, 2)
+        profile_launches(None, "attention", TODO, 42, 60.0, step, 2)
     assert not any(child.alive for child in children.started)
 
 
