@@ -102,8 +102,7 @@ def _are_new(kernels: Sequence[str], runs: Sequence[Run]) -> bool:
 def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None, runs: Sequence[Run]) -> list[tuple[str, str]]:
     """Each problem with a kernel: by default the one that the library would choose on the machine, or on that of the latest run
     that timed the problem. Raises ValueError, in one line: a word that is no problem and no suite."""
-    from flashmoe_science.measure.profile.profile import default_kernel
-    from flashmoe_science.measure.request import Request, named_groups
+    from flashmoe_science.measure.request import Request, default_kernel, named_groups
 
     def chosen(problem: Problem) -> str:
         timed = (run for run in runs if any(isinstance(row, TimingRow) and row.problem == str(problem) for row in run.rows))
@@ -121,13 +120,13 @@ def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> 
     """Look at each kernel on each problem here: the run, and each problem with a kernel. Raises ValueError, in one line, for
     whatever cannot be looked at here."""
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.profile.profile import SUITE, default_kernel, run_profile, subject
-    from flashmoe_science.measure.request import Request, groups
+    from flashmoe_science.measure.profile.profile import SUITE, run_profile, subject
+    from flashmoe_science.measure.request import Request, default_kernel, groups
     from flashmoe_science.measure.session import Session
 
     bench = bench_here()
     named = [problem for group in groups(Request(targets=tuple(words)), bench.gpu) for problem in group.problems]
-    subjects = [subject(who, one, None, bench) for one in named for who in kernels or [default_kernel(one, bench.gpu)]]
+    subjects = [subject(who, one, bench) for one in named for who in kernels or [default_kernel(one, bench.gpu)]]
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
     request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_PER_CENT = "pct_of_peak_sustained"
+_ACTIVE, _ELAPSED = ".avg.pct_of_peak_sustained_active", ".avg.pct_of_peak_sustained_elapsed"
 _STALL = ("smsp__average_warps_issue_stalled_", "_per_issue_active.ratio")
 _STALLS = (
     "barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
@@ -21,38 +21,26 @@ _STALLS = (
 # so that SMs without a block do not dilute a pipe's, or of all cycles ("elapsed") for memory, which all SMs share.
 QUANTITIES: dict[str, tuple[str, ...]] = {
     "time_ns": ("gpu__time_duration.sum",),
-    "dram": (
-        "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-        "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    ),
+    "dram": (f"dram__throughput{_ELAPSED}", f"gpu__dram_throughput{_ELAPSED}"),
     "dram_read_bytes": ("dram__bytes_read.sum",),
     "dram_write_bytes": ("dram__bytes_write.sum",),
-    "l2": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"),
+    "l2": (f"lts__throughput{_ELAPSED}", f"lts__t_sectors{_ELAPSED}"),
     "l2_bytes": ("lts__t_bytes.sum",),
     "tensor": (
-        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-        "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
-        "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+        f"sm__pipe_tensor_cycles_active{_ACTIVE}",
+        f"sm__pipe_tensor_op_hmma_cycles_active{_ACTIVE}",
+        f"sm__inst_executed_pipe_tensor{_ACTIVE}",
     ),
-    "fma": (
-        "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active",
-        "sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",
-    ),
-    "alu": (
-        "sm__pipe_alu_cycles_active.avg.pct_of_peak_sustained_active",
-        "sm__inst_executed_pipe_alu.avg.pct_of_peak_sustained_active",
-    ),
-    "special": ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",),
-    "lsu": ("sm__inst_executed_pipe_lsu.avg.pct_of_peak_sustained_active",),
-    "shared": (
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active",
-        "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
-    ),
+    "fma": (f"sm__pipe_fma_cycles_active{_ACTIVE}", f"sm__inst_executed_pipe_fma{_ACTIVE}"),
+    "alu": (f"sm__pipe_alu_cycles_active{_ACTIVE}", f"sm__inst_executed_pipe_alu{_ACTIVE}"),
+    "special": (f"sm__inst_executed_pipe_xu{_ACTIVE}",),
+    "lsu": (f"sm__inst_executed_pipe_lsu{_ACTIVE}",),
+    "shared": (f"l1tex__data_pipe_lsu_wavefronts_mem_shared{_ACTIVE}", f"l1tex__data_pipe_lsu_wavefronts_mem_shared{_ELAPSED}"),
     "shared_wavefronts": ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",),
     "load_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",),
     "store_conflicts": ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",),
-    "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
-    "issue": ("smsp__issue_active.avg.pct_of_peak_sustained_active", "sm__inst_issued.avg.pct_of_peak_sustained_active"),
+    "occupancy": (f"sm__warps_active{_ACTIVE}",),
+    "issue": (f"smsp__issue_active{_ACTIVE}", f"sm__inst_issued{_ACTIVE}"),
     "eligible_warps": ("smsp__warps_eligible.avg.per_cycle_active",),
     "threads_per_instruction": ("smsp__thread_inst_executed_per_inst_executed.ratio",),
     "threads_not_predicated_off": ("smsp__thread_inst_executed_pred_on_per_inst_executed.ratio",),
@@ -92,7 +80,7 @@ class Counters:
         """A quantity of QUANTITIES; None where it was not counted. What is below zero was not, whatever wrote it."""
         for name in QUANTITIES[quantity]:
             if (value := self.metrics.get(name, -1.0)) >= 0:
-                return value / 100 if _PER_CENT in name or name.endswith(".pct") else value
+                return value / 100 if name.endswith((_ACTIVE, _ELAPSED)) else value
         return None
 
     def total(self, *quantities: str) -> float | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,11 +82,8 @@ class _WithoutCompiler(GuardedAllocation):
         return self._allocated(func, args, kwargs)
 
 
-@contextmanager
-def allocations(guard: bool) -> Iterator[GuardedAllocation | None]:
-    """Within: allocations guarded and poisoned, where ``guard`` asks for it."""
+def allocations(guard: bool) -> AbstractContextManager[GuardedAllocation | None]:
+    """A context in which allocations are guarded and poisoned, where ``guard`` asks for it."""
     if not guard:
-        yield None
-        return
-    with GuardedAllocation() if "torch._dynamo" in sys.modules else _WithoutCompiler() as mode:
-        yield mode
+        return nullcontext()
+    return GuardedAllocation() if "torch._dynamo" in sys.modules else _WithoutCompiler()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashmoe_science.contract import built_in
-from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.compare import Comparer, Timed, Unreliable
@@ -19,7 +17,7 @@ from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.on_problem import Launches, OnProblem, ProfilerUnavailable, profile_launches
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild, room_for
-from flashmoe_science.measure.request import Entry, Group, subjects_and_rivals
+from flashmoe_science.measure.request import Entry, Group, default_kernel, subjects_and_rivals
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
@@ -136,7 +134,7 @@ class KernelsRun:
         """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
         if not self.request.as_dispatched:
             return self.subjects
-        chosen = select(problem, self.gpu, committed_table(), self.op.ours(), self.op.fallback()).kernel
+        chosen = default_kernel(problem, self.gpu)
         return tuple(one for one in self.subjects if one.name == chosen)
 
 

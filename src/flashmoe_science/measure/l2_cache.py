@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import suppress
 from typing import Any
 
 _PERSISTING_L2 = 0x06  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
@@ -32,11 +33,6 @@ def release() -> None:
 
 @functools.cache
 def _driver() -> Any | None:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuCtxGetLimit.argtypes = (ctypes.POINTER(ctypes.c_size_t), ctypes.c_int)
-        driver.cuCtxSetLimit.argtypes = (ctypes.c_int, ctypes.c_size_t)
-        driver.cuCtxResetPersistingL2Cache.argtypes = ()
-    except (OSError, AttributeError):  # no driver here, or one older than the limit
-        return None
-    return driver
+    with suppress(OSError):  # no driver here
+        return ctypes.CDLL("libcuda.so.1")
+    return None

@@ -145,6 +145,14 @@ def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
     return Group(f"{name}-draw", op, tuple(drawn))
 
 
+def default_kernel(problem: Problem, device: Device) -> str:
+    """The kernel that the library would run on a device. Raises ValueError: the problem is of no operation of the package."""
+    if not is_operation(problem.op):
+        raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
+    op = operation(problem.op)
+    return select(problem, device, committed_table(), op.ours(), op.fallback()).kernel
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What is timed, with which config. ``who`` is its name for a worker, empty for the function that the worker has loaded;

@@ -12,16 +12,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
-from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.channel import Died, Failed, WorkerHost
 from flashmoe_science.measure.clocks import eager_sampler
@@ -33,7 +29,7 @@ from flashmoe_science.measure.profile.ncu import Profile, count
 from flashmoe_science.measure.request import Entry, of_kernel
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
-from flashmoe_science.operations import is_operation, kernel_named, operation
+from flashmoe_science.operations import kernel_named
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow
 
@@ -92,28 +88,17 @@ class Subject(NamedTuple):
         return f"{self.entry.name} on {self.problem}"
 
 
-def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Subject:
-    """The kernel of that name, or the function module:function, on a problem. Raises ValueError: an unknown kernel, one that
-    cannot serve the problem here, a config that is none."""
+def subject(who: str, problem: Problem, bench: Bench) -> Subject:
+    """The kernel of that name, or the function module:function, on a problem. Raises ValueError: an unknown kernel, or one that
+    cannot serve the problem here."""
     if ":" in who:
         parse_spec(who)
-        if config:
-            raise ValueError(f"--config is {config!r}, and {who!r} is a function, which has none")
         return Subject(Entry(who, ""), problem)
     one = of_kernel(kernel_named(who, problem.op))
     reason = one.cannot(problem, bench.gpu)
     if reason is not None:
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
-    chosen = replace(one, config=str(Config.parse(config))) if config else one.chosen(problem, bench.gpu)
-    return Subject(chosen, problem)
-
-
-def default_kernel(problem: Problem, gpu: Device) -> str:
-    """What the library would run on a GPU. Raises ValueError: the problem is of an operation that is not the package's."""
-    if not is_operation(problem.op):
-        raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
-    op = operation(problem.op)
-    return select(problem, gpu, committed_table(), op.ours(), op.fallback()).kernel
+    return Subject(one.chosen(problem, bench.gpu), problem)
 
 
 def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> None:

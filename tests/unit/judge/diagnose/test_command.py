@@ -12,6 +12,7 @@ from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware import probe
 from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.measure import request
 from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow
 from flashmoe_science.store import read_run
@@ -80,7 +81,7 @@ def test_by_the_records_too_the_librarys_choice_is_meant_and_a_suite_may_be_name
         asked.append((str(problem), gpu and gpu.name))
         return "fwd_triton"
 
-    monkeypatch.setattr(ceilings, "default_kernel", chosen)
+    monkeypatch.setattr(request, "default_kernel", chosen)
     code, out, err = flashmoe("diagnose", *words, "--gpu", "h200", "--evidence", history)
     assert (code, (PROBLEM, "h200") in asked) == (0, True)
     assert out.count(f"fwd_triton on {PROBLEM}, h200") == out.count(", h200\n") == 1

@@ -1,4 +1,4 @@
-"""What of a kernel is profiled: the config that was named, the one call that Nsight Compute is shown; a CPU's ceilings."""
+"""What of a kernel is profiled: the one call that Nsight Compute is shown; a CPU's ceilings."""
 
 from __future__ import annotations
 
@@ -8,26 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.profile import ncu, profile
-from flashmoe_science.measure.profile.profile import subject
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import ROW
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
-CANDIDATE = "mine.py:fn"
-
-
-def test_a_config_is_of_a_kernel_of_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("")
-    monkeypatch.chdir(tmp_path)
-    bench, problem = Bench(torch.device("cpu"), GPUS["h200"]), parse_problem(PROBLEM)
-    assert subject("fwd_triton", problem, "block_m=16 block_n=64", bench).entry.config == "block_m=16 block_n=64"
-    with pytest.raises(ValueError, match="is a function, which has none"):
-        subject(CANDIDATE, problem, "block_m=16", bench)
-    with pytest.raises(ValueError, match="config word 'fast' is not name=integer"):
-        subject("fwd_triton", problem, "fast", bench)
 
 
 def test_the_profiler_is_shown_one_call_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

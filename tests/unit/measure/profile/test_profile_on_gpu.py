@@ -40,7 +40,7 @@ def profiled(who: str, folder: Path) -> list[Row]:
     bench = bench_here()
     with RunWriter(folder / "run.jsonl") as writer:
         session = Session(bench, writer, Request(quick=True), lambda *step: None)
-        run_profile(session, [subject(who, parse_problem(PROBLEM), None, bench)], folder)
+        run_profile(session, [subject(who, parse_problem(PROBLEM), bench)], folder)
     rows = list(read_run(folder / "run.jsonl").rows)
     assert [row.reason for row in rows if isinstance(row, RefusalRow)] == []
     return rows
