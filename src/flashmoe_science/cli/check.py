@@ -67,7 +67,7 @@ def check(
 
 
 def print_result(result: CheckResult) -> None:
-    """The matrix of features, what was not covered, the first wrong answers, and what it comes to."""
+    """Print the matrix of features, what was not covered, the first wrong answers, and the summary."""
     from flashmoe_science.measure.check import summary
 
     out = console()
@@ -88,7 +88,7 @@ def print_result(result: CheckResult) -> None:
 
 
 def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer, int]]) -> None:
-    """One line, wrapped: each value under the answers that it came with; with counts where not all came out alike."""
+    """Print one feature: its values by answer, with counts where not all problems had the same answer."""
     from flashmoe_science.measure.check import ANSWERS
 
     parts = []
@@ -104,7 +104,7 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
 
 
 def _print_reasons(out: Console, result: CheckResult) -> None:
-    """The first problem of each kind of wrong answer, and of each reason not to serve, with how many came out like it."""
+    """Print the first problem of each kind of wrong answer, and of each reason not to serve, with the number of its kind."""
     kinds: dict[object, list[Checked]] = {}
     for one in (*result.of("wrong"), *result.of("not served")):
         kind = one.codes if one.answer == "wrong" else re.sub(r"\d+", "", one.words)

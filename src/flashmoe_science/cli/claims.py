@@ -91,7 +91,7 @@ def _code(results: Sequence[ClaimResult]) -> ExitCode:
 
 
 def _plain(one: ClaimResult) -> dict[str, Any]:
-    """Its fields but for the claim, as plain values."""
+    """The fields of a result without the claim, as plain values."""
     return {field.name: getattr(one, field.name) for field in fields(one) if field.name != "claim"}
 
 

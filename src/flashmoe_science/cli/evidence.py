@@ -40,7 +40,7 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
 
 
 def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
-    """The same to be judged. Raises ValueError where there is none, too."""
+    """The runs of ``runs_under``, to be judged. Raises ValueError also where there is none."""
     runs = runs_under(folder, option)
     if not runs:
         raise ValueError(f"{option} is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")

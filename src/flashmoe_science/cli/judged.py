@@ -62,8 +62,9 @@ def standing_under(folder: Path, gpu: str | None = None, suite: str | None = Non
 
 
 def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Cached]) -> Cached:
-    """What ``judge`` makes of the runs under a folder, from the cache where it was made before of the same records by the same
-    program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises ValueError."""
+    """The result of ``judge`` for the runs under a folder, from the cache if it was computed before from the same records by
+    the same program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises
+    ValueError."""
     path = _cache() / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
     with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
         with np.load(path, allow_pickle=False) as found:

@@ -25,7 +25,7 @@ class Screen(Progress):
         self._printed = -_LINE_EVERY_S
 
     def watch(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Show what is being done, and where that can be counted how much of it is."""
+        """Show the current step, and how many of how many are done where that is known."""
         self.update(self._step, total=total or None, completed=done, description=escape(text))
         if self.disable and time.monotonic() - self._printed >= _LINE_EVERY_S:
             self._printed = time.monotonic()

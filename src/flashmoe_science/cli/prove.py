@@ -165,7 +165,7 @@ def _folder(out: Path | None) -> Path:
 
 
 def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """What the stages found, added up."""
+    """The sums of the outcomes of all stages."""
     lists = ("wrong", "codes", "untrustworthy", "peers_refused")
     every = {name: [reason for outcome in outcomes for reason in getattr(outcome, name)] for name in lists}
     return {
@@ -214,7 +214,7 @@ def _print(
 
 
 def _ending(code: ExitCode, found: dict[str, Any], left: int, has_run: bool) -> str:
-    """What the run comes to, by its exit code, and how much it did."""
+    """The last line: the result by its exit code, and the numbers of results and comparisons."""
     if not has_run:
         return f"{code.word}: nothing was left to measure"
     refused = len(found["peers_refused"])

@@ -42,7 +42,7 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 
 def fits_a_screen(rows: int) -> bool:
-    """Whether that many rows are printed unasked."""
+    """Whether ``rows`` rows are few enough to be printed without --rows."""
     return rows <= _MAX_ROWS
 
 

@@ -77,14 +77,14 @@ class Counters:
     metrics: Mapping[str, float]
 
     def __getitem__(self, quantity: str) -> float | None:
-        """A quantity of QUANTITIES; None where it was not counted. What is below zero was not, whatever wrote it."""
+        """A quantity of QUANTITIES; None where it was not counted. A negative value means not counted."""
         for name in QUANTITIES[quantity]:
             if (value := self.metrics.get(name, -1.0)) >= 0:
                 return value / 100 if name.endswith((_ACTIVE, _ELAPSED)) else value
         return None
 
     def total(self, *quantities: str) -> float | None:
-        """Their sum; None where one was not counted."""
+        """The sum of quantities; None where one was not counted."""
         values = [self[quantity] for quantity in quantities]
         return None if None in values else sum(value for value in values if value is not None)
 

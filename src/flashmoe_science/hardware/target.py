@@ -1,4 +1,4 @@
-"""Build kernels for GPUs that need not be here, one or many at a time, and hold the result against the GPU's limits."""
+"""Build kernels for GPUs that need not be here, one or many at a time, and compare the builds with the GPU's limits."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Bench:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """On a CPU, one thread: threads that wait for one another on a busy machine time the machine's other work."""
+        """Use one thread on a CPU: on a busy machine, threads that wait for one another would time its other work."""
         threads = torch.get_num_threads()
         if self.gpu is None:
             torch.set_num_threads(1)
@@ -91,7 +91,7 @@ _SOURCE = Path(flashmoe_science.__file__).parent
 
 
 def environment(bench: Bench) -> Environment:
-    """What a reader needs to know of the machine to believe, or to repeat, a number."""
+    """The hardware and software of a run, as a record needs it to repeat a number."""
     packages = {name: found for name in PACKAGES if (found := _version(name))}
     gpu: dict[str, Any] = {"gpu": None}
     if bench.gpu is not None:

@@ -1,4 +1,4 @@
-"""What a call of one of our kernels builds, for a GPU that need not be here."""
+"""The compile jobs of one call of our kernels, for a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flashmoe_science.problem import Problem
 
 
 def compile_jobs(kernel: AnyKernel, problem: Problem, config: Config, gpu: Gpu) -> tuple[CompileJob, ...]:
-    """All that one call builds, the kernel itself first, then what is launched around it: its plan is bound to tensors of the
-    problem that have no memory, and what would be compiled is collected."""
+    """The compile jobs of one call, the kernel itself first, then the kernels launched around it: its plan is bound to tensors
+    of the problem that have no memory, and what would be compiled is collected."""
     import torch
 
     from flashmoe_science.ops.launch import collect_builds  # brings Triton, which may be missing

@@ -93,7 +93,7 @@ class CheckResult:
         return tuple(dict.fromkeys(code for one in self.checked for code in one.codes))
 
     def matrix(self) -> dict[str, dict[str, dict[Answer, int]]]:
-        """How often each value of each feature came with each answer, on ordinary inputs; then the other kinds of inputs."""
+        """Counts of each answer by feature and value, on ordinary inputs; then by the other kinds of inputs."""
         found: dict[str, dict[str, dict[Answer, int]]] = {}
         for one in self.checked:
             traits: Mapping[str, str] = {"inputs": one.inputs} if one.inputs else one.problem.traits()
@@ -152,7 +152,7 @@ def check_function(
 
 
 def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
-    """The ``sweep`` or default ``problems`` of a contract from their texts. Raises ContractFailed where they are none."""
+    """The ``sweep`` or default ``problems`` of a contract, parsed. Raises ContractFailed where a text is no problem."""
     try:
         return list(dict.fromkeys(map(parse_problem, texts)))
     except ValueError as error:
@@ -160,7 +160,7 @@ def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
 
 
 def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
-    """Have the oracle begin a problem. Returns why a function cannot be asked for it here, in words. Raises ContractFailed."""
+    """Begin a problem in the oracle. Returns why a function cannot be run on it here, or None. Raises ContractFailed."""
     cannot = oracle.ask("problem", text=str(problem))["cannot"]
     if cannot is None and gpu is None and problem.flops() > MAX_CPU_FLOPS:
         return "too much for a CPU, and there is no GPU here"
@@ -183,7 +183,7 @@ class Sweep:
     _crashes: int = 0
 
     def go(self, problems: Iterable[Problem]) -> None:
-        """Every problem once, then the whole exam on the first that it was right on, and there every other kind of inputs too;
+        """Check every problem once, then run the full exam on the first right one, and every other kind of inputs there;
         where it is right on none, the exam may find the reason. Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
@@ -225,7 +225,7 @@ class Sweep:
         return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
 
     def _failed(self, problem: Problem, inputs: str, error: Failed | Died) -> Checked:
-        """Raising is not serving, but for what takes the GPU's context with it; whatever ends the process is wrong."""
+        """An exception means not served, except for CUDA errors that end the context; ending the process is wrong."""
         if isinstance(error, Failed) and not _FATAL.search(str(error)):
             return Checked(problem, inputs, "not served", (str(error),))
         self._crashes += 1
@@ -239,7 +239,7 @@ class Sweep:
 
 
 def _ordinary(exam: Exam) -> Finding:
-    """One call with NaN around its inputs; where it is wrong, whether that is why."""
+    """Check one call with NaN around its inputs; where it is wrong, check whether the NaN are the reason."""
     found = exam.one_call(guard=True)
     if found.reasons and not exam.one_call().reasons:
         found.codes.insert(0, "reads-outside")

@@ -88,7 +88,7 @@ def paired(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected within: in a sample it would be charged to the kernel, in a capture it may free a graph."""
+    """Disable garbage collection: in a sample its time would count for the kernel, in a capture it may free a graph."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The clocks on one problem: a control, then every rival in pairs, and the checks that make them numbers.
+"""The timing of one problem: a control, then every rival in pairs, and the checks that samples must pass.
 
 A kernel of the package and its peers are timed in one process. A function of a user is timed in a child together with its
 rivals, and its rivals once more in a child without the function; ``sandbox.checks`` adds further checks.
@@ -67,7 +67,7 @@ class Timed:
     walls: list[int] = field(default_factory=list)
 
     def sample(self) -> float:
-        """Nanoseconds a call, as the child claims; what is no time at all counts as 0, and is refused as such."""
+        """Nanoseconds a call, as the child reports; a value that is no time counts as 0, which is refused."""
         claimed = self.channel.ask("sample", slot=self.slot).get("ns")
         time = float(claimed) if isinstance(claimed, int | float) and math.isfinite(claimed) else 0.0
         self.claimed.append(time * self.calls)
@@ -94,8 +94,8 @@ class Timed:
 
 
 def random_scale() -> float:
-    """A factor for the inputs of the next pair, from 1/2 to 3/2. None comes again before all have come: a candidate that
-    remembers would know it."""
+    """A factor for the inputs of the next pair, from 1/2 to 3/2. All are used before one is repeated: a candidate may cache its
+    results."""
     if not _scales:
         every = range(_STEPS // 2, 3 * _STEPS // 2 + 1)
         _scales.extend(step / _STEPS for step in random.sample(every, len(every)))
@@ -141,12 +141,12 @@ class Comparer:
         return sorted(timed, key=lambda one: one.quick_ns)
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Unreliable) -> None:
-        """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
+        """Refuse an entry that a clock cannot time. A kernel of ours that fails in a call is wrong."""
         wrong = entry.origin == "ours" and not isinstance(error, NoClock)
         self.session.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
-        """The best subject against itself and every rival; every other subject against the two best rivals."""
+        """Time the best subject against itself and every rival; every other subject against the two best rivals."""
         best, *others = subjects
         self.pair(best, None)
         for index, rival in enumerate(rivals):
@@ -161,14 +161,14 @@ class Comparer:
             self.refresh(1.0)
 
     def eagerly(self, best: Entry, rivals: Sequence[Entry]) -> None:
-        """What a user waits: the best subject against itself, the best rival and the framework's own operator."""
+        """Time eager calls: the best subject against itself, the best rival and the framework's own operator."""
         ranked = self.ranked([best], "eager")
         if ranked:  # the rivals in the order in which the device's clock had them
             order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
             self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
-        """A row of pairs, a second attempt where the first is no number; None, and a refusal, where there is none. ``rival`` of
+        """Measure a row of pairs, in a second attempt if the first fails; None, and a refusal, if both fail. ``rival`` of
         None is the control: the same kernel prepared again. Raises Unreliable: the subject failed a check in every attempt."""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
@@ -237,7 +237,7 @@ class Comparer:
         return Timed(entry, where, clock, int(answer["slot"]), int(answer["calls"]))
 
     def refresh(self, scale: float) -> None:
-        """New values in every input set."""
+        """Write new values to every input set."""
         self._scale = scale
         self.on.worker.ask("refresh", scale=scale)
 
@@ -273,7 +273,7 @@ class Comparer:
         return own.again(), other.again()
 
     def before_pair(self, own: Timed, index: int) -> None:
-        """Called ahead of each pair; nothing for a kernel of the package but for the L2, once."""
+        """Called before each pair; before the first one it releases the part of the L2 that is set aside."""
         if index == 0 and self.bench.gpu is not None:
             l2_cache.release()
 

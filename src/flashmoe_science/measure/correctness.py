@@ -102,7 +102,7 @@ class Exam:
         return found
 
     def as_called(self) -> list[str]:
-        """What is wrong with a call as a user makes it, which may be another than the planned one."""
+        """The faults of a call as a user makes it, which may launch another kernel than the planned call."""
         with self._finding() as found:
             found.reasons += self._call(self._case(0), use="eager").reasons
         return [f"called by a user: {reason}" for reason in found.reasons]
@@ -193,8 +193,8 @@ class Exam:
         return None
 
     def _stale_outputs(self, found: Finding, first: Call) -> bool:
-        """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
-        Returns whether it gave the answer of an earlier call."""
+        """Check other values in other memory, then in the same memory; on a GPU also behind a wait on the stream. Returns
+        whether a call returned the output of an earlier call."""
 
         def is_stale(call: Call, before: Call, changed: str, wrong: str, code: str) -> bool:
             if call.reasons and call.digest == before.digest:
@@ -239,8 +239,8 @@ class Exam:
                 found.wrong(call, f"wrong on inputs given with {name}", "wrong-on-variant")
 
     def _repeats(self, found: Finding, deterministic: bool) -> None:
-        """Many calls on the same inputs. Other bits are a broken promise where the same were promised; and wrong if the oracle
-        says so."""
+        """Repeat a call on the same inputs. Other bits are a fault where the same bits were promised, or where the oracle
+        refuses them."""
         self.step(f"repeating {self.repeats} times or more")
         case, path = self._case(0), self._path("outputs")
         most = sum(one["bytes"] for one in self.oracle.ask("outputs", case=case)["outputs"])
@@ -270,7 +270,7 @@ class Exam:
             found.notes.append(f"its result differs from call to call in some bits (call {differs}); it promised nothing else")
 
     def _memory(self, found: Finding, workspace: int) -> None:
-        """Device memory of one call: the results, and the workspace that was promised."""
+        """Compare the device memory of one call with its results and the promised workspace."""
         facts = self.worker.ask("memory", who=self.who, config=self.config, case=self._case(0))
         found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
         if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:

@@ -67,7 +67,7 @@ class Call:
 
 
 def contract_mismatch(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
-    """How the results differ from what the contract has in number, type, shape, dtype or device, in words."""
+    """How the results differ from the contract in number, type, shape, dtype or device, as text."""
     required = sum(not one["optional"] for one in wanted)
     if not required <= len(outputs) <= len(wanted):
         return [f"it returned {len(outputs)} results; the contract has {required}"]

@@ -141,8 +141,9 @@ class FunctionRun:
         return [problem for problem in self.left if problem not in cannot]
 
     def _swept(self) -> None:
-        """Check it on its contract's sweep, but for what is measured anyway, in a process that then ends: what it keeps of
-        fifty shapes is not timed. What is wrong there is refused there; the problems that are timed go on."""
+        """Check the function on its contract's sweep, without the problems that are measured anyway, in a process that ends
+        afterwards: its caches of fifty shapes are not timed. Faults there are refused there; the timed problems are
+        unaffected."""
         now = time.monotonic()
         deadline = now + min(_SWEEP_S, (self.session.deadline - now) / 4)
         bench, seed = self.session.bench, self.request.seed
@@ -162,7 +163,7 @@ class FunctionRun:
             self._hung = sweep.stopped
 
     def _refuse_on_sweep(self, wrong: Sequence[Checked]) -> None:
-        """A refusal for a few wrong answers, one of each kind first; the problems of the others are named."""
+        """Refuse a few wrong answers, one of each kind first; the problems of the others are listed in a note."""
         kinds = {one.codes: one for one in reversed(wrong)}
         first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MAX_OF_SWEEP]
         for one in first:
@@ -186,7 +187,7 @@ class FunctionRun:
             raise Unusable(str(error)) from error
 
     def _one(self, problem: Problem) -> None:
-        """Everything on one problem; whatever goes wrong ends this problem only."""
+        """Measure one problem; an error ends this problem only."""
 
         def refuse(stage: Stage, reason: str, *codes: str) -> None:
             self.session.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)

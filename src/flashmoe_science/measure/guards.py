@@ -17,7 +17,7 @@ _ALLOCATES = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::n
 
 
 class Guarded:
-    """The same values and strides in a larger buffer that holds NaN (or the largest integer) all around: ``placed``."""
+    """A copy of a tensor (``placed``), with its strides, inside a larger buffer of NaN (or of the largest integer)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         extent, dtype = extent_of(tensor), tensor.dtype

@@ -86,7 +86,7 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 
 
 def kind_of(one: Any) -> str:
-    """ "Tensor" for a plain tensor in memory of its own device; else what it is instead, in words."""
+    """ "Tensor" for a plain tensor in memory of its own device; else a description of what it is."""
     if type(one) is not torch.Tensor:
         return type(one).__name__
     if one.is_nested:
@@ -127,7 +127,7 @@ class InputSets(Generic[T]):
     turns: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def next(self) -> T:
-        """The set whose turn it is. All samplers of a problem share its turns: with turns of its own, one of two kernels would
+        """The next set in turn. All samplers of a problem share its turns: with turns of its own, one of two kernels would
         meet the sets that the other has just used, still in the host's cache (5% of an eager call)."""
         return self.sets[next(self.turns) % len(self.sets)]
 
@@ -141,7 +141,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 
 class Files:
-    """Tensors by name as bytes in files: whatever is read is numbers, never an object of the other process."""
+    """Tensors as bytes in files, by name: only numbers are read, never an object of the other process."""
 
     def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         with Path(name).open("wb") as file:

@@ -42,7 +42,7 @@ class KernelsRun:
         self.oracle = InProcess(Oracle(handover, session.bench.device).command)
 
     def run(self) -> Outcome:
-        """Preflight, call paths, then every problem in turn. Returns how it went; what the disk raises, it raises."""
+        """Preflight, call paths, then every problem in turn. Returns the outcome; errors of the disk are raised."""
         self.session.begin(self.name)
         self.session.total, stopped = len(self.problems), None
         if self.problems:
@@ -51,7 +51,7 @@ class KernelsRun:
         return self.session.end(stopped, 0 if stopped else self.session.total - self.session.done)
 
     def _stages(self) -> str | None:
-        """Returns why the run stopped, where it did."""
+        """Run every stage. Returns why the run stopped early, or None."""
         self.session.show_progress("preflight")
         self.worker.ask("open", spec=None, contract=self.op.name)
         self.oracle.ask("open", contract=self.op.name)
@@ -124,7 +124,8 @@ class KernelsRun:
         return profile_launches(None, self.op.name, todo, self.request.seed, _PROFILE_WATCHDOG_S, self.session.step, processes)
 
     def _profiler_count(self) -> int:
-        """How many processes see call paths at once: one where a peer may tune itself, which it would do by false times."""
+        """The number of processes that profile call paths at once: one where a peer may autotune, as load would distort its
+        times."""
         if any(one.kernel is not None and one.kernel.slow for one in self.rivals):
             return 1
         most_bytes = max(problem.min_bytes() for problem in self.problems)
@@ -139,7 +140,7 @@ class KernelsRun:
 
 
 class ProblemRun:
-    """One problem; the worker is at it."""
+    """Measures one problem, which the worker has begun."""
 
     def __init__(self, on: OnProblem) -> None:
         self.on, self.session, self.gpu, self.problem = on, on.session, on.session.bench.gpu, on.problem
@@ -167,7 +168,8 @@ class ProblemRun:
         return list(best.values())
 
     def _passes(self, entry: Entry) -> bool:
-        """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
+        """Whether a subject with its fastest config passes the full exam, the same as a user's function. A peer passes by one
+        call."""
         if entry.origin == "peer":
             return True
         exam, found = self.on.exam(entry), Finding()
@@ -181,7 +183,7 @@ class ProblemRun:
         return self.on.examined(entry, found)
 
     def _timed(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
-        """The pairs on every clock. A subject that is caught in a timed sample has no number on the problem."""
+        """Time the pairs on every clock. A subject that fails a check in a timed sample has no number on the problem."""
         mine = subjects[0].entry
         try:
             self.comparer.against(subjects, rivals)

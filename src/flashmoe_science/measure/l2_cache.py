@@ -24,7 +24,7 @@ def set_aside_bytes() -> int | None:
 
 
 def release() -> None:
-    """Set nothing aside and drop the lines that stayed."""
+    """Set nothing aside and drop the persisting lines."""
     driver = _driver()
     if driver is not None and set_aside_bytes():
         driver.cuCtxSetLimit(_PERSISTING_L2, ctypes.c_size_t(0))

@@ -52,7 +52,7 @@ class OfflineRun:
         return self.session.end(stopped, timed=False)
 
     def _build(self) -> str | None:
-        """Compile and hold each build against its GPU; returns why the run stops here, or None."""
+        """Compile and compare each build with its GPU. Returns why the run stops here, or None."""
         jobs = self._builds()
         if not jobs:
             return "there is nothing to build: none of the kernels serves any of the problems on any of the GPUs"
@@ -80,7 +80,7 @@ class OfflineRun:
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
 
     def _builds(self) -> list[tuple[AnyKernel, Config, Problem, Gpu, CompileJob]]:
-        """All that every config of every kernel builds, for each problem and GPU where it claims to run."""
+        """The compile jobs of every config of every kernel, for each problem and GPU that it supports."""
         jobs = []
         for kernel in self.kernels:
             texts = operation(kernel.op).contract().build_problems()[: 1 if self.quick else None]
@@ -95,7 +95,7 @@ class OfflineRun:
         return jobs
 
     def _interpret(self) -> str | None:
-        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None."""
+        """Compare the interpretable kernels with the oracle. Returns why the run stops here, or None."""
         jobs: list[tuple[Entry, Problem]] = []
         for kernel in self.kernels:
             if kernel.interpretable:
@@ -116,7 +116,7 @@ class OfflineRun:
                     self.session.show_progress(f"interpreting {entry.name} on {problem}")
                     full = entry.name not in examined and problem.exponentials() in _TYPICAL
                     examined |= {entry.name} if full else set()
-                    self._hold(interpreter, oracle, entry, problem, full)
+                    self._check(interpreter, oracle, entry, problem, full)
                     self.session.done += 1
         self.found.append(f"{self.session.done} results in Triton's interpreter held to the oracle")
         wrong = len(self.session.outcome.wrong)
@@ -134,8 +134,8 @@ class OfflineRun:
                 jobs += [(Entry(kernel.name, kernel.name, kernel, str(config)), problem) for config in new]
         return jobs
 
-    def _hold(self, interpreter: WorkerHost, oracle: InProcess, entry: Entry, problem: Problem, full: bool) -> None:
-        """One case: a call with NaN around its memory, or the whole exam once for each kernel."""
+    def _check(self, interpreter: WorkerHost, oracle: InProcess, entry: Entry, problem: Problem, full: bool) -> None:
+        """Check one case: a call with NaN around its memory, or the full exam once for each kernel."""
         contract, seed = operation(problem.op).contract(), self.session.request.seed
         try:
             oracle.ask("problem", text=str(problem), by_function=False)

@@ -86,7 +86,7 @@ _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more r
 
 
 def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
-    """Of each name, the first first, the launch with the most threads, with their count: a loop over experts has thousands."""
+    """One launch of each name, that with the most threads, with their count, in order: a loop over experts has thousands."""
     named: dict[str, list[SeenLaunch]] = {}
     for one in launches:
         named.setdefault(one.name, []).append(one)
@@ -123,12 +123,12 @@ class OnProblem:
 
     @property
     def framework(self) -> str | None:
-        """The peer that is the framework's own: what a user has without any of these."""
+        """The name of the framework's own operator, a peer."""
         return operation(self.problem.op).fallback() if is_operation(self.problem.op) else None
 
     @property
     def families(self) -> Mapping[str, str]:
-        """Patterns of kernel names by whose they are."""
+        """Patterns of kernel names by library."""
         return built_in(self.problem.op).families if is_operation(self.problem.op) else {}
 
     def exam(self, entry: Entry, where: Channel | None = None) -> Exam:
@@ -139,15 +139,15 @@ class OnProblem:
         return Exam(where or self.worker, self.oracle, *who, on_gpu, self.step, request.repeats, more_s, of_peer)
 
     def serves(self, entry: Entry) -> bool:
-        """Whether an implementation takes part on the problem; else it is noted why not."""
+        """Whether an implementation supports the problem; if not, the reason is recorded as a note."""
         reason = entry.cannot(self.problem, self.session.bench.gpu)
         if reason is not None:
             self.session.note(reason, self.problem, entry.name)
         return reason is None
 
     def runs(self, entry: Entry, where: Channel | None = None, examined_later: bool = False) -> bool:
-        """Whether one call of the entry is right and launched what was promised; else why not is on record. One that is right
-        has no row of this call where it ``examined_later`` later."""
+        """Whether one call of the entry is right and launched what was promised; if not, the reason is recorded. One that is
+        right has no row of this call where it ``examined_later`` later."""
         self.step(f"checking {entry}")
         try:
             found = self.exam(entry, where).one_call()
@@ -162,7 +162,7 @@ class OnProblem:
         return (examined_later and not found.reasons) or self.examined(entry, found)
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
-        """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
+        """Record what the entry's call launched, and compare it with what was promised; nothing on a CPU, which launches no
         kernels. ``promised`` of None is what its implementation promises."""
         if self.session.bench.gpu is None:
             return True

@@ -48,7 +48,7 @@ _KEPT_BYTES = 4 * 2**30  # of references that are kept: those of one exam, but f
 
 
 class Oracle:
-    """Holds outputs of one contract to the tolerance rule, a problem at a time."""
+    """Checks outputs of one contract by the tolerance rule, a problem at a time."""
 
     _contract: Contract
     _problem: Problem
@@ -59,19 +59,19 @@ class Oracle:
         self._references: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
 
     def command(self, do: str) -> Callable[..., dict[str, Any]]:
-        """What answers a request: the method of that name."""
+        """The method that answers a request of that name."""
         found: Callable[..., dict[str, Any]] = getattr(self, do)
         return found
 
     def open(self, contract: str) -> dict[str, Any]:
-        """Take an operation's contract by its name, or the contract of the function that is named."""
+        """Load an operation's contract by its name, or the contract of the function that is named."""
         self._contract = contract_of(load(contract)) if ":" in contract else built_in(contract)
         self._references.clear()
         return {}
 
     def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
-        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs. ``by_function``: it is for
-        a function, called as the contract calls one, and not for a kernel of the package."""
+        """Begin a problem. The answer has the reason where it cannot be run, and the bytes of its inputs. ``by_function``: it
+        is for a function, called as the contract calls one, and not for a kernel of the package."""
         contract, problem = self._contract, parse_problem(text)
         self._references.clear()
         self._problem = problem
@@ -104,7 +104,7 @@ class Oracle:
         }
 
     def inputs(self, case: Sequence[Any], path: str) -> dict[str, Any]:
-        """Whether what was handed over are the inputs of the case, every bit."""
+        """Whether the transferred tensors are the inputs of the case, bit by bit."""
         made = list(make(self._contract, self._problem, self._device, Case(*case)).values())
         try:
             given, _ = self._handover.get(path, [(tuple(one.shape), one.dtype) for one in made], self._device)
@@ -113,7 +113,7 @@ class Oracle:
         return {"same": all(map(same_bits, made, given))}
 
     def check(self, case: Sequence[Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
-        """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
+        """Compare the transferred outputs, the first ``count`` of the contract's, with the reference.
 
         Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of
         each output by its name, but of those that have no finite reference (``vacuous``); a digest of the bits.

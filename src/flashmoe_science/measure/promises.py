@@ -43,8 +43,8 @@ class Promises(BaseModel):
 
     @classmethod
     def of(cls, stated: Any) -> Self:
-        """From what a function states of itself, None where that is nothing. Raises ValueError: a promise that is not known, of
-        the wrong kind, or that nothing can keep."""
+        """The promises of a function from its attribute, None where it has none. Raises ValueError: a promise that is not
+        known, of the wrong kind, or that nothing can keep."""
         try:
             return cls.model_validate({} if stated is None else stated)
         except ValidationError as error:
@@ -78,20 +78,20 @@ def library_kernels(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> 
 def broken_launches(
     promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
 ) -> list[str]:
-    """What is not as promised, in words; empty where all is. ``seen`` are the launches of a planned call and, where a user
+    """The broken promises, as text; empty where all are kept. ``seen`` are the launches of a planned call and, where a user
     calls it otherwise, of that call too. ``families`` are patterns of kernel names by whose they are."""
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)
     for launches in by_user:
         other = _broken(promised, launches, origin, families)
         if origin != "peer":
-            other += _other_launches(planned, launches)
+            other += _user_call_differences(planned, launches)
         broken += [f"called by a user: {reason}" for reason in other]
     return broken
 
 
 def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Origin, families: Mapping[str, str]) -> list[str]:
-    """What was promised and did not happen, or happened otherwise, in words. Empty where all is as promised.
+    """The broken promises of one call, as text. Empty where all are kept.
 
     Ours must launch exactly what it promises. A peer may launch more (padding, a reduction): that is part of its time; but no
     kernel of another family than it promised, which is a library's silent fallback. No work may stray.
@@ -120,7 +120,7 @@ def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Orig
     return broken
 
 
-def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
+def _user_call_differences(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
     """How the launches of a call as a user makes it differ from those of the planned call, which is what is timed, in words.
 
     Names and sizes are compared with the promise elsewhere; this compares registers and shared memory of the build as well.
@@ -136,7 +136,7 @@ def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]
 
 
 def _family_of(name: str, families: Mapping[str, str]) -> str | None:
-    """Whose kernel this is, by its name; None for one of no family."""
+    """The library of a kernel, by its name; None if it matches none."""
     return next((family for family, pattern in families.items() if re.search(pattern, name)), None)
 
 

@@ -72,12 +72,12 @@ class Request:
 
     @property
     def configs(self) -> int:
-        """How many configs of a kernel of ours are tried."""
+        """The number of configs of a kernel of ours that are tried."""
         return 1 if self.quick else sys.maxsize if self.full else _CONFIGS
 
     @property
     def repeats(self) -> int:
-        """How many calls are compared bit by bit."""
+        """The number of calls that are compared bit by bit."""
         return 3 if self.quick else 10
 
     @property
@@ -173,13 +173,13 @@ class Entry:
         return "candidate" if ":" in self.name else "peer"
 
     def cannot(self, problem: Problem, device: Device) -> str | None:
-        """Why it takes no part on a problem, in words; None if it does."""
+        """Why it does not support a problem, as text; None if it does."""
         if self.kernel is None:
             return None
         return self.kernel.absent() or self.kernel.cannot(problem, device)
 
     def promised(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
-        """What its call launches, as far as that is promised."""
+        """The promised launches of its call."""
         if self.kernel is None or device is None:
             return ()
         return self.kernel.launches(problem, Config.parse(self.config), device)
@@ -191,7 +191,7 @@ class Entry:
         return self.kernel.workspace(problem, Config.parse(self.config))
 
     def chosen(self, problem: Problem, device: Device) -> Entry:
-        """With the config that an automatic choice would take."""
+        """The entry with the config of the automatic choice."""
         if self.kernel is None:
             return self
         if self.kernel.origin == "ours":
@@ -201,8 +201,8 @@ class Entry:
         return replace(self, config=str(found))
 
     def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
-        """With each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any other:
-        compared with a slow one of them ours would look faster than it is."""
+        """An entry for each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any
+        other: compared with a slow one of them ours would look faster than it is."""
         if self.kernel is None:
             return [self]
         ours = self.origin == "ours"

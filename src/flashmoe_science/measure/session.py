@@ -33,7 +33,8 @@ from flashmoe_science.store import Run, RunWriter
 
 @dataclass(slots=True)
 class Outcome:
-    """How a run went. ``exit_code`` is by what was measured, before it is judged; ``timed`` counts the pairs with a rival."""
+    """The outcome of a run. ``exit_code`` is by what was measured, before it is judged; ``timed`` counts the pairs with a
+    rival."""
 
     run: str
     exit_code: ExitCode = ExitCode.COULD_NOT_RUN
@@ -183,7 +184,7 @@ class Session:
     def refuse(
         self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
     ) -> None:
-        """Record a number that is not given. A subject's also decides the exit code; a peer's does not. ``voids``: what was
+        """Record a refusal. A subject's also decides the exit code; a peer's does not. ``voids``: what was
         sampled of it on the problem is no number either."""
         row = self.record(RefusalRow, problem, entry, stage=stage, reason=reason, codes=list(codes), voids=voids)
         self._refused(row, entry.origin != "peer")
@@ -204,7 +205,7 @@ class Session:
         self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
 
     def finish(self, problem: Problem, kernel: str | None = None) -> None:
-        """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
+        """Record that a problem is finished; ``kernel`` is the function in a run of functions."""
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
         self.done += 1
 
@@ -213,7 +214,7 @@ class Session:
         self._watch(text, self.done, self.total)
 
     def step(self, text: str, of: str = "") -> None:
-        """The same ahead of what takes time, with what it is ``of``. Raises BudgetSpent past the deadline."""
+        """Show the next step, with what it is ``of``. Raises BudgetSpent past the deadline."""
         if time.monotonic() > self.deadline:
             raise BudgetSpent
         self.doing = text

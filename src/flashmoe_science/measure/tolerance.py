@@ -103,8 +103,8 @@ def plain_error(reference: torch.Tensor, plain: torch.Tensor) -> Errors:
 
 
 def by_chance(draws: Sequence[Errors]) -> Errors:
-    """What chance makes of the plain error: the tail of Gumbel's law, fitted by moments to draws of it. NaN, which allows
-    nothing, where one is not finite."""
+    """The plain error with the allowance for chance: the tail of Gumbel's law, fitted by moments to draws of it. NaN, which
+    allows nothing, where one is not finite."""
     each = torch.tensor([astuple(one) for one in draws], dtype=torch.float64)
     return Errors(*(each.mean(0) + _DEVIATIONS * each.std(0)).tolist())
 

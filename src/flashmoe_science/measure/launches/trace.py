@@ -96,7 +96,7 @@ class _Trace:
         return None if late and self.launch(event) is None else (int(name.removeprefix(_MARK)), late)
 
     def strayed(self, event: Event, late: bool) -> str | None:
-        """Where an event ran otherwise than for its caller, in words."""
+        """How an event ran apart from its caller (stream, thread, too late), as text, or None."""
         launch, stream = self.launch(event), event.get("args", {}).get("stream")
         words = []
         if self.streams and stream is not None and stream not in self.streams:
@@ -136,7 +136,7 @@ def _seen(event: Event, strayed: str | None) -> SeenLaunch:
 
 @cache
 def profiler_works(bench_device: torch.device, synchronize: Callable[[], None]) -> str | None:
-    """None if the profiler sees a kernel that certainly ran, else what a user can do about it; tried once a process."""
+    """None if the profiler sees a kernel that certainly ran, else the reason; tried once a process."""
     tensor = torch.ones(1 << 16, device=bench_device)
     profile([lambda: tensor + 1], synchronize)  # the first session of a process may miss its first kernels
     if profile([lambda: tensor + 1], synchronize)[0]:

@@ -159,7 +159,7 @@ def find_tool() -> str | None:
 
 
 def run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:
-    """What a command printed on both its streams, and whether it ran past its time; then it and its children are ended."""
+    """The output of a command on both streams, and whether it timed out; then the command and its children are killed."""
     process = subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ _ABSENT = object()  # a class need not have itself what it has from another
 
 
 class Natives:
-    """A snapshot of what must not be replaced."""
+    """A snapshot of the functions that must not be replaced."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, str], Any] = {}
@@ -84,12 +84,12 @@ class Natives:
 
 
 def _overriding() -> int:
-    """How many operators Python has put others in the place of, PyTorch's own Python among them."""
+    """The number of operators overridden from Python, by PyTorch itself too."""
     return len(getattr(torch.library, "_impls", ()))
 
 
 def _overridden() -> set[str]:
-    """Operators of PyTorch's that values are read and changed with, and that Python has put others in the place of."""
+    """The operators that read or change values and are overridden from Python."""
     parted = [one.split("/") for one in getattr(torch.library, "_impls", ())]
     return {
         f"the operator {where}::{name}"

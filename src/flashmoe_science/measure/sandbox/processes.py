@@ -66,7 +66,7 @@ class Usage:
         self._others, self._started = self._of_other_threads(), self._of_started()
 
     def too_much(self) -> str | None:
-        """Why what was used since is too much; None where it is not."""
+        """Why the processor time used since is too much; None where it is not."""
         others, asked = self._of_other_threads() - self._others, (self._child.request_ns - self._request_ns) / 1e9
         if self._one_thread and others > _MAX_OF_OTHERS * asked + _SLACK_S:
             return (
@@ -79,7 +79,7 @@ class Usage:
         return None
 
     def _of_other_threads(self) -> float:
-        """What the threads of the child used, those that have ended among them, but for its first."""
+        """Processor seconds of the child's threads other than its first, ended ones included."""
         pid = self._child.pid
         return max(0.0, _seconds(f"{pid}/stat", 2) - _seconds(f"{pid}/task/{pid}/stat", 2))
 

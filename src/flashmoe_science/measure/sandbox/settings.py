@@ -107,7 +107,7 @@ class Settings:
         self._was = [_now(read) for _, read, _ in _SETTINGS]
 
     def left(self) -> list[str]:
-        """Set them back; returns those that were otherwise, in words."""
+        """Set the settings back. Returns those that had changed, as text."""
         left = []
         for (name, read, put), was in zip(_SETTINGS, self._was, strict=True):
             if (now := _now(read)) != was:
@@ -141,7 +141,7 @@ class RandomStates:
         return {name: hash(state) for name, state in states.items()}
 
     def moved(self) -> list[str]:
-        """Those that moved since the last look, in words. They are not set back: a draw that repeats is no draw."""
+        """The generators whose state moved since the last call, as text. They are not set back: draws would repeat."""
         was, self._was = self._was, self._now()
         return [f"it moves the random state of {name}" for name, state in self._was.items() if state != was.get(name, state)]
 
@@ -171,7 +171,7 @@ class FilesWritten:
                 self._opened[os.fsdecode(path)] = None
 
     def written(self) -> list[str]:
-        """Those opened since the last look, in words: a few of them by name, and none after those."""
+        """The files opened since the last call, as text; only the first few of a process are named."""
         opened, self._opened = self._opened, {}
         whole = {path: os.path.realpath(path) for path in opened}
         found = [path for path in opened if not whole[path].startswith(self._others) and "__pycache__" not in whole[path]]

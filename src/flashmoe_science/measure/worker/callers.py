@@ -28,13 +28,13 @@ class FunctionCaller:
     fn: Callable[..., Any] | None
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
-        """A call without arguments that computes on these very tensors."""
+        """A call without arguments that computes on these tensors."""
         if self.fn is None:
             return partial(self.contract.plain, self.problem, inputs)
         return partial(self.contract.call, self.fn, self.problem, inputs)
 
     def outputs(self, result: Any) -> tuple[Any, ...]:
-        """What a bound call returned, as the contract has it."""
+        """The result of a bound call as a tuple in the contract's order."""
         return as_tuple(result)
 
 

@@ -28,7 +28,7 @@ _sleep, _process_time = time.sleep, time.process_time
 
 
 class Calls:
-    """Calls on one problem. Answers hold facts, never an opinion; outputs are handed over by name."""
+    """Calls on one problem. Answers hold facts only; outputs are written under a name."""
 
     def __init__(self, worker: Worker, contract: Contract, problem: Problem) -> None:
         self.contract, self.problem = contract, problem
@@ -123,8 +123,8 @@ class Calls:
         del freed
 
     def _settle(self) -> float:
-        """The share of a processor that this process takes while it is asked for nothing: the least of a few looks, as what a
-        first call has begun may have to come to its end."""
+        """The share of a processor that this process uses while no request runs: the minimum of a few samples, as work that a
+        first call has begun may still have to end."""
         least = 1.0
         for _ in range(_LOOKS):
             began = _process_time()

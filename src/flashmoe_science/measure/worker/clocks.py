@@ -77,7 +77,7 @@ class Tap:
         return result
 
     def captured(self, one: tuple[int, Bound]) -> Any:
-        """Holds the last result of a graph and a few others at random, so that they can be looked at after a replay."""
+        """Keep the last result of a graph and a few others at random, to be checked after a replay."""
         result = one[1]()
         if not torch.cuda.is_current_stream_capturing():
             self.begin()

@@ -33,7 +33,7 @@ class Repeats:
         self.worst: Outputs = ()
 
     def add(self, index: int, outputs: Outputs) -> None:
-        """Take the answer of repetition ``index``."""
+        """Add the outputs of repetition ``index``."""
         if len(outputs) == len(self._right) and all(map(same_bits, self._right, outputs)):
             if (len(self._equal) + 1) * self._bytes <= _HELD_BYTES:
                 self._equal.append(outputs)

@@ -58,7 +58,7 @@ class Worker:
         self._parts: tuple[object, ...] = (self,)
 
     def command(self, do: str) -> Callable[..., dict[str, Any]]:
-        """What answers a request: a method of this object, or of the problem's calls and clocks."""
+        """The method that answers a request: of this object, or of the problem's calls and clocks."""
         found: Callable[..., dict[str, Any]] = getattr(next(one for one in self._parts if hasattr(one, do)), do)
         return found
 
@@ -123,7 +123,7 @@ def main() -> None:
     states, files = RandomStates(), FilesWritten()
 
     def after(answer: dict[str, Any]) -> None:
-        """Add what the last request replaced, and what it left changed or behind."""
+        """Add to the answer what the last request replaced, changed, or left behind."""
         answer["replaced"], answer["settings"] = natives.restore(), settings.left()
         if bench.gpu is not None and (aside := l2_cache.set_aside_bytes()):
             l2_cache.release()
