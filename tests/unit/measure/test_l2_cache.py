@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_the_drivers_own_limit() -> None:
     assert l2_cache.set_aside_bytes() in (0, None)
     driver = l2_cache._driver()
     assert driver is not None
-    assert driver.cuCtxSetLimit(6, 1 << 20) == 0
+    assert driver.cuCtxSetLimit(6, ctypes.c_size_t(1 << 20)) == 0
     assert l2_cache.set_aside_bytes()
     l2_cache.release()
     assert l2_cache.set_aside_bytes() == 0
