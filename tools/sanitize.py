@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 CHECKS = ("memcheck", "racecheck")
-_MAX_ERROR = 0.02  # RMS, relative to the CPU's
+_MOST_ERROR = 0.02  # RMS, relative to the CPU's
 _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (.*)")
 _CLEAN = re.compile(r"\b0 errors|relative error")
 _PLACES = "/usr/local/cuda*/bin/compute-sanitizer"
@@ -240,7 +240,7 @@ def call_once(name: str) -> None:
         square, wrong = right.double().square().mean(), (mine.cpu().double() - right.double()).square().mean()
         worst = max(worst, (wrong / square).sqrt().item())
     print(f"relative error {worst:.1e}")
-    if not worst < _MAX_ERROR:
+    if not worst < _MOST_ERROR:
         sys.exit(3)
 
 
