@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.ops.attention.call.outputs import TensorLike, strides_like
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, problem_of
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+
+T = TypeVar("T")
 
 
 class Saved(NamedTuple):
@@ -38,31 +40,26 @@ class Wanted(NamedTuple):
     dbias: bool = False
 
 
-class Gradients(NamedTuple):
-    """Each in the shape, the dtype and the memory order of what it is the gradient of; None where it is not asked for.
+class ByInput(NamedTuple, Generic[T]):
+    """The gradients, or what is to be allocated for them: each in the shape, the dtype and the memory order of what it is the
+    gradient of; None where it is not asked for.
 
     ``dbias`` has size 1 in each dimension in which the bias has stride 0: it is summed over it.
     """
 
-    dq: torch.Tensor | None
-    dk: torch.Tensor | None
-    dv: torch.Tensor | None
-    dsinks: torch.Tensor | None
-    dbias: torch.Tensor | None
+    dq: T | None
+    dk: T | None
+    dv: T | None
+    dsinks: T | None
+    dbias: T | None
 
 
-class Outputs(NamedTuple):
-    """The gradients' shapes, strides and dtypes."""
-
-    dq: TensorLike | None
-    dk: TensorLike | None
-    dv: TensorLike | None
-    dsinks: TensorLike | None
-    dbias: TensorLike | None
+Gradients = ByInput[torch.Tensor]
+Outputs = ByInput[TensorLike]
 
 
 def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
-    """The Outputs of a call."""
+    """The shapes, strides and dtypes of a call's gradients."""
     of_q, of_k, of_v = (
         TensorLike(tuple(one.shape), strides_like(one.shape, one.stride(), one.shape[3]), one.dtype) if needed else None
         for one, needed in zip(tensors[:3], wanted, strict=False)
@@ -71,15 +68,10 @@ def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
     if wanted.dsinks and sinks is not None:
         of_sinks = TensorLike(tuple(sinks.shape), (1,), sinks.dtype)
     if wanted.dbias and bias is not None:
-        batch, heads, rows, columns = summed_shape(bias)
+        batch, heads, rows, columns = unexpanded(bias).shape
         strides = (heads * rows * columns, rows * columns, columns, 1)
         of_bias = TensorLike((batch, heads, rows, columns), strides, bias.dtype)
     return Outputs(of_q, of_k, of_v, of_sinks, of_bias)
-
-
-def summed_shape(bias: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a bias without what it is expanded by."""
-    return tuple(1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True))
 
 
 def unexpanded(bias: torch.Tensor) -> torch.Tensor:
@@ -124,14 +116,16 @@ class BackwardLauncher(ABC):
         """The launch for tensors of these shapes, strides and alignments. It compiles if need be, and raises CannotServe."""
 
 
-def run_planned(kernel: BackwardKernel, inputs: BackwardInputs, config: Config) -> Gradients:
-    """Plan, bind and launch once."""
-    return planned(kernel, config, inputs)(inputs)
+Plan = Callable[[BackwardInputs, Config], BackwardLauncher]
 
 
-def planned(kernel: BackwardKernel, config: Config, like: BackwardInputs) -> Callable[[BackwardInputs], Gradients]:
-    """A call of the kernel on inputs like these: it allocates and launches."""
-    assert kernel.plan is not None
-    launcher: BackwardLauncher = kernel.plan(like, config)
+def run_planned(plan: Plan) -> Callable[[BackwardInputs, Config], Gradients]:
+    """``Kernel.run`` of a kernel with that plan: plan, bind and launch once."""
+    return lambda inputs, config: planned(plan, config, inputs)(inputs)
+
+
+def planned(plan: Plan, config: Config, like: BackwardInputs) -> Callable[[BackwardInputs], Gradients]:
+    """A call of a kernel on inputs like these: it allocates and launches."""
+    launcher = plan(like, config)
     launch = launcher.bind(like.tensors, like.saved, like.options, like.wanted)
     return lambda inputs: launch(inputs.tensors, inputs.saved, inputs.softmax_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoe_science.kernel import Config, Kernel
@@ -81,6 +82,10 @@ class Launcher(ABC):
         if need be, and raises CannotServe. ``out``: has the strides of outputs that later calls give."""
 
 
+Plan = Callable[[AttentionInputs, Config], Launcher]
+our_kernel = partial(AttentionKernel, origin="ours", op="attention")
+
+
 class ProblemShape(NamedTuple):
     """The sizes of an AttentionProblem that a launch depends on, by the problem's names, without its checks."""
 
@@ -101,18 +106,16 @@ def shape_of(tensors: Tensors, mask: Mask) -> ProblemShape:
     return ProblemShape(batch, heads, heads_kv, seqlen_q, seqlen_k, mask != "full", offset)
 
 
-def run_planned(kernel: AttentionKernel, inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    """Plan, bind and launch once: what ``Kernel.run`` means for a kernel that has a plan."""
-    assert kernel.plan is not None
-    return planned(kernel, config, inputs)(inputs)
+def run_planned(plan: Plan) -> Callable[[AttentionInputs, Config], AttentionOutput]:
+    """``Kernel.run`` of a kernel with that plan: plan, bind and launch once."""
+    return lambda inputs, config: planned(plan, config, inputs)(inputs)
 
 
-def planned(kernel: AttentionKernel, config: Config, like: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput]:
-    """A call of the kernel, built for inputs like these, on inputs that may have other strides: it allocates and launches."""
+def planned(plan: Plan, config: Config, like: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput]:
+    """A call of a kernel, built for inputs like these, on inputs that may have other strides: it allocates and launches."""
     from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
 
-    assert kernel.plan is not None
-    launcher: Launcher = kernel.plan(like, config)
+    launcher = plan(like, config)
     launches: dict[Hashable, AttentionLaunch] = {}
 
     def bound(inputs: AttentionInputs) -> AttentionLaunch:

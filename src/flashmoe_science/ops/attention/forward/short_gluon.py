@@ -28,10 +28,9 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
-    AttentionKernel,
     AttentionLaunch,
-    AttentionOutput,
     Launcher,
+    our_kernel,
     run_planned,
 )
 from flashmoe_science.ops.attention.call.outputs import out_strides
@@ -264,27 +263,17 @@ class ShortLauncher(Launcher):
         return build, constexprs
 
 
-def plan(inputs: AttentionInputs, config: Config) -> ShortLauncher:
-    return ShortLauncher(inputs, config)
-
-
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch(f"^{flashmoe_short_gluon.__name__}$", _grid(problem, config["block_m"]), 32 * WARPS),)
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="few rows and keys: all keys at once, parted among the warps; sm_80 and up",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(ShortLauncher),
     launches=launches,
-    plan=plan,
+    plan=ShortLauncher,
     suits=suits,
 )

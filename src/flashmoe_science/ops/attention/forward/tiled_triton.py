@@ -23,10 +23,9 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
-    AttentionKernel,
     AttentionLaunch,
-    AttentionOutput,
     Launcher,
+    our_kernel,
     run_planned,
 )
 from flashmoe_science.ops.attention.call.outputs import out_strides
@@ -329,28 +328,18 @@ class TiledLauncher(Launcher):
         return build, constexprs
 
 
-def plan(inputs: AttentionInputs, config: Config) -> TiledLauncher:
-    return TiledLauncher(inputs, config)
-
-
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="portable Triton: one program a tile of queries; quick at short sequences",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(TiledLauncher),
     launches=launches,
-    plan=plan,
+    plan=TiledLauncher,
     suits=suits,
     interpretable=True,
 )

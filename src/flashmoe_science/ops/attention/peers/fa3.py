@@ -10,9 +10,9 @@ import functools
 import importlib
 from typing import Any
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed
@@ -125,19 +125,13 @@ def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out.transpose(1, 2), lse)
 
 
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("flash::.*FlashAttnFwd"),)
-
-
-KERNEL = AttentionKernel(
+KERNEL = peer_kernel(
     name="fa3",
-    origin="peer",
-    op="attention",
     about="FlashAttention-3 (fa3-fwd): CUTLASS, warp-specialised, Hopper",
     supports=supports,
     configs=configs,
     run=run,
-    launches=launches,
+    launches=launches_of("flash::.*FlashAttnFwd"),
     absent=absent,
     replaces_ours="if allowed",
 )

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import not_installed, one_config
+from flashmoe_science.ops.peer import not_installed
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
 
@@ -102,19 +102,12 @@ def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
     return finish(inputs, out.transpose(1, 2), lse if inputs.return_lse else None)
 
 
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("^(?!.*(pytorch_flash|flash::))(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
-
-
-KERNEL = AttentionKernel(
+KERNEL = peer_kernel(
     name="fa4",
-    origin="peer",
-    op="attention",
     about="FlashAttention-4 (flash-attn-4): CuTe DSL, Hopper and Blackwell",
     supports=supports,
-    configs=one_config,
     run=run,
-    launches=launches,
+    launches=launches_of("^(?!.*(pytorch_flash|flash::))(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),
     absent=absent,
     replaces_ours="if allowed",
 )

@@ -14,10 +14,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import not_installed
@@ -174,18 +174,12 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out.transpose(1, 2))
 
 
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch(r"\bkernel_mha\("),)
-
-
-KERNEL = AttentionKernel(
+KERNEL = peer_kernel(
     name="flashinfer_xqa",
-    origin="peer",
-    op="attention",
     about="FlashInfer's XQA (flashinfer-python): decoding from pages, no plan on the host",
     supports=supports,
     configs=configs,
     run=run,
-    launches=launches,
+    launches=launches_of(r"\bkernel_mha\("),
     absent=absent,
 )

@@ -10,13 +10,12 @@ import functools
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.peers.flashinfer import SMALLEST_PAGE, Pages, absent, page_rows, pages_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
     import torch
@@ -105,18 +104,11 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out.view(rows.shape).transpose(1, 2))
 
 
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("flashinfer::(BatchPrefillWithPagedKVCache|PersistentVariableLengthMergeStates)"),)
-
-
-KERNEL = AttentionKernel(
+KERNEL = peer_kernel(
     name="flashinfer_fa2",
-    origin="peer",
-    op="attention",
     about="FlashInfer's decoding on tensor cores (flashinfer-python): FlashAttention-2's algorithm, planned on the host",
     supports=supports,
-    configs=one_config,
     run=run,
-    launches=launches,
+    launches=launches_of("flashinfer::(BatchPrefillWithPagedKVCache|PersistentVariableLengthMergeStates)"),
     absent=absent,
 )

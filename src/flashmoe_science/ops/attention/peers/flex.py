@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
     import torch
@@ -106,18 +105,11 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out)
 
 
-def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("triton_.*flex_(attention|decoding)"),)
-
-
-KERNEL = AttentionKernel(
+KERNEL = peer_kernel(
     name="flex",
-    origin="peer",
-    op="attention",
     about="PyTorch's FlexAttention, compiled for the problem's sizes",
     supports=supports,
-    configs=one_config,
     run=run,
-    launches=launches,
+    launches=launches_of("triton_.*flex_(attention|decoding)"),
     slow=True,
 )

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import one_config
 from flashmoe_science.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
     import torch
 
+Supports = Callable[[AttentionProblem, Device], str | None]
 _MASKS = ("boolmask", "bias")
 _FLASH, _CUDNN, _EFFICIENT = "pytorch_flash::flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
 
@@ -110,16 +111,10 @@ def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     return bias
 
 
-def as_given(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as users give it, of size 1 where it is the same for all: PyTorch would convert every copy of a boolean one."""
-    for dim, stride in enumerate(mask.stride()):
-        if stride == 0:
-            mask = mask.narrow(dim, 0, 1)
-    return mask
-
-
 def attend(inputs: AttentionInputs) -> torch.Tensor:
     from torch.nn.functional import scaled_dot_product_attention
+
+    from flashmoe_science.ops.attention.call.backward import unexpanded
 
     problem = inputs.problem
     bias = _lower_right(problem.seqlen_q, problem.seqlen_k) if _bottom_right(problem) else None
@@ -127,7 +122,7 @@ def attend(inputs: AttentionInputs) -> torch.Tensor:
         inputs.q,
         inputs.k,
         inputs.v,
-        attn_mask=bias if inputs.tensors.bias is None else as_given(inputs.tensors.bias),
+        attn_mask=bias if inputs.tensors.bias is None else unexpanded(inputs.tensors.bias),
         is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,
@@ -138,56 +133,37 @@ def _run_as_called(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, attend(inputs))
 
 
-def _runner(backend: str) -> Callable[[AttentionInputs, Config], AttentionOutput]:
+def _backend(name: str, about: str, supports: Supports, backend: str, launched: str) -> AttentionKernel:
+    """PyTorch's attention by one of its backends."""
+
     def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return finish(inputs, attend(inputs))
 
-    return run
-
-
-def _promise(*names: str) -> Callable[[AttentionProblem, Config, Gpu], tuple[Launch, ...]]:
-    def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-        return tuple(Launch(name) for name in names)
-
-    return launches
-
-
-def _kernel(
-    name: str,
-    about: str,
-    supports: Callable[[AttentionProblem, Device], str | None],
-    run: Callable[[AttentionInputs, Config], AttentionOutput],
-    *names: str,
-    slow: bool = False,
-    on_cpu: bool = False,
-    replaces_ours: Literal["never", "always"] = "never",
-) -> AttentionKernel:
-    return AttentionKernel(
-        name=name,
-        origin="peer",
-        op="attention",
-        about=about,
-        supports=supports,
-        configs=one_config,
-        run=run,
-        launches=_promise(*names),
-        slow=slow,
-        on_cpu=on_cpu,
-        replaces_ours=replaces_ours,
-    )
+    return peer_kernel(name=name, about=about, supports=supports, run=run, launches=launches_of(launched))
 
 
 # The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
 KERNELS: tuple[AttentionKernel, ...] = (
-    _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", as_called_supports, _run_as_called,
-            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)", on_cpu=True, replaces_ours="always"),
-    _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", flash_supports, _runner("FLASH_ATTENTION"), _FLASH),
-    _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", cudnn_supports, _runner("CUDNN_ATTENTION"), _CUDNN),
-    _kernel("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient,
-            _runner("EFFICIENT_ATTENTION"), _EFFICIENT),
-    _kernel("sdpa_math", "PyTorch's plain attention: matrix product, softmax, matrix product", _math, _runner("MATH"),
-            "(?i:softmax)", slow=True, on_cpu=True),
-)  # fmt: skip
+    peer_kernel(
+        name="sdpa",
+        about="PyTorch's attention as a user calls it: PyTorch chooses the backend",
+        supports=as_called_supports,
+        run=_run_as_called,
+        launches=launches_of(f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)"),
+        on_cpu=True,
+        replaces_ours="always",
+    ),
+    _backend("sdpa_flash", "PyTorch's FlashAttention-2 backend", flash_supports, "FLASH_ATTENTION", _FLASH),
+    _backend("sdpa_cudnn", "PyTorch's cuDNN backend", cudnn_supports, "CUDNN_ATTENTION", _CUDNN),
+    _backend("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient, "EFFICIENT_ATTENTION", _EFFICIENT),
+    replace(
+        _backend(
+            "sdpa_math", "PyTorch's plain attention: matrix product, softmax, matrix product", _math, "MATH", "(?i:softmax)"
+        ),
+        slow=True,
+        on_cpu=True,
+    ),
+)

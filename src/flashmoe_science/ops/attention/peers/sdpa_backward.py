@@ -7,12 +7,12 @@ where lengths differ under a bottom-right mask, it is autograd's, with the forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Kernel, Launch
-from flashmoe_science.ops.attention.peers import sdpa
+from flashmoe_science.kernel import Config, Device, Kernel
+from flashmoe_science.ops.attention.peers import launches_of, sdpa
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import one_config
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients
 
+Backward = Callable[..., Sequence["torch.Tensor"]]  # dQ, dK, dV and, where it is wanted, dBias
 _FLASH, _CUDNN = "pytorch_flash::flash_bwd", "cudnn.*(sdpa|attention|flash|bprop)"
 
 
@@ -49,50 +50,42 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.int64, device=like.device)
 
 
-def _flash(inputs: BackwardInputs) -> Gradients:
+def _flash(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
     import torch
 
-    from flashmoe_science.ops.attention.call.backward import Gradients
-
     (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     rest = (None, None, q.shape[2], k.shape[2], 0.0, inputs.problem.causal, none, none)
-    dq, dk, dv = backward(dout, q, k, v, out, lse, *rest, scale=inputs.softmax_scale)
-    return Gradients(dq, dk, dv, None, None)
+    backward: Backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return backward(dout, q, k, v, out, lse, *rest, scale=inputs.softmax_scale)
 
 
-def _cudnn(inputs: BackwardInputs) -> Gradients:
+def _cudnn(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
     import torch
-
-    from flashmoe_science.ops.attention.call.backward import Gradients
 
     (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)
-    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     rest = (none, none, None, None, None, q.shape[2], k.shape[2], 0.0, inputs.problem.causal)
-    dq, dk, dv = backward(dout, q, k, v, out, lse[..., None], *rest, scale=inputs.softmax_scale)
-    return Gradients(dq, dk, dv, None, None)
+    backward: Backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    return backward(dout, q, k, v, out, lse[..., None], *rest, scale=inputs.softmax_scale)
 
 
-def _by_autograd(inputs: BackwardInputs) -> Gradients:
+def _by_autograd(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
     import torch
 
-    from flashmoe_science.ops.attention.call.backward import Gradients
+    from flashmoe_science.ops.attention.call.backward import unexpanded
     from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 
     x, bias = inputs.tensors, inputs.tensors.bias
     leaves = [one.detach().requires_grad_() for one in x[:3]]
-    if inputs.wanted.dbias and bias is not None:
-        bias = sdpa.as_given(bias).detach().requires_grad_()
-        leaves.append(bias)
     with torch.enable_grad():
-        expanded = None if bias is None else bias.expand(x.bias.shape)  # type: ignore[union-attr]  # both are None, or none is
-        tensors = x._replace(q=leaves[0], k=leaves[1], v=leaves[2], bias=expanded)
+        if inputs.wanted.dbias and bias is not None:
+            leaves.append(unexpanded(bias).detach().requires_grad_())
+            bias = leaves[3].expand(bias.shape)
+        tensors = x._replace(q=leaves[0], k=leaves[1], v=leaves[2], bias=bias)
         out = sdpa.attend(AttentionInputs(inputs.problem, tensors, inputs.options, inputs.softmax_scale))
-    dq, dk, dv, *dbias = torch.autograd.grad(out, leaves, inputs.saved.dout)
-    return Gradients(dq, dk, dv, None, dbias[0] if dbias else None)
+    return torch.autograd.grad(out, leaves, inputs.saved.dout)
 
 
-def _as_called(inputs: BackwardInputs) -> Gradients:
+def _as_called(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -111,15 +104,14 @@ def _kernel(
     name: str,
     about: str,
     supports: Callable[[AttentionBackwardProblem, Device], str | None],
-    backward: Callable[[BackwardInputs], Gradients],
-    promised: str,
-    on_cpu: bool = False,
+    backward: Backward,
+    launched: str,
 ) -> BackwardKernel:
     def run(inputs: BackwardInputs, config: Config) -> Gradients:
-        return backward(inputs)
+        from flashmoe_science.ops.attention.call.backward import Gradients
 
-    def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-        return (Launch(promised),)
+        dq, dk, dv, dbias, *_ = *backward(inputs), None
+        return Gradients(dq, dk, dv, None, dbias)
 
     return Kernel(
         name=name,
@@ -129,15 +121,17 @@ def _kernel(
         supports=supports,
         configs=one_config,
         run=run,
-        launches=launches,
-        on_cpu=on_cpu,
-        replaces_ours="always" if on_cpu else "never",
+        launches=launches_of(launched),
     )
 
 
 KERNELS: tuple[BackwardKernel, ...] = (
-    _kernel("sdpa_bwd", "the backward of PyTorch's attention as a user calls it", sdpa.as_called_supports, _as_called,
-            f"{_FLASH}|{_CUDNN}|fmha_cutlass|(?i:softmax)", on_cpu=True),
+    replace(
+        _kernel("sdpa_bwd", "the backward of PyTorch's attention as a user calls it", sdpa.as_called_supports, _as_called,
+                f"{_FLASH}|{_CUDNN}|fmha_cutlass|(?i:softmax)"),
+        on_cpu=True,
+        replaces_ours="always",
+    ),
     _kernel("sdpa_bwd_flash", "the backward of PyTorch's FlashAttention-2 backend", _flash_supports, _flash, _FLASH),
     _kernel("sdpa_bwd_cudnn", "the backward of PyTorch's cuDNN backend", _cudnn_supports, _cudnn, _CUDNN),
 )  # fmt: skip

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -46,24 +46,27 @@ from flashmoe_science.ops.attention.proof.public_calls import public_call
 
 Inputs = Mapping[str, torch.Tensor]
 
-_ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its default"
-_ZERO, _NEGATIVE, _SLICED = "a softmax scale of 0", "a negative softmax scale", "slices of larger tensors"
+_VARIANTS: Mapping[str, dict[str, Any]] = {
+    "another softmax scale": {"stretch": 1.5},
+    "the softmax scale left to its default": {"explicit": False},
+    "a softmax scale of 0": {"stretch": 0.0},
+    "a negative softmax scale": {"stretch": -1.0},
+    "slices of larger tensors": {"sliced": True},
+}
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
 _ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # features that a candidate can be called with
 _E4M3 = torch.float8_e4m3fn
 
 
-class AttentionContract(Contract):
-    """Softmax(Q K^T * scale + mask) V; see the module. ``stretch`` multiplies the usual scale, D to the -1/2; with ``explicit``
-    False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors that are twice as wide."""
+class SharedContract(Contract):
+    """What the contracts of the forward and of the backward share. ``stretch`` multiplies the usual scale, D to the -1/2; with
+    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide."""
 
-    name: ClassVar[str] = "attention"
-    outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
+    lists: ClassVar[Any]  # the module of its problems
     # "opposed": Q and K point away from each other, so that every score is far below zero.
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
-    variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
-    sweep_variants: ClassVar[tuple[str, ...]] = (_ZERO, _NEGATIVE, _SLICED)
+    variants: ClassVar[tuple[str, ...]] = ("another softmax scale", "the softmax scale left to its default")
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's FlashAttention-2": "pytorch_flash::",
         "cuDNN": "cudnn.*(sdpa|attention|flash)",
@@ -78,35 +81,41 @@ class AttentionContract(Contract):
     def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False) -> None:
         self._stretch, self._explicit, self._sliced = stretch, explicit, sliced
 
-    def variant(self, name: str) -> AttentionContract:
-        return {
-            _ANOTHER: AttentionContract(stretch=1.5),
-            _DEFAULT: AttentionContract(explicit=False),
-            _ZERO: AttentionContract(stretch=0.0),
-            _NEGATIVE: AttentionContract(stretch=-1.0),
-            _SLICED: AttentionContract(sliced=True),
-        }[name]
+    def variant(self, name: str) -> Self:
+        return type(self)(**_VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
-        return suites.COMMON if torch.cuda.is_available() else suites.COMMON_CPU
+        return tuple(self.lists.COMMON if torch.cuda.is_available() else self.lists.COMMON_CPU)
 
     def suites(self) -> Mapping[str, Sequence[str]]:
-        return suites.SUITES
+        return dict(self.lists.SUITES)
 
     def draw(self, near: AttentionProblem, chance: Random) -> AttentionProblem:
         return suites.drawn(near, chance)
 
     def smoke(self, device: Device) -> str:
-        return suites.SMOKE_CPU if device is None else suites.SMOKE
+        return str(self.lists.SMOKE_CPU if device is None else self.lists.SMOKE)
 
     def build_problems(self) -> Sequence[str]:
-        return suites.BUILD
+        return tuple(self.lists.BUILD)
 
     def small_problems(self) -> Sequence[str]:
-        return suites.small()
+        return tuple(self.lists.small())
 
     def sweep(self) -> Sequence[str]:
-        return suites.sweep()
+        return tuple(self.lists.sweep())
+
+    def _scale(self, problem: AttentionProblem) -> float:
+        return problem.softmax_scale * self._stretch
+
+
+class AttentionContract(SharedContract):
+    """Softmax(Q K^T * scale + mask) V; see the module."""
+
+    name: ClassVar[str] = "attention"
+    lists: ClassVar[Any] = suites
+    outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
+    sweep_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale", "slices of larger tensors")
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or self.cannot_call(problem)
@@ -162,9 +171,6 @@ class AttentionContract(Contract):
     def rounding(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, ...]:
         return (0.0, self.score_rounding(problem, inputs, self._scale(problem)))
 
-    def _scale(self, problem: AttentionProblem) -> float:
-        return problem.softmax_scale * self._stretch
-
     def score_rounding(self, problem: AttentionProblem, inputs: Inputs, scale: float) -> float:
         """What scores accumulated in fp32 err by; see the module."""
         query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
@@ -178,9 +184,7 @@ class AttentionContract(Contract):
         return AttentionInputs(problem, *features_inputs.call_of(problem, inputs), self._scale(problem))
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
-        if result.lse is None:
-            return (result.out,)
-        return (result.out, result.lse)
+        return (result.out,) if result.lse is None else (result.out, result.lse)
 
     def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
         return replace(taken, options=taken.options._replace(return_lse=False))
@@ -188,9 +192,7 @@ class AttentionContract(Contract):
     def planned(
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
-        if kernel.plan is None:
-            return lambda inputs: kernel.run(inputs, config)
-        return planned(kernel, config, like)
+        return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
 
     def user_call(
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device

@@ -35,7 +35,7 @@ def call(text: str, inputs: dict[str, torch.Tensor] | None = None) -> BackwardIn
 
 
 def run(inputs: BackwardInputs) -> Gradients:
-    launch = planned(KERNEL, KERNEL.configs(inputs.problem, GPU)[0], inputs)
+    launch = planned(KERNEL.plan, KERNEL.configs(inputs.problem, GPU)[0], inputs)
     with allocations(True):  # memory full of NaN
         return launch(inputs)
 

@@ -146,7 +146,7 @@ def test_a_launch_takes_the_public_functions_tensors(case: str, splits: int) -> 
     found = launcher.bind(inputs.tensors, options)(given, None, ALL_KEYS, None, None)
     assert found is not None
     again = launches()
-    planned_call = planned(module.KERNEL, module.KERNEL.configs(inputs.problem, H200)[0], with_splits(inputs, splits))
+    planned_call = planned(module.KERNEL.plan, module.KERNEL.configs(inputs.problem, H200)[0], with_splits(inputs, splits))
     result = planned_call(with_splits(inputs, splits))
     out, lse = result.out, result.lse
     assert lse is not None

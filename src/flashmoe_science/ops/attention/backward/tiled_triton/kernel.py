@@ -25,19 +25,11 @@ from flashmoe_science.ops.attention.backward.tiled_triton.config import (
     tile_of,
 )
 from flashmoe_science.ops.attention.backward.tiled_triton.launch import TiledBackwardLauncher
-from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, run_planned
+from flashmoe_science.ops.attention.call.backward import BackwardKernel, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.launch import cdiv
 
 NAME = "bwd_triton"
-
-
-def plan(inputs: BackwardInputs, config: Config) -> TiledBackwardLauncher:
-    return TiledBackwardLauncher(inputs, config)
-
-
-def run(inputs: BackwardInputs, config: Config) -> Gradients:
-    return run_planned(KERNEL, inputs, config)
 
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -72,9 +64,9 @@ KERNEL = BackwardKernel(
     about="portable Triton: a kernel for dK and dV, one for dQ; deterministic, every feature but caches",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(TiledBackwardLauncher),
     launches=launches,
-    plan=plan,
+    plan=TiledBackwardLauncher,
     workspace=workspace,
     interpretable=True,
 )

@@ -34,7 +34,7 @@ from flashmoe_science.ops.attention.call.backward import (
     Saved,
     Wanted,
     gradients_like,
-    summed_shape,
+    unexpanded,
 )
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.problem import padded_head_dim
@@ -187,7 +187,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         assert tensors.bias is not None
         tile = tile_of(self._config, QUERIES)
         tiles_m, tiles_n = cdiv(sizes.seqlen_q, tile[0]), cdiv(sizes.seqlen_k, tile[1])
-        one = [size == 1 for size in summed_shape(tensors.bias)]
+        one = [size == 1 for size in unexpanded(tensors.bias).shape]
         counts = (sizes.batch, sizes.heads, tiles_m, tiles_n)
         own = tuple(count if alone else 1 for count, alone in zip(counts, one, strict=True))
         right, left = right_of(self._problem, sizes.seqlen_q), self._problem.features.window_left

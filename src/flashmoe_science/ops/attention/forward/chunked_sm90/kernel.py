@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
@@ -215,10 +215,6 @@ def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
     return ChunkLauncher(flashmoe_chunk_gluon_sm90, inputs, config)
 
 
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     work = work_in(problem, config)
     splits = splits_for(work, config, gpu)
@@ -229,14 +225,12 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (main,) if splits == 1 else (main, merge)
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="warp-specialised Gluon for Hopper for few queries of many keys: packed query heads, keys split over programs",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device import sm90
 from flashmoe_science.ops.attention.device.kv_pipeline import Buffers
 from flashmoe_science.ops.attention.device.mask import MaskBounds, mask_keys
@@ -303,10 +303,6 @@ def plan(inputs: AttentionInputs, config: Config) -> Fp32Launcher:
     return Fp32Launcher(flashmoe_fp32_gluon_sm90, inputs, config)
 
 
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     heads = problem.batch * problem.heads
     blocks = plane_blocks(heads * problem.seqlen_q, problem.batch * problem.heads_kv * problem.seqlen_k)
@@ -317,14 +313,12 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     )
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="warp-specialised Gluon for Hopper for fp32: numbers as sums of three of bf16",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device.bias import Bias
 from flashmoe_science.ops.attention.device.bias_args import STRIDES
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
@@ -144,10 +144,6 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     return kind(flashmoe_fwd_gluon_sm90, inputs.problem, config, gpu, inputs.return_lse, early, dtypes)
 
 
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
     if not is_packed(problem):
@@ -157,14 +153,12 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="warp-specialised Gluon for Hopper: a TMA producer and one to three consumer warpgroups",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

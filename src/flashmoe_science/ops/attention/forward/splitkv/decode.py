@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
     sequence_by_length,
@@ -186,29 +186,19 @@ class DecodeLauncher(SplitLauncher):
         return {name: every[name] for name in flashmoe_decode_gluon.arg_names if name in every}
 
 
-def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
-    return DecodeLauncher(inputs, config)
-
-
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     main, *merge = split_triton.launches(problem, config, gpu)
     return (replace(main, name=f"^{flashmoe_decode_gluon.__name__}$"), *merge)
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="decoding: few rows over many keys, all copies on their way at once, keys parted among the warps; sm_80 and up",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(DecodeLauncher),
     launches=launches,
-    plan=plan,
+    plan=DecodeLauncher,
     workspace=workspace,
     suits=suits,
 )

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
@@ -165,10 +165,6 @@ def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
     return SplitLauncher(flashmoe_split_triton, inputs, config)
 
 
-def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     work, chosen = splits_in(problem, config, gpu.sm_count)
     grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
@@ -179,14 +175,12 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     return (main, merge) if chosen.splits > 1 or chosen.ranges else (main,)
 
 
-KERNEL = AttentionKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention",
     about="portable Triton for serving: packed query heads, keys split over programs, caches, windows, masks",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

@@ -17,15 +17,14 @@ as with inputs that are all alike, sums in fp32 differ with their order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from random import Random
 from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Output, unit_roundoff
-from flashmoe_science.kernel import Config, Device
+from flashmoe_science.contract import Errors, Output, unit_roundoff
+from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardKernel,
@@ -36,66 +35,34 @@ from flashmoe_science.ops.attention.call.backward import (
 )
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.call.tensors import Tensors
-from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.proof import inputs as features_inputs
 from flashmoe_science.ops.attention.proof.backward import suites
 from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle, backward_plain, mass_of
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
+from flashmoe_science.ops.attention.proof.contract import SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
-from flashmoe_science.ops.attention.proof.suites import drawn
 
 Inputs = Mapping[str, torch.Tensor]
 
-_ANOTHER, _DEFAULT, _SLICED = "another softmax scale", "the softmax scale left to its default", "slices of larger tensors"
 _FP32 = 2.0**-24
 
 
-class AttentionBackwardContract(Contract):
-    """Gradients of softmax(Q K^T * scale + mask) V; see the module. ``stretch``, ``explicit`` and ``sliced`` are those of the
-    forward's contract; with ``of_lse`` the log-sum-exp has a gradient too, which a candidate is not asked for."""
+class AttentionBackwardContract(SharedContract):
+    """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient too, which a
+    candidate is not asked for."""
 
     name: ClassVar[str] = "attention_backward"
+    lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
-    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
-    variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
-    sweep_variants: ClassVar[tuple[str, ...]] = (_SLICED,)
-    families: ClassVar[Mapping[str, str]] = FORWARD.families
+    sweep_variants: ClassVar[tuple[str, ...]] = ("slices of larger tensors",)
 
     def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False, of_lse: bool = False) -> None:
-        self._stretch, self._explicit, self._sliced, self._of_lse = stretch, explicit, sliced, of_lse
-
-    def variant(self, name: str) -> AttentionBackwardContract:
-        return {
-            _ANOTHER: AttentionBackwardContract(stretch=1.5),
-            _DEFAULT: AttentionBackwardContract(explicit=False),
-            _SLICED: AttentionBackwardContract(sliced=True),
-        }[name]
-
-    def default_problems(self) -> Sequence[str]:
-        return suites.COMMON if torch.cuda.is_available() else suites.CPU
-
-    def suites(self) -> Mapping[str, Sequence[str]]:
-        return suites.SUITES
-
-    def draw(self, near: AttentionBackwardProblem, chance: Random) -> AttentionProblem:
-        return drawn(near, chance)
-
-    def smoke(self, device: Device) -> str:
-        return suites.SMOKE_CPU if device is None else suites.SMOKE
-
-    def build_problems(self) -> Sequence[str]:
-        return suites.BUILD
-
-    def small_problems(self) -> Sequence[str]:
-        return suites.small()
-
-    def sweep(self) -> Sequence[str]:
-        return suites.sweep()
+        super().__init__(stretch, explicit, sliced)
+        self._of_lse = of_lse
 
     def cannot(self, problem: Any) -> str | None:
-        reason = super().cannot(problem)
-        return reason or FORWARD.cannot_call(problem)
+        return super().cannot(problem) or FORWARD.cannot_call(problem)
 
     def inputs(
         self, problem: AttentionBackwardProblem, device: torch.device, generator: torch.Generator
@@ -159,7 +126,7 @@ class AttentionBackwardContract(Contract):
         wanted = Wanted(dsinks=features.sinks, dbias=features.bias == "additive")
         lse = torch.empty(tensors.q.shape[:3], dtype=torch.float32, device=tensors.q.device)
         saved = Saved(torch.empty_like(dout), lse, dout, inputs.get("dlse"))
-        return BackwardInputs(problem, tensors, saved, options, problem.softmax_scale * self._stretch, wanted)
+        return BackwardInputs(problem, tensors, saved, options, self._scale(problem), wanted)
 
     def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
         return tuple(one for one in result if one is not None)
@@ -167,9 +134,7 @@ class AttentionBackwardContract(Contract):
     def planned(
         self, kernel: BackwardKernel, config: Config, like: BackwardInputs
     ) -> Callable[[BackwardInputs], Gradients]:
-        if kernel.plan is None:
-            return lambda inputs: kernel.run(inputs, config)
-        return planned(kernel, config, like)
+        return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
 
 
 def _sums(problem: AttentionBackwardProblem) -> float:

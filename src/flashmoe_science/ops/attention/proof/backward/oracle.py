@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.backward import BackwardInputs, Wanted
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, Wanted, unexpanded
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof.oracle import (
     CHUNK_SCORES,
@@ -76,10 +76,7 @@ def mass_of(inputs: BackwardInputs) -> Mass:
 def _inputs_of(inputs: BackwardInputs) -> list[torch.Tensor]:
     """What the wanted gradients are those of; of a bias what is expanded."""
     x = inputs.tensors
-    bias = x.bias
-    for dim in range(0 if bias is None else bias.dim()):
-        assert bias is not None
-        bias = bias.narrow(dim, 0, 1) if bias.stride(dim) == 0 else bias
+    bias = None if x.bias is None else unexpanded(x.bias)
     every = zip((x.q, x.k, x.v, x.sinks, bias), inputs.wanted, strict=True)
     return [one for one, wanted in every if one is not None and wanted]
 

@@ -10,7 +10,7 @@ from flashmoe_science.ops.attention.proof import suites as forward
 SMOKE, SMOKE_CPU = "attnbwd b1 h2 q64 d64 fp16", "attnbwd b1 h2 q64 d64 fp32"
 BUILD = ("attnbwd b4 h16 q4096 d128 bf16 causal", "attnbwd b8 h4 q128 d64 fp16", "attnbwd b4 h8 q4096 d256 bf16")
 COMMON = ("attnbwd b8 h8 q512 d64 fp16 causal", "attnbwd b4 h16 q4096 d128 bf16", "attnbwd b4 h16 q4096 d128 bf16 causal")
-CPU = ("attnbwd b1 h1 q64 d64 fp32", "attnbwd b1 h4 q128 d64 fp32 causal", "attnbwd b1 h4 q128 d64 bf16 causal")
+COMMON_CPU = ("attnbwd b1 h1 q64 d64 fp32", "attnbwd b1 h4 q128 d64 fp32 causal", "attnbwd b1 h4 q128 d64 bf16 causal")
 
 _TINY = 20_000_000  # operations
 _TOKENS, _WIDTH = 16384, 2048  # of a problem, over all batches; heads times head_dim
@@ -73,4 +73,4 @@ def _train() -> Iterator[str]:
         yield f"attnbwd {text} bf16 causal bshd"
 
 
-SUITES: dict[str, tuple[str, ...]] = {"train": tuple(_train()), "quick-backward": COMMON, "cpu-backward": CPU}
+SUITES: dict[str, tuple[str, ...]] = {"train": tuple(_train()), "quick-backward": COMMON, "cpu-backward": COMMON_CPU}
