@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmoe_science.ops.attention.problem import problem as forward
+from flashmoe_science.ops.attention import problem as forward
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
-from flashmoe_science.ops.attention.problem.problem import AttentionProblem
 from flashmoe_science.problem import DTYPE_BYTES, ProblemError
 
 WORD = "attnbwd"

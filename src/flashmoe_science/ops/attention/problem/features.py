@@ -123,36 +123,23 @@ class Features:
         """Which of KINDS are asked for."""
         asked = {
             "window": self.window,
-            "softcap": self.softcap > 0,
+            "softcap": self.softcap,
             "sinks": self.sinks,
-            "alibi": self.bias == "alibi",
-            "boolmask": self.bias == "boolean",
-            "bias": self.bias == "additive",
-            "prefix": self.prefix > 0,
-            "ragged": self.lengths == "ragged",
-            "packed": self.lengths == "packed",
-            "page": self.page > 0,
+            "prefix": self.prefix,
+            "page": self.page,
             "leftpad": self.leftpad,
             "fp8kv": self.fp8_cache,
         }
-        return tuple(kind for kind in KINDS if asked[kind])
+        return tuple(kind for kind in KINDS if asked.get(kind) or kind == self.lengths or _BIAS_WORDS.get(kind) == self.bias)
 
     def words(self) -> tuple[str, ...]:
         """The words of the text form, none for the default."""
-        sizes = {
-            "left": self.window_left,
-            "right": self.window_right,
-            "softcap": self.softcap or None,
-            "prefix": self.prefix or None,
-            "page": self.page or None,
-        }
-        kinds = self.kinds()
-        named = [f"{name}{sizes[name]}" for name in ("left", "right", "softcap") if sizes[name] is not None]
-        named += [word for word in ("sinks", *_BIAS_WORDS) if word in kinds]
-        named += [f"prefix{self.prefix}"] if self.prefix else []
-        named += [self.lengths] if self.lengths != "equal" else []
-        named += [f"page{self.page}"] if self.page else []
-        return (*named, *(word for word in ("leftpad", "fp8kv") if word in kinds))
+        window = (("left", self.window_left), ("right", self.window_right))
+        sizes = {"softcap": self.softcap, "prefix": self.prefix, "page": self.page}
+        return (
+            *(f"{side}{keys}" for side, keys in window if keys is not None),
+            *(f"{kind}{sizes.get(kind, '')}" for kind in self.kinds() if kind != "window"),
+        )
 
     @classmethod
     def read(cls, sizes: Mapping[str, int], flags: Mapping[str, str]) -> Self:
