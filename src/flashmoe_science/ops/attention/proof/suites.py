@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle
 from random import Random
@@ -120,37 +120,16 @@ def _fp32() -> Iterator[str]:
     yield "attn b1 h16 q2500 d160 fp32 bshd"
 
 
-def _quick() -> Iterator[str]:
-    yield "attn b1 h1 q128 d64 fp16"
-    yield "attn b32 h8 q256 d64 fp16"
-    yield "attn b2 h8 q512 d64 bf16 causal"
-    yield "attn b1 h16 hk4 q1000 k1500 d96 bf16 causal"
-    yield "attn b4 h16 q4096 d128 bf16 bshd"
-    yield "attn b4 h16 q4096 d128 bf16 causal bshd"
-
-
-def _cpu() -> Iterator[str]:
-    yield "attn b1 h1 q64 d64 fp32"
-    yield "attn b1 h4 q128 d64 fp32"
-    yield "attn b2 h8 q256 d64 fp32 causal"
-    yield "attn b1 h8 hk2 q200 k333 d40 fp32"
-    yield "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd"
-    yield "attn b1 h8 q512 d64 fp32 causal"
-    yield "attn b1 h4 q256 d64 bf16"
-
-
-_NAMED: dict[str, Callable[[], Iterator[str]]] = {
-    "documents": _documents,
-    "long": _long,
-    "fp32": _fp32,
-    "quick": _quick,
-    "cpu": _cpu,
-    "decode": suites_serving.decode,
-    "decode-paged": suites_serving.decode_paged,
-    "chunked": suites_serving.chunked,
-    "serving": suites_serving.serving,
-}
-SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts())) for name, texts in _NAMED.items()}
+_QUICK = ("attn b1 h1 q128 d64 fp16", "attn b32 h8 q256 d64 fp16", "attn b2 h8 q512 d64 bf16 causal",
+          "attn b1 h16 hk4 q1000 k1500 d96 bf16 causal", "attn b4 h16 q4096 d128 bf16 bshd",
+          "attn b4 h16 q4096 d128 bf16 causal bshd")  # fmt: skip
+_CPU = ("attn b1 h1 q64 d64 fp32", "attn b1 h4 q128 d64 fp32", "attn b2 h8 q256 d64 fp32 causal",
+        "attn b1 h8 hk2 q200 k333 d40 fp32", "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd", "attn b1 h8 q512 d64 fp32 causal",
+        "attn b1 h4 q256 d64 bf16")  # fmt: skip
+_NAMED: dict[str, Iterable[str]] = {
+    "documents": _documents(), "long": _long(), "fp32": _fp32(), "quick": _QUICK, "cpu": _CPU, **suites_serving.SUITES
+}  # fmt: skip
+SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts)) for name, texts in _NAMED.items()}
 
 _FEW_QUERIES = 4  # keys for each query, from which on a problem is one of decoding or of chunks
 _REACH = 0.75  # log2 of the factor by which a length may differ from the suite's

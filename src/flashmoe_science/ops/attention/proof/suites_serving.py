@@ -6,6 +6,7 @@ Keys and values of one problem take 2.2 GB at the most, so that two sets of them
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -15,6 +16,7 @@ from flashmoe_science.ops.attention.problem import AttentionProblem
 # Of models: Llama-3-8B and Mistral (32 heads on 8), Llama-2-7B (32), Llama-3-70B (64 on 8), one key head for all (16 on 1).
 _GQA4, _MHA, _GQA8, _MQA = "h32 hk8", "h32", "h64 hk8", "h16 hk1"
 
+# One to eight queries against 1k to 128k keys, batches of 1 to 128.
 _DECODE = (
     # One length for all, as one request has, or a batch that a framework pads.
     *(f"b1 {_GQA4} q1 k{keys} d128" for keys in (1024, 4096, 8192, 16384, 32768, 131072)),
@@ -39,6 +41,7 @@ _DECODE = (
     f"b64 {_MQA} q1 k8192 d128 bshd ragged",
     f"b32 {_GQA4} q1 k4096 d64 bshd ragged",
 )
+# The same from pages of 16 and 64 keys.
 _DECODE_PAGED = (
     f"b1 {_GQA4} q1 k8192 d128 bshd ragged page16",
     f"b1 {_GQA4} q1 k65536 d128 bshd ragged page64",
@@ -52,6 +55,7 @@ _DECODE_PAGED = (
     f"b32 {_GQA8} q1 k4096 d64 bshd ragged page16",
 )
 
+# 16 to 512 queries against 8k to 128k keys.
 _CHUNKED = (
     *(f"b1 {_GQA4} q16 k{keys} d128 causal" for keys in (8192, 131072)),
     f"b1 {_GQA4} q64 k32768 d128",
@@ -68,6 +72,7 @@ _CHUNKED = (
     f"b16 {_GQA4} q512 k16384 d128 causal bshd packed",
 )
 
+# Windows, caps, sinks, biases, packed sequences and 8-bit caches, of models that have them.
 _SERVING = (
     # Mistral: a window of 4096.
     f"b1 {_GQA4} q8192 d128 causal bshd left4095",
@@ -125,37 +130,15 @@ SMALL = (
 )
 
 
-def decode() -> Iterator[str]:
-    """One to eight queries against 1k to 128k keys, batches of 1 to 128."""
-    return _named(_DECODE)
-
-
-def decode_paged() -> Iterator[str]:
-    """The same from pages of 16 and 64 keys."""
-    return _named(_DECODE_PAGED)
-
-
-def chunked() -> Iterator[str]:
-    """16 to 512 queries against 8k to 128k keys."""
-    return _named(_CHUNKED)
-
-
-def serving() -> Iterator[str]:
-    """Windows, caps, sinks, biases, packed sequences and 8-bit caches, of models that have them."""
-    return _named(_SERVING)
-
-
 def small() -> Iterator[str]:
     return (f"attn {one}" for one in SMALL)
 
 
-def _named(texts: tuple[str, ...]) -> Iterator[str]:
-    """The texts of problems as they print, in bf16."""
-    for text in texts:
-        sizes, _, rest = text.partition(" d")
-        width, _, words = rest.partition(" ")
-        yield " ".join(f"attn {sizes} d{width} bf16 {words}".split())
-
+# The texts of problems as they print, in bf16.
+SUITES = {
+    name: [re.sub(r" d\d+", r"\g<0> bf16", f"attn {text}") for text in texts]
+    for name, texts in (("decode", _DECODE), ("decode-paged", _DECODE_PAGED), ("chunked", _CHUNKED), ("serving", _SERVING))
+}
 
 _REACH = 0.75  # log2 of the factor by which a size may differ from the suite's
 _MOST_HEADS = 128
