@@ -11,7 +11,7 @@ row, has fewer rows in mind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, 
 def build(
     out: Pointer, lse: Pointer | None, cu_seqlens_q: Pointer | None, sinks: Pointer | None, strides_out: Sequence[int],
     fixed: tuple[Any, ...], early: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """The launch of the merge with these constexprs, for outputs of a class of strides."""
+) -> Build:  # fmt: skip
+    """The Build of the merge with these constexprs, for outputs of a class of strides."""
     arguments = (Pointer(torch.float32), out, lse, cu_seqlens_q, sinks, *strides_out, *[2] * len(SIZES), *fixed)
-    return Build(flashmoe_chunk_merge, arguments, num_warps=WARPS, launch_pdl=early).launch
+    return Build(flashmoe_chunk_merge, arguments, num_warps=WARPS, launch_pdl=early)

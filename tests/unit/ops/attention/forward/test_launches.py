@@ -45,6 +45,9 @@ class Recorded:
     def launch(self, grid: Any, *args: Any) -> None:
         Recorded.launched.append((self.name, grid, *args))
 
+    def bound(self, grid: Any, *last: Any) -> Callable[..., None]:
+        return lambda *args: self.launch(grid, *args, *last)
+
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     work_of,
 )
 from flashmoe_science.ops.descriptors import template
-from flashmoe_science.ops.launch import Build, Grid, Pointer, allocator, argument, can_start_early, stride_class
+from flashmoe_science.ops.launch import Build, Pointer, allocator, argument, can_start_early, stride_class
 
 
 class _Started(NamedTuple):
@@ -40,8 +39,13 @@ class _Started(NamedTuple):
     constexprs: tuple[Any, ...]
 
 
-# (q, k, v, out, lse, the partials, the features' tensors, softmax_scale)
-_Start = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float], None]
+class _Kernels(NamedTuple):
+    """What launches a call."""
+
+    describe: Callable[..., tuple[Any, ...]]  # the descriptors of Q, K and V
+    start: Callable[..., None]  # (descriptors, out, lse, the partials, the features' tensors, softmax_scale)
+    merge: Callable[..., None] | None  # (the partials, out, lse, cu_seqlens_q, sinks); None where keys are not split
+    floats: int  # numbers of the partials
 
 
 class ChunkLauncher(Launcher):
@@ -60,10 +64,10 @@ class ChunkLauncher(Launcher):
         self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _features(inputs.tensors))
         self._options = {"num_warps": 4, "maxnreg": registers(config), "launch_pdl": self._early}
         self._builds: dict[Variant, _Started] = {}
-        self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._merges: dict[tuple[Any, ...], Build] = {}
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
-        begin, floats = self._start(tensors, options, out)
+        describe, start, merge, floats = self._kernels(tensors, options, out)
         (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(tensors.q.is_cuda)
         default_scale, of_partials = tensors.q.shape[3] ** -0.5, ((floats,), (1,), torch.float32)
         nothing = (None,) * len(self._tensors)
@@ -79,14 +83,16 @@ class ChunkLauncher(Launcher):
             partials = new(*of_partials) if floats else None
             features = nothing if len(tensors) == 3 else tuple([argument(one) for one in _features(tensors)])
             scale = default_scale if scale is None else scale
-            begin(q, k, v, argument(out), argument(lse), argument(partials), features, scale)
+            out_at, lse_at, partials_at = argument(out), argument(lse), argument(partials)
+            start(*describe(q, k, v), out_at, lse_at, partials_at, *features, scale)
+            if merge is not None:
+                merge(partials_at, out_at, lse_at, features[0], features[-1])
             return out, lse
 
         return launch
 
-    def _start(self, tensors: Tensors, options: Options, out: torch.Tensor | None) -> tuple[_Start, int]:
-        """What launches such a call, and how many numbers its partials are."""
-        q, k, v = tensors[:3]
+    def _kernels(self, tensors: Tensors, options: Options, out: torch.Tensor | None) -> _Kernels:
+        q, k = tensors[:2]
         config, problem, (_, heads, total_q, _), (_, heads_kv, capacity, _) = self._config, self._problem, q.shape, k.shape
         batch, group = sequences(tensors), heads // heads_kv
         packed, table = tensors.cu_seqlens_q is not None, tensors.page_table
@@ -108,14 +114,14 @@ class ChunkLauncher(Launcher):
         sizes = (*strides_out, total_q, heads_kv, seqlen_q, capacity, splits, all_rows)
         softcap = options.softcap if problem.features.softcap else None
         tail = (softcap, *window_of(problem), *sizes, stride_table, batch, *started.constexprs)
-        grid = (programs, splits, 1)
+        start = started.build.bound((programs, splits, 1), *tail)
         if splits == 1:
-            return partial(_launch_one, started.build.launch, grid, describe, tail), 0
+            return _Kernels(describe, start, None, 0)
         merge, constexprs = self._merge(variant, splits, strides_out)
         merge_grid = (chunk_merge.programs(all_rows, problem.head_dim_v), 1, 1)
         merge_tail = (*strides_out, total_q, heads_kv, seqlen_q, splits, all_rows, *constexprs)
         floats = partial_bytes(all_rows, splits, problem.head_dim_v) // 4
-        return partial(_launch_two, started.build.launch, grid, describe, tail, merge, merge_grid, merge_tail), floats
+        return _Kernels(describe, start, merge.bound(merge_grid, *merge_tail), floats)
 
     def _encoders(self, started: _Started, tensors: Tensors) -> tuple[Parts, ...]:
         """Of Q as [batch, heads_kv, group, seqlen, head_dim], of K and of V."""
@@ -143,35 +149,17 @@ class ChunkLauncher(Launcher):
         made = self._builds[variant] = _Started(build, templates, constexprs)
         return made
 
-    def _merge(self, variant: Variant, splits: int, strides: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    def _merge(self, variant: Variant, splits: int, strides: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         constexprs = tuple(chunk_merge.constexprs(variant.group, self._problem.head_dim_v, splits, self._early).values())
         key = (variant.strides, constexprs)
-        launch = self._merges.get(key)
-        if launch is None:
-            launch = chunk_merge.build(
+        if key not in self._merges:
+            self._merges[key] = chunk_merge.build(
                 self._out, self._lse, self._tensors[0], self._tensors[-1], strides, constexprs, self._early
             )
-            self._merges[key] = launch
-        return launch, constexprs
+        return self._merges[key], constexprs
 
 
 def _features(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
     """Those of Tensors that the kernel takes, in its order: the packed queries' first, the sinks last."""
     _, _, _, cu_q, cu_k, seqlens, table, batch_idx, _, sinks, *_ = tensors
     return cu_q, cu_k, seqlens, batch_idx, table, sinks
-
-
-def _launch_one(
-    start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, features: tuple[Any, ...], scale: float,
-) -> None:  # fmt: skip
-    start(grid, *describe(q, k, v), out, lse, None, *features, scale, *tail)
-
-
-def _launch_two(
-    start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
-    merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, features: tuple[Any, ...], scale: float,
-) -> None:  # fmt: skip
-    start(grid, *describe(q, k, v), out, lse, partials, *features, scale, *tail)
-    merge(merge_grid, partials, out, lse, features[0], features[-1], *merge_tail)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +42,7 @@ from flashmoe_science.ops.launch import (
     Pointer,
     address,
     allocator,
+    argument,
     can_start_early,
     next_power_of_2,
     stride_class,
@@ -52,10 +52,15 @@ from flashmoe_science.ops.launch import (
 _MOST_NEW = 16  # rows of a sequence that the kernel appends
 _FEATURES, _NEW = 12, 5  # tensors of features, and of what is appended
 _ABSENT = (None,) * (_FEATURES + _NEW)
-_Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
-# Launches the kernels: (q, k, v, out, lse, the partials, all other tensors, softmax_scale, the keys of each sequence where no
-# lengths are given, _Sizes.of_keys of the call).
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, int, tuple[int, ...]], None]
+_Started = tuple[Build, tuple[Any, ...]]  # a build, and the constexprs that end its arguments
+
+
+class _Kernels(NamedTuple):
+    """What launches a call."""
+
+    start: Callable[..., None]  # (q, k, v, out, lse, the partials, all other tensors, softmax_scale, softcap, keys, of_keys)
+    merge: Callable[..., None] | None  # (the partials, out, lse, sinks, three of lengths, keys, capacity); None without splits
+    floats: int  # numbers of the partials
 
 
 class _Sizes(NamedTuple):
@@ -101,7 +106,7 @@ class SplitLauncher(Launcher):
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by Variant
         self._merges: dict[tuple[merge_triton.Merged, int], _Started] = {}  # with its warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
-        self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MAX_CALLS)
+        self._kernels: Cache[Hashable, _Kernels] = Cache(MAX_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.features.lengths != "equal"
         self._right_one, self._right_more = (right_of(problem, queries) for queries in (1, 2))
         self._uneven = lengths_differ(problem) and inputs.tensors.cache_seqlens is not None
@@ -113,40 +118,43 @@ class SplitLauncher(Launcher):
         sizes = _sizes_of(tensors, options, out)
         if tensors.new_k is not None:
             self._check_new(tensors, sizes)
-        begin, floats = self._bind(sizes, options)
+        kernels = self._bind(sizes, options)
         (of_out, of_lse), new = outputs_of(tensors, options, out_strides(tensors, out)), allocator(self._on_gpu)
         default_scale, must_align = tensors.q.shape[3] ** -0.5, alignment_mask(tensors)
         bias_at = 0 if tensors.bias is None else tensors.bias.data_ptr() & 15
         of_keys, capacity, in_cache = sizes.of_keys, sizes.of_keys[6], tensors.cache_seqlens is not None
         grows = not self._ragged and all(one is None for one in (tensors.bias, tensors.prefix, tensors.k_scale))
-        starts: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MAX_CALLS)
-        starts[-(-capacity // KEY_CLASS), capacity % self._block_n == 0] = begin, floats
+        by_keys: Cache[tuple[int, bool], _Kernels] = Cache(MAX_CALLS)
+        by_keys[-(-capacity // KEY_CLASS), capacity % self._block_n == 0] = kernels
+        softcap = options.softcap
 
         def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v, *rest = [None if one is None else address(one) for one in tensors]
             others = tuple(rest) if rest else _ABSENT
             if must_align and ((q | k | v | (others[12] or 0) | (others[13] or 0)) & 15 or (others[8] or 0) & 15 != bias_at):
                 return None
-            start, count, before, mine = begin, floats, 0 if in_cache else min(length, capacity), of_keys
+            (start, merge, floats), before, mine = kernels, 0 if in_cache else min(length, capacity), of_keys
             if grows:
                 before = tensors[1].shape[2]  # type: ignore[union-attr]  # never None
                 mine = (*of_keys[:6], before)
-                start, count = starts.get((-(-before // KEY_CLASS), before % block_n == 0)) or start_for(before)
+                start, merge, floats = by_keys.get((-(-before // KEY_CLASS), before % block_n == 0)) or kernels_for(before)
             if out is None:
                 out = new(*of_out)
             if of_lse is not None and lse is None:
                 lse = new(*of_lse)
-            partials = new((count,), (1,), torch.float32) if count else None
+            partials = new((floats,), (1,), torch.float32) if floats else None
             scale = default_scale if scale is None else scale
-            lse_at, partials_at = None if lse is None else address(lse), None if partials is None else address(partials)
-            start(q, k, v, address(out), lse_at, partials_at, others, scale, before, mine)
+            out_at, lse_at, partials_at = address(out), argument(lse), argument(partials)
+            start(q, k, v, out_at, lse_at, partials_at, *others, scale, softcap, before, *mine)
+            if merge is not None:
+                merge(partials_at, out_at, lse_at, others[6], others[0], others[2], others[5], before, mine[6])
             return out, lse
 
         block_n = self._block_n
 
-        def start_for(keys: int) -> tuple[_Launch, int]:
+        def kernels_for(keys: int) -> _Kernels:
             made = self._bind(sizes._replace(keys=keys, of_keys=(*of_keys[:6], keys)), options)
-            starts[-(-keys // KEY_CLASS), keys % block_n == 0] = made
+            by_keys[-(-keys // KEY_CLASS), keys % block_n == 0] = made
             return made
 
         return launch
@@ -169,8 +177,8 @@ class SplitLauncher(Launcher):
         held, uneven = occupancy(self._problem, config, work), batch if self._uneven else 1
         return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
-    def _bind(self, sizes: _Sizes, options: Options) -> tuple[_Launch, int]:
-        """The launch of tensors of these sizes, and how many numbers its partials are."""
+    def _bind(self, sizes: _Sizes, options: Options) -> _Kernels:
+        """The _Kernels of tensors of these sizes."""
         (
             batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides,
             of_bias, of_table, of_slopes, of_scales, new,
@@ -180,23 +188,23 @@ class SplitLauncher(Launcher):
         wide = max(qm, om, kn, vn, qh, oh) * max(self._block_m, self._block_n, heads // heads_kv) >= 2**30
         # All that the launch depends on: with a cache that grows it is found again for KEY_CLASS tokens.
         key = (
-            options.num_splits, options.softcap, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends,
+            options.num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends,
             compensated, wide,
             stride_unit((kb, kh, kn, vb, vh, vn, *strides)),
             stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
             strides, of_bias, of_table, of_slopes, of_scales, new,
         )  # fmt: skip
-        launch = self._launches.get(key)
-        if launch is None:
-            launch = self._launches[key] = self._bind_class(*key, of_keys)
-        return launch
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            kernels = self._kernels[key] = self._bind_class(*key, of_keys)
+        return kernels
 
     def _bind_class(
-        self, num_splits: int, softcap: float, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
+        self, num_splits: int, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
         ends: bool, compensated: bool, wide: bool, unit: int, of_strides: Hashable,
         strides: tuple[int, ...], of_bias: tuple[int, ...], of_table: int, of_slopes: int, of_scales: tuple[int, ...],
         new: OfNew, of_keys: tuple[int, ...],
-    ) -> tuple[_Launch, int]:  # fmt: skip
+    ) -> _Kernels:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
         tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
@@ -211,22 +219,21 @@ class SplitLauncher(Launcher):
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
             batch, *even, self._left, FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
-        start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
-        tail = (*numbers, *constexprs)
-        grid = main_grid(chosen, programs, batch)
+        build, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
+        start = build.bound(main_grid(chosen, programs, batch), *numbers, *constexprs)
         if max(splits, ranges) == 1:
-            return partial(_launch_one, start, grid, softcap, tail), 0
+            return _Kernels(start, None, 0)
         warps = merge_triton.merge_warps(rows, self._sm_count)
         of_merge = merge_triton.Merged(group, splits, ranges, batches)
-        merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
+        merge, constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
         places = slots_of(chosen, batch)
         merge_tail = (
             *strides[3:], stride_lse, heads_kv, seqlen_q, splits, places, batch, *even, all_rows, new.sizes[0],
-            *merge_constexprs,
+            *constexprs,
         )  # fmt: skip
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
         merge_grid = merge_triton.merge_grid(rows, self._problem.head_dim_v, warps)
-        return partial(_launch_two, start, grid, softcap, tail, merge, merge_grid, merge_tail), floats
+        return _Kernels(start, merge.bound(merge_grid, *merge_tail), floats)
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -240,7 +247,7 @@ class SplitLauncher(Launcher):
         pointers = (*self._pointers, partials, *self._features, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(self._function, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
-        made = self._builds[variant] = (build.launch, constexprs)
+        made = self._builds[variant] = (build, constexprs)
         return made
 
     def _constexprs(self, variant: Variant, strides: tuple[float, ...]) -> dict[str, Any]:
@@ -257,27 +264,9 @@ class SplitLauncher(Launcher):
             numbers = [*[2] * 11, 0.5, 0.5, 2, 2]
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, cache_seqlens, leftpads, *numbers, *values)
             build = Build(merge_triton.flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
-            made = self._merge_builds[warps, *values] = (build.launch, values)
+            made = self._merge_builds[warps, *values] = (build, values)
         self._merges[of, warps] = made
         return made
-
-
-def _launch_one(
-    start: Callable[..., None], grid: tuple[int, int, int], softcap: float, tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, others: tuple[Any, ...], scale: float, before: int,
-    of_keys: tuple[int, ...],
-) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, None, *others, scale, softcap, before, *of_keys, *tail)
-
-
-def _launch_two(
-    start: Callable[..., None], grid: tuple[int, int, int], softcap: float, tail: tuple[Any, ...],
-    merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, others: tuple[Any, ...], scale: float, before: int,
-    of_keys: tuple[int, ...],
-) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, partials, *others, scale, softcap, before, *of_keys, *tail)
-    merge(merge_grid, partials, out, lse, others[6], others[0], others[2], others[5], before, of_keys[6], *merge_tail)
 
 
 def _of_new(tensors: Tensors, options: Options) -> OfNew:
