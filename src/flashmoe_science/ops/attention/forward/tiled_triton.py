@@ -32,6 +32,7 @@ from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
+from flashmoe_science.ops.attention.device.product_triton import product
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -79,10 +80,7 @@ def _attend_tile(
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
-    if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    else:
-        s = tl.dot(q, tl.trans(k), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+    s = product(q, tl.trans(k), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_M, BLOCK_N]
     if traits.SCALE_FIRST:
         s = s * scale_log2
     if MASKED:
@@ -94,10 +92,7 @@ def _attend_tile(
     p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, scale_log2, traits.COMPENSATED)
     if not traits.ONE_TILE:
         acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
-    if traits.INTERPRET:
-        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=traits.PRECISION)
+    acc = product(p.to(v.dtype), v, acc, traits.PRECISION, traits.INTERPRET)
     return row_max, row_sum, lost, acc
 
 

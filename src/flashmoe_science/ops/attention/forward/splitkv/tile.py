@@ -10,6 +10,7 @@ import triton.language as tl
 from flashmoe_science.ops.attention.device.bias_triton import bias_log2
 from flashmoe_science.ops.attention.device.mask_triton import in_band
 from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.product_triton import product
 from flashmoe_science.ops.attention.device.rows_triton import load_rows
 from flashmoe_science.ops.attention.device.softcap_triton import tanh
 from flashmoe_science.ops.attention.device.softmax_triton import softmax_step
@@ -91,9 +92,7 @@ def attend_tile(
     k_tile = load_rows(k_head, k_rows, inside, dims, traits.D, BLOCK_D, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_D]
     v_tile = load_rows(v_head, v_rows, inside, dims_v, traits.DV, traits.BLOCK_DV, MASKED).to(q.dtype)  # [BLOCK_N, BLOCK_DV]
 
-    if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k_tile).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    elif traits.ALWAYS and q.dtype == tl.float32:
+    if traits.ALWAYS and q.dtype == tl.float32 and not traits.INTERPRET:
         # By fused multiply-adds: tensor cores truncate, which a large score's exponential shows. Four sums of a quarter of the
         # dimensions each, parts of a product of three dimensions: a single chain of 256 errs up to three times as much.
         PARTS: tl.constexpr = min(4, BLOCK_D // 16)  # Triton's products are of 16 and more
@@ -101,7 +100,7 @@ def attend_tile(
         k_parts = tl.permute(tl.reshape(k_tile, [BLOCK_N, PARTS, BLOCK_D // PARTS]), [1, 2, 0])
         s = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)  # [BLOCK_M, BLOCK_N]
     else:
-        s = tl.dot(q, tl.trans(k_tile), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+        s = product(q, tl.trans(k_tile), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_M, BLOCK_N]
     if traits.SOFTCAP:
         s = tanh(s * rows.over_cap) * rows.cap_log2
     elif traits.SCALE_FIRST:
@@ -124,8 +123,5 @@ def attend_tile(
     factor = 1.0 if traits.SCALE_FIRST else scale_log2
     p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, factor, traits.COMPENSATED)
     acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
-    if traits.INTERPRET:
-        acc += tl.dot(p.to(v_tile.dtype).to(tl.float32), v_tile.to(tl.float32), input_precision="ieee")
-    else:
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=traits.PRECISION)
+    acc = product(p.to(v_tile.dtype), v_tile, acc, traits.PRECISION, traits.INTERPRET)
     return row_max, row_sum, lost, acc
