@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
-from flashmoe_science.ops.launch import INTERPRETING, address, allocator
+from flashmoe_science.ops.launch import INTERPRETING, Pointer, address, allocator
 
 
 def launch_by_address(
@@ -35,6 +38,19 @@ def launch_by_address(
         return out, lse
 
     return launch
+
+
+def check_programs(*counts: int) -> None:
+    """Raise CannotServe if a grid of any of these numbers of programs is larger than a launch may have."""
+    if max(counts) >= 2**31:
+        raise CannotServe(f"it takes {max(counts)} programs; a launch may have {2**31 - 1}")
+
+
+def element_pointer(tensor: torch.Tensor | None, address: int = 4) -> Pointer | None:
+    """Stands in for a tensor of which single elements are read, booleans as bytes; None for none."""
+    if tensor is None:
+        return None
+    return Pointer(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, address)
 
 
 def alignment_mask(tensors: Tensors) -> int:

@@ -10,6 +10,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
+
 
 class Band(NamedTuple):
     """The mask of a sequence of that many queries and keys; ``diagonal``: keys less queries."""
@@ -97,3 +101,12 @@ def tiles_of_queries(first, last, band, BLOCK: tl.constexpr, LEFT: tl.constexpr,
         all_start = tl.where(first < band.prefix, tl.where(last < band.prefix, 0, band.seqlen_q), all_start)
         all_end = tl.where(first < band.prefix, band.seqlen_q, all_end)
     return _tiles(start, all_start, all_end, end, BLOCK)
+
+
+def window_of(problem: AttentionProblem, seqlen_q: int) -> tuple[int, int | None]:
+    """The keys before and after its diagonal that a query sees; None for no limit on its right, as that of one query that sees
+    the last key."""
+    left, right = problem.features.window_left, 0 if problem.causal else problem.features.window_right
+    if seqlen_q == 1 and problem.mask != "causal-topleft":
+        right = None
+    return FAR if left is None else min(left, FAR), None if right is None else min(right, FAR)

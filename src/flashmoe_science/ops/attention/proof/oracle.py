@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +19,7 @@ CHUNK_SCORES = 2**25  # scores held at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**26
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """What some get wrong beyond another argument: a cap of the mask too, a causal mask that begins at the first key."""
 
     cap_after_mask: bool = False
@@ -94,8 +94,7 @@ def _scaled(inputs: AttentionInputs, one: Sequence, wide: torch.dtype) -> tuple[
     return k, v
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Query rows ``first`` to ``last`` of ``heads`` (of keys), which may see keys ``low`` to ``high``."""
 
     heads: slice

@@ -12,7 +12,6 @@ from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.problem import DTYPE_BYTES
 
-FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 DELTA_ROWS, DELTA_WARPS = 32, 4  # of a program that sums rows
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 KEYS, QUERIES = "dkdv", "dq"  # the kernels that have tiles of their own: dBias has dQ's
@@ -72,14 +71,6 @@ def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: i
     size = DTYPE_BYTES[problem.dtype]
     (m, n, _, stages), (m_q, n_q, _, stages_q) = keys, queries
     return size * max((n + stages * m) * width + 2 * m * n, (m_q + stages_q * n_q) * width) <= limit
-
-
-def right_of(problem: AttentionBackwardProblem, seqlen_q: int) -> int | None:
-    """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
-    right = 0 if problem.causal else problem.features.window_right
-    if right is not None and seqlen_q == 1 and problem.mask != "causal-topleft":
-        return None
-    return right if right is None else min(right, FAR)
 
 
 def constexprs_of(

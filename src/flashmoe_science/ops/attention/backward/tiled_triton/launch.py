@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.backward.tiled_triton.bias import flashmoe_bwd_dbias_triton
 from flashmoe_science.ops.attention.backward.tiled_triton.config import (
     DELTA_ROWS,
     DELTA_WARPS,
-    FAR,
     KEYS,
     QUERIES,
     Tile,
     constexprs_of,
-    right_of,
     tile_of,
 )
 from flashmoe_science.ops.attention.backward.tiled_triton.delta import (
@@ -37,9 +35,12 @@ from flashmoe_science.ops.attention.call.backward import (
     unexpanded,
 )
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.attention.device.launch import check_programs, element_pointer
+from flashmoe_science.ops.attention.device.mask_triton import FAR, window_of
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import (
     Build,
+    Grid,
     Pointer,
     allocator,
     argument,
@@ -127,10 +128,10 @@ class TiledBackwardLauncher(BackwardLauncher):
             self._problem.head_dim_v, padded_head_dim(self._problem.head_dim_v), DELTA_ROWS,
             _is_wide((of_out, of_dout), DELTA_ROWS), stride_unit((*of_out, *of_dout)),
         )  # fmt: skip
-        of_sinks = _pointer(sinks) if with_sinks else None
+        of_sinks = element_pointer(sinks) if with_sinks else None
         pointers = (
             self._out, self._dout, self._sums, None if saved.dlse is None else self._sums, of_sinks,
-            _pointer(tensors.cu_seqlens_q), self._sums, None if of_sinks is None else self._sums,
+            element_pointer(tensors.cu_seqlens_q), self._sums, None if of_sinks is None else self._sums,
         )  # fmt: skip
         numbers = (*of_out, *of_dout, sizes.heads, sizes.rows, sizes.batch, parts)
         build = self._build(flashmoe_bwd_delta_triton, pointers, numbers, constexprs, DELTA_WARPS, 1)
@@ -138,7 +139,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         start = build.bound(_grid(programs), *numbers, *constexprs)
         if of_sinks is None or sinks is None:
             return start, None
-        adding = (self._sums, _pointer(sinks)), (parts,), (_PARTS_AT_ONCE,)
+        adding = (self._sums, element_pointer(sinks)), (parts,), (_PARTS_AT_ONCE,)
         build = self._build(flashmoe_bwd_dsinks_triton, *adding, DELTA_WARPS, 1)
         return start, build.bound((sizes.heads, 1, 1), parts, _PARTS_AT_ONCE)
 
@@ -164,13 +165,13 @@ class TiledBackwardLauncher(BackwardLauncher):
         tile: Tile, programs: int,
     ) -> _Start:  # fmt: skip
         """The launch of dK and dV, or of dQ."""
-        right, left = right_of(self._problem, sizes.seqlen_q), self._problem.features.window_left
+        left, right = window_of(self._problem, sizes.seqlen_q)
         strides = [step for one in sizes.strides for step in one]
         of_bias = (0, 0, 0, 0) if tensors.bias is None else tensors.bias.stride()
         numbers = (
             *strides, 0 if tensors.alibi_slopes is None else tensors.alibi_slopes.stride(0), *of_bias,
             sizes.heads_kv, sizes.heads // sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k, sizes.rows,
-            FAR if left is None else min(left, FAR), FAR if right is None else right,
+            left, FAR if right is None else right,
         )  # fmt: skip
         wide = _is_wide(sizes.strides, max(tile[:2]))
         constexprs = tuple(
@@ -178,7 +179,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         )
         pointers = (
             *self._qkv, self._dout, self._sums, self._sums, *gradients,
-            *map(_pointer, (*tensors[3:6], tensors.alibi_slopes, tensors.bias, tensors.prefix)),
+            *map(element_pointer, (*tensors[3:6], tensors.alibi_slopes, tensors.bias, tensors.prefix)),
         )  # fmt: skip
         build = self._build(function, (*pointers, 0.5, 0.5), numbers, constexprs, *tile[2:])
         return build.bound(_grid(programs), *numbers, *constexprs)
@@ -190,19 +191,19 @@ class TiledBackwardLauncher(BackwardLauncher):
         one = [size == 1 for size in unexpanded(tensors.bias).shape]
         counts = (sizes.batch, sizes.heads, tiles_m, tiles_n)
         own = tuple(count if alone else 1 for count, alone in zip(counts, one, strict=True))
-        right, left = right_of(self._problem, sizes.seqlen_q), self._problem.features.window_left
+        left, right = window_of(self._problem, sizes.seqlen_q)
         strides = [step for one in sizes.strides[:4] for step in one]
         numbers = (
             *strides, *tensors.bias.stride(), sizes.heads_kv, sizes.heads // sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k,
-            sizes.rows, FAR if left is None else min(left, FAR), FAR if right is None else right, sizes.batch, tiles_m, tiles_n,
+            sizes.rows, left, FAR if right is None else right, sizes.batch, tiles_m, tiles_n,
             *own,
         )  # fmt: skip
         wide = _is_wide(sizes.strides, max(tile[:2]))
         shared = constexprs_of(self._problem, tile, right is not None, wide, stride_unit(strides)).values()
         constexprs = (*shared, *one[2:])
         pointers = (
-            *self._qkv, self._dout, self._sums, self._sums, Pointer(tensors.bias.dtype), _pointer(tensors.bias),
-            _pointer(tensors.prefix), 0.5, 0.5,
+            *self._qkv, self._dout, self._sums, self._sums, Pointer(tensors.bias.dtype), element_pointer(tensors.bias),
+            element_pointer(tensors.prefix), 0.5, 0.5,
         )  # fmt: skip
         build = self._build(flashmoe_bwd_dbias_triton, pointers, numbers, constexprs, tile[2], 1)
         programs = 1
@@ -225,17 +226,9 @@ class TiledBackwardLauncher(BackwardLauncher):
         return build
 
 
-def _grid(programs: int) -> tuple[int, int, int]:
-    if programs >= 2**31:
-        raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
+def _grid(programs: int) -> Grid:
+    check_programs(programs)
     return (programs, 1, 1)
-
-
-def _pointer(tensor: torch.Tensor | None) -> Pointer | None:
-    """Stands in for a tensor of which single elements are read."""
-    if tensor is None:
-        return None
-    return Pointer(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype, 4)
 
 
 def _strides_of(made: Any, tensors: Tensors) -> tuple[int, ...]:

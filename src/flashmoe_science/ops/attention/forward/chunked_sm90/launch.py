@@ -9,11 +9,12 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.launch import check_programs, element_pointer
 from flashmoe_science.ops.attention.device.sm90 import registers, window_of
 from flashmoe_science.ops.attention.device.splits import partial_bytes
 from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, check_copied, copied_strides, encoders_of
@@ -61,7 +62,7 @@ class ChunkLauncher(Launcher):
         self._early, self._write_lse = can_start_early(inputs.q.device), inputs.return_lse
         self._out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
-        self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _features(inputs.tensors))
+        self._tensors = tuple(map(element_pointer, _features(inputs.tensors)))
         self._options = {"num_warps": 4, "maxnreg": registers(config), "launch_pdl": self._early}
         self._builds: dict[Variant, _Started] = {}
         self._merges: dict[tuple[Any, ...], Build] = {}
@@ -103,8 +104,7 @@ class ChunkLauncher(Launcher):
         work = work_of(batch * heads_kv, group, seqlen_q, max_keys(tensors, options), config, span)
         splits = splits_for(work, config, self._gpu, options.num_splits)
         programs, all_rows = work.heads * work.tiles_m, batch * heads * seqlen_q
-        if max(programs, all_rows) >= 2**31:
-            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
+        check_programs(programs, all_rows)
         of_out = out_strides(tensors, out)
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
         batches = compared(problem, batch, programs * splits, config, self._gpu)

@@ -11,7 +11,7 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.device.launch import launch_by_address
+from flashmoe_science.ops.attention.device.launch import check_programs, launch_by_address
 from flashmoe_science.ops.attention.device.sm90 import registers
 from flashmoe_science.ops.attention.device.tma import Parts, descriptors_of, encoders_of
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
@@ -29,7 +29,7 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import PLANE_SIZES, flashmoe_fp32_planes
 from flashmoe_science.ops.descriptors import template
-from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, stride_class, workspace_allocator
+from flashmoe_science.ops.launch import Build, Pointer, can_start_early, cdiv, stride_class, workspace_allocator
 
 
 class _Builds(NamedTuple):
@@ -65,9 +65,8 @@ class Fp32Launcher(Launcher):
         of_out = out_strides(tensors, out)
         out_steps = of_out[:3]
         grid, blocks = grid_of(batch * heads, rows, self._config), plane_blocks(batch * heads * rows, batch * heads_kv * keys)
-        grid_planes: Grid = (sum(blocks), 1, 1)
-        if max(grid[0], grid_planes[0]) >= 2**31:
-            raise CannotServe(f"it takes {max(grid[0], grid_planes[0])} programs; a launch may have {2**31 - 1}")
+        grid_planes = sum(blocks), 1, 1
+        check_programs(grid[0], grid_planes[0])
         kind = (stride_class(steps), stride_class(out_steps))
         planes, main = self._builds.get(kind) or self._build(kind, steps, out_steps)
         encoders = self._encoders(main, shapes)

@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, ProblemShape, shape_of
+from flashmoe_science.ops.attention.call.kernel import AttentionLaunch, Launcher, shape_of
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors
 from flashmoe_science.ops.attention.device.bias_args import bias_of, placeholders
@@ -117,7 +117,8 @@ class FwdLauncher(Launcher):
         build, constexprs = self._builds.get(variant) or self._build(variant)
         encode_q = encoders_of(build, self._templates, 0, q.shape, strides_q)
         encode_out = encoders_of(build, self._templates, 3, out_shape, strides_out)
-        tail = (*_schedule(sizes, self._config, grid[0]), *constexprs)
+        schedule = tiles_of_head(sizes, self._config), sizes.batch * sizes.heads, pair_rounds_of(sizes, self._config, grid[0])
+        tail = (*schedule, *constexprs)
         made = self._of_queries[key] = _OfQueries(build, grid, encode_q, encode_out, tail)
         return made
 
@@ -216,8 +217,3 @@ def _pitch(name: str, cache: torch.Tensor) -> int:
             f"kernel needs whole rows from page to page, and under {MOST_ROWS} in all"
         )
     return of_page // of_row
-
-
-def _schedule(sizes: ProblemShape, config: Config, programs: int) -> tuple[int, int, int]:
-    """The kernel's last three integers: tiles_m, heads_all and pair_rounds."""
-    return tiles_of_head(sizes, config), sizes.batch * sizes.heads, pair_rounds_of(sizes, config, programs)

@@ -33,7 +33,6 @@ STREAM_K_FEWER = 10  # percent fewer ranges than places, at most, so that equal 
 STREAM_K_LONGER = 1.125  # keys of the longest range over the mean of all [3]
 STREAM_K_COST = 512  # keys that a program alone on an SM reads in the time that stream-K takes by itself, [3]
 STREAM_K_COST_EACH = 32  # and as many more for each sequence, up to MAX_ORDERED [3]
-FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few", "lone"]
 Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
@@ -349,13 +348,3 @@ def constexprs_of(
         "EARLY_START": early,
         **dict(zip(("BLOCK_NEW", "HALF", "INTERLEAVED", "MOVING"), variant.new, strict=True)),
     }
-
-
-def right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
-    """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
-    right = problem.features.window_right
-    if problem.causal:
-        right = 0 if right is None else min(right, 0)
-    if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":
-        return None
-    return right if right is None else min(right, FAR)

@@ -13,10 +13,10 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Attentio
 from flashmoe_science.ops.attention.call.outputs import Result, out_strides, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
-from flashmoe_science.ops.attention.device.launch import alignment_mask
+from flashmoe_science.ops.attention.device.launch import alignment_mask, check_programs, element_pointer
+from flashmoe_science.ops.attention.device.mask_triton import FAR, window_of
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
-    FAR,
     NO_NEW,
     OfNew,
     Splits,
@@ -27,7 +27,6 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     min_tiles,
     occupancy,
     partials_of,
-    right_of,
     rounded_keys,
     slots_of,
     span_of,
@@ -102,16 +101,14 @@ class SplitLauncher(Launcher):
         of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
         of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         self._pointers = (*of_inputs, of_out, of_lse)
-        self._features = _placeholders(inputs.tensors)
+        bias = inputs.tensors.bias
+        bias_at = 0 if bias is None else bias.data_ptr()
+        self._features = tuple(element_pointer(one, bias_at if one is bias else 4) for one in inputs.tensors.of_features())
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by Variant
-        self._merges: dict[tuple[merge_triton.Merged, int], _Started] = {}  # with its warps
-        self._merge_builds: dict[tuple[Any, ...], _Started] = {}
+        self._merges: dict[tuple[Any, ...], _Started] = {}  # by warps and constexprs
         self._kernels: Cache[Hashable, _Kernels] = Cache(MAX_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.features.lengths != "equal"
-        self._right_one, self._right_more = (right_of(problem, queries) for queries in (1, 2))
         self._uneven = lengths_differ(problem) and inputs.tensors.cache_seqlens is not None
-        left = problem.features.window_left
-        self._left = FAR if left is None else min(left, FAR)
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         """The launch; of sequences of one length without a bias it is for any number of keys."""
@@ -206,26 +203,24 @@ class SplitLauncher(Launcher):
         new: OfNew, of_keys: tuple[int, ...],
     ) -> _Kernels:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
-        group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
+        group, all_heads, (left, right) = heads // heads_kv, batch * heads_kv, window_of(self._problem, seqlen_q)
         tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
         splits, batches, ordered, ranges, *even = chosen
         programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
-        if max(programs, rows) >= 2**31:
-            raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
+        check_programs(programs, rows)
         kinds = (right is not None, ends, wide, compensated, unit, new.constexprs, new.pointers, of_strides)
         variant = Variant(group, tiles_m == 1, splits > 1, ranges > 0, ordered, batches, *kinds)
         all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
-            batch, *even, self._left, FAR if right is None else right, all_rows, *new.sizes,
+            batch, *even, left, FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         build, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         start = build.bound(main_grid(chosen, programs, batch), *numbers, *constexprs)
         if max(splits, ranges) == 1:
             return _Kernels(start, None, 0)
         warps = merge_triton.merge_warps(rows, self._sm_count)
-        of_merge = merge_triton.Merged(group, splits, ranges, batches)
-        merge, constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
+        merge, constexprs = self._merge(merge_triton.Merged(group, splits, ranges, batches), warps)
         places = slots_of(chosen, batch)
         merge_tail = (
             *strides[3:], stride_lse, heads_kv, seqlen_q, splits, places, batch, *even, all_rows, new.sizes[0],
@@ -234,9 +229,6 @@ class SplitLauncher(Launcher):
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
         merge_grid = merge_triton.merge_grid(rows, self._problem.head_dim_v, warps)
         return _Kernels(start, merge.bound(merge_grid, *merge_tail), floats)
-
-    def _right(self, seqlen_q: int) -> int | None:
-        return self._right_one if seqlen_q == 1 else self._right_more
 
     def _build(self, variant: Variant, numbers: tuple[float, ...]) -> _Started:
         config = self._config
@@ -257,15 +249,14 @@ class SplitLauncher(Launcher):
     def _merge(self, of: merge_triton.Merged, warps: int) -> _Started:
         constexprs = merge_triton.merge_constexprs(of, self._problem.head_dim_v, self._block_n, warps, self._early)
         values = tuple(constexprs.values())
-        made = self._merge_builds.get((warps, *values))
+        made = self._merges.get((warps, *values))
         if made is None:
             _, _, _, out, lse = self._pointers
             cu_seqlens_q, cache_seqlens, leftpads, sinks = (self._features[at] for at in (0, 2, 5, 6))
             numbers = [*[2] * 11, 0.5, 0.5, 2, 2]
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, cache_seqlens, leftpads, *numbers, *values)
             build = Build(merge_triton.flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
-            made = self._merge_builds[warps, *values] = (build, values)
-        self._merges[of, warps] = made
+            made = self._merges[warps, *values] = (build, values)
         return made
 
 
@@ -302,15 +293,3 @@ def _sizes_of(tensors: Tensors, options: Options, out: torch.Tensor | None) -> _
         0 if tensors.alibi_slopes is None else tensors.alibi_slopes.stride(0),
         (*of_k_scale, *of_v_scale), _of_new(tensors, options),
     )  # fmt: skip
-
-
-def _placeholders(tensors: Tensors) -> tuple[Pointer | None, ...]:
-    """Pointers of the dtypes of the features' tensors; a bias has its alignment, the others' reads are of one element each."""
-
-    def placeholder(tensor: torch.Tensor | None) -> Pointer | None:
-        if tensor is None:
-            return None
-        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
-        return Pointer(dtype, tensor.data_ptr() if tensor is tensors.bias else 4)
-
-    return tuple(placeholder(one) for one in tensors.of_features())
