@@ -61,17 +61,17 @@ def check_append(a: Append) -> None:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     batch = a.cache_seqlens.shape[0]
-    for name, new, held, cache_name in (("k", a.k, a.k_cache, "k_cache"), ("v", a.v, a.v_cache, "v_cache")):
-        if new.dtype != held.dtype:
-            raise TypeError(f"{name} has dtype {new.dtype} and {cache_name} has {held.dtype}; they must be the same")
+    for name, new, cache, cache_name in (("k", a.k, a.k_cache, "k_cache"), ("v", a.v, a.v_cache, "v_cache")):
+        if new.dtype != cache.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype} and {cache_name} has {cache.dtype}; they must be the same")
         rows = 1 if a.cu_seqlens_k_new is not None else batch
-        sizes = (rows, held.shape[1], a.k.shape[2], held.shape[3])
+        sizes = (rows, cache.shape[1], a.k.shape[2], cache.shape[3])
         if new.shape != sizes:
             have = f"{name} has (batch, heads, tokens, head_dim) {tuple(new.shape)}"
             raise ValueError(f"{have}; with {cache_name} and k it must be {sizes}")
-        if new.device != held.device:
-            raise ValueError(f"{name} is on {new.device} and {cache_name} on {held.device}; they must be on the same device")
-        if held.requires_grad and torch.is_grad_enabled():
+        if new.device != cache.device:
+            raise ValueError(f"{name} is on {new.device} and {cache_name} on {cache.device}; they must be on the same device")
+        if cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{cache_name} requires gradients; it is written in place, so it must not")
     if torch.is_grad_enabled():
         for name, one in (("k", a.k), ("v", a.v), *((("q", a.q),) if a.rotary_cos is not None else ())):

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Saved(NamedTuple):
-    """What a backward is given beside the Tensors of the call: the forward's results, and the gradients into them.
+    """What a backward is given besides the Tensors of the call: the forward's results, and the gradients into them.
 
     out, dout: [batch, heads, seqlen_q, head_dim_v] in the dtype of q, of any strides with a contiguous last dimension.
     lse, dlse: fp32 [batch, heads, seqlen_q], contiguous; of packed queries [1, heads, total_q]. None: no gradient into it.

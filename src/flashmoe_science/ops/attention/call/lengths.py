@@ -20,13 +20,13 @@ _Counts = NDArray[np.int64]
 
 
 class Lengths(NamedTuple):
-    """The int32 tensors that say where a call's sequences lie, None where absent, and the sizes that bound their values.
+    """The int32 tensors that say where a call's sequences are, None where absent, and the sizes that bound their values.
 
     cu_seqlens_q, cu_seqlens_k, cu_seqlens_new: [batch + 1], of ``tokens_q``, ``tokens_k`` and ``new`` packed tokens.
     cache_seqlens: [batch]; without ``cu_seqlens_k`` at most ``capacity``, new keys included.
     page_table: [batch, most pages], of ``caches`` pages of ``page`` rows. cache_batch_idx: [batch], of ``caches`` rows.
     rotary_seqlens: [batch], in place of ``cache_seqlens``; ``positions`` of the rotary tables, 0 without.
-    longest_q, longest_k: no sequence is longer; None where nothing says so.
+    longest_q, longest_k: no sequence is longer; None where unknown.
     new: new keys of each sequence, or of all packed ones. queries: of each sequence, where they are not packed; all are rotated
         by the first position where ``one_position``.
     """
@@ -86,7 +86,7 @@ def lengths_of_append(a: Append) -> Lengths:
 
 
 def check_lengths(one: Lengths) -> None:
-    """Raise ValueError unless all sequences lie within what there is. The tensors are on the CPU."""
+    """Raise ValueError unless all sequences are within what there is. The tensors are on the CPU."""
     names = one.names
     queries = _counts(one.cu_seqlens_q, names.cu_seqlens_q, one.tokens_q, "queries", one.longest_q, "max_seqlen_q")
     keys = _counts(one.cu_seqlens_k, names.cu_seqlens_k, one.tokens_k, "keys", one.longest_k, "max_seqlen_k")
@@ -99,25 +99,25 @@ def check_lengths(one: Lengths) -> None:
         _check_cached(one, _numbers(one.cache_seqlens), queries, keys, new)
 
 
-def _check_cached(one: Lengths, held: _Counts, queries: _Counts | None, keys: _Counts | None, new: _Counts | None) -> None:
-    """Raise unless keys, those that are ``held`` and the new, lie in what there is, their pages and their positions too."""
+def _check_cached(one: Lengths, used: _Counts, queries: _Counts | None, keys: _Counts | None, new: _Counts | None) -> None:
+    """Raise unless keys, those that are ``used`` and the new, are within what there is, their pages and their positions too."""
     name, capacity = one.names.cache_seqlens, one.capacity
     if keys is not None:
         most, what = keys, f"what {one.names.cu_seqlens_k} gives it"
     elif one.longest_k is None or one.longest_k >= capacity:
-        most, what = np.full_like(held, capacity), "the capacity"
+        most, what = np.full_like(used, capacity), "the capacity"
     else:
-        most, what = np.full_like(held, one.longest_k), "max_seqlen_k"
-    _check_range(held, name, most, what)
-    added = np.full_like(held, one.new) if new is None else new
-    _refuse(held + added > most, lambda n: (
-        f"{name} is {held[n]} for sequence {n}, which gets {added[n]} new keys; together they must be at most {most[n]}, {what}"
+        most, what = np.full_like(used, one.longest_k), "max_seqlen_k"
+    _check_range(used, name, most, what)
+    added = np.full_like(used, one.new) if new is None else new
+    _refuse(used + added > most, lambda n: (
+        f"{name} is {used[n]} for sequence {n}, which gets {added[n]} new keys; together they must be at most {most[n]}, {what}"
     ))  # fmt: skip
     if one.page_table is not None:
-        _check_pages(_numbers(one.page_table), -(-(held + added) // one.page), one.caches, one.names.page_table)
+        _check_pages(_numbers(one.page_table), -(-(used + added) // one.page), one.caches, one.names.page_table)
     if one.positions:
-        turned = np.full_like(held, one.queries) if queries is None else queries
-        _check_positions(one, held, np.maximum(added, np.minimum(turned, 1) if one.one_position else turned))
+        turned = np.full_like(used, one.queries) if queries is None else queries
+        _check_positions(one, used, np.maximum(added, np.minimum(turned, 1) if one.one_position else turned))
 
 
 def _check_positions(one: Lengths, first: _Counts, turned: _Counts) -> None:

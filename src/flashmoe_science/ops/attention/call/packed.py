@@ -25,7 +25,7 @@ def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 
 
 class UsedRows(NamedTuple):
-    """How packed rows of which each sequence uses the first few lie without the rest.
+    """How packed rows of which each sequence uses the first few are packed without the rest.
 
     ``cu_seqlens`` int32 [batch + 1] is of the rows in use and ``source`` int64 [total] the row to take for each; the way back
     is ``place`` int64 [total], for those where ``used`` bool [total].

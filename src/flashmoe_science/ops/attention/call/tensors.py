@@ -24,7 +24,7 @@ class Tensors(NamedTuple):
     """The tensors of a call, None where one is absent.
 
     q, k, v: [batch, heads, seqlen, head_dim] views of any strides with a contiguous last dimension; problem/features.py says
-        how keys and values lie in a cache, in pages, and packed.
+        how keys and values are in a cache, in pages, and packed.
     cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins, and the total.
     cache_seqlens: int32 [batch], keys of each sequence. Where the queries are packed, ``cu_seqlens_k`` or this is given.
     page_table: int32 [batch, max pages]; entries past a sequence's length are never read as addresses.
@@ -138,7 +138,7 @@ def sequences(tensors: Tensors) -> int:
 
 
 def max_keys(tensors: Tensors, options: Options) -> int:
-    """The most keys that a sequence can have, as far as sizes tell."""
+    """The most keys that a sequence can have, as far as sizes are known."""
     k, table = tensors.k, tensors.page_table
     most = k.shape[2] if table is None else table.shape[1] * k.shape[2]
     return min(most, options.max_seqlen_k) if options.max_seqlen_k else most

@@ -22,7 +22,7 @@ _SIZES = (
 
 @triton.jit
 def _rows(cu_seqlens, n, rows, total, longest):
-    """(rows of a sequence int64, whether it does not lie within ``total`` or is longer than ``longest``)."""
+    """(rows of a sequence int64, whether it is not within ``total`` or is longer than ``longest``)."""
     first, rows = packed_rows(cu_seqlens, n, tl.cast(rows, tl.int64))
     wrong = False
     if cu_seqlens is not None:
@@ -38,7 +38,7 @@ def flashmoe_check_triton(
     stride_table, pages, tokens_q, longest_q, tokens_k, longest_k, capacity, page, caches, positions, new, queries,
     ONE_POSITION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write 1 for a sequence, a program each, that does not lie within what there is; else 0."""
+    """Write 1 for a sequence, a program each, that is not within what there is; else 0."""
     n = tl.program_id(0)
     turned, wrong = _rows(cu_seqlens_q, n, queries, tokens_q, longest_q)
     held_most, wrong_k = _rows(cu_seqlens_k, n, tl.minimum(capacity, longest_k), tokens_k, longest_k)

@@ -1,4 +1,4 @@
-"""A consumer's side of the pipelines of K and V: S = Q K^T of a tile of keys beside O += P V of the tile before it.
+"""A consumer's side of the pipelines of K and V: S = Q K^T of a tile of keys during O += P V of the tile before it.
 
 The overlap of a softmax with products within a warpgroup: Shah et al. 2024 (FlashAttention-3, section 3.2).
 """

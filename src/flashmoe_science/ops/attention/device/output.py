@@ -101,7 +101,7 @@ def _part_rescaled(o, factor):
     """A part of O with its rows times ``factor``; a warp whose factors are all 1 leaves it as it is.
 
     In assembly since Gluon has no vote of a warp: its reductions end in a barrier of the warpgroup, and a branch on one would
-    wait for the other warps in every step. Not pure: threads that vote must meet, so the compiler must not move it.
+    wait for the other warps in every step. Not pure: threads that vote must be converged, so the compiler must not move it.
     """
     COUNT: gl.constexpr = min(64, o.shape[1] // 2)  # numbers of a thread in one block of assembly
     factors, same = gl.broadcast(as_column(factor, o), o)

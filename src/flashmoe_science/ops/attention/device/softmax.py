@@ -62,7 +62,7 @@ def softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexp
 
 @gluon.jit
 def own_sums(p):
-    """Sums of P over the columns that each thread holds, [BLOCK_M, 4]: a row's four threads meet once, after the last tile."""
+    """Sums of P over the columns that each thread holds, [BLOCK_M, 4]: four threads of a row reduce theirs once, at the end."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 

@@ -231,7 +231,7 @@ class ShortLauncher(Launcher):
         self._max_keys, self._early = _max_keys(inputs.problem, gpu), can_start_early(inputs.q.device)
         lse = Pointer(torch.float32) if inputs.return_lse else None
         self._pointers = (*(Pointer(inputs.q.dtype) for _ in range(4)), lse)
-        # By keys held, whether all of them are there, strides.
+        # By keys in shared memory, whether all of them are there, strides.
         self._builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
@@ -247,8 +247,8 @@ class ShortLauncher(Launcher):
         strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
         if max(strides[2::3]) * MAX_KEYS >= 2**31:
             raise CannotServe(f"rows are up to {max(strides[2::3])} elements apart; it serves up to {2**31 // MAX_KEYS - 1}")
-        held = _keys(keys)
-        variant = (held, keys == held, stride_class(strides))
+        padded = _keys(keys)
+        variant = (padded, keys == padded, stride_class(strides))
         numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
         build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
         grid = (cdiv(rows, self._config["block_m"]), heads, batch)

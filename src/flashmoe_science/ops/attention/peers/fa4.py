@@ -79,8 +79,8 @@ def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
     if tensors.cache_batch_idx is not None:
         raise CannotServe("FlashAttention-4 takes no index of cache rows")
     rows = inputs.q.transpose(1, 2)
-    held = [tensor.transpose(1, 2) for tensor in (inputs.k, inputs.v)]
-    k, v = (tensor if tensors.cu_seqlens_k is None else tensor[0] for tensor in held)
+    caches = [tensor.transpose(1, 2) for tensor in (inputs.k, inputs.v)]
+    k, v = (tensor if tensors.cu_seqlens_k is None else tensor[0] for tensor in caches)
     lengths: dict[str, Any] = {}
     if packed:
         lengths = {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": inputs.options.max_seqlen_q}

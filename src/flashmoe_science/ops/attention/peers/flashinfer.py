@@ -4,7 +4,7 @@ XQA reads the page table and the lengths on the device: a captured graph serves 
 on Hopper has one scale for all sequences, which ours have not; 16-bit caches take its kernel for Ampere and newer, launched
 early behind the kernel before (programmatic dependent launch), as is its default. It gives no log-sum-exp.
 A contiguous cache is given as pages of itself, without a copy, with a table that is made once. The memory in which its
-blocks meet is made once for each device, as FlashInfer has it: calls on two streams at once would meet there too.
+blocks synchronise is made once for each device, as FlashInfer has it: calls on two streams at once would share it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Pages:
 
 
 def pages_of(inputs: AttentionInputs) -> Pages:
-    """K and V in pages where they lie. Raises CannotServe for rows that no strides of pages reach."""
+    """K and V in pages, as views. Raises CannotServe for rows that no strides of pages reach."""
     tensors, k, v = inputs.tensors, inputs.k, inputs.v
     if k.stride() != v.stride() or any(stride % k.shape[3] for stride in k.stride()[:3]):
         raise CannotServe("FlashInfer needs rows of K and V whole heads apart, in both alike")
@@ -108,7 +108,7 @@ def pages_of(inputs: AttentionInputs) -> Pages:
     step, rest = divmod(between, rows * between_rows)  # from the first page of a sequence to the next one's
     if rest:
         raise CannotServe("sequences of the cache are no whole pages apart, which FlashInfer needs")
-    # Pages of other sequences, and in [B, H, S, D] of other heads, lie between the last page and the one before: a page is all
+    # Pages of other sequences, and in [B, H, S, D] of other heads, are between the last page and the one before: a page is all
     # heads of its rows, wherever they are.
     size = ((batch - 1) * step + capacity // rows, rows, heads, width)
     strides = (rows * between_rows, between_rows, between_heads, 1)

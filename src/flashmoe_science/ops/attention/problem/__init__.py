@@ -136,9 +136,9 @@ class AttentionProblem(Problem):
         rows_k = self.batch * self.seqlen_k
         if features != PLAIN:
             rows_k = sum(count * keys for count, keys in self._over_sequences(visible_keys))
-        held = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if features.fp8_cache else width)
+        of_kv = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if features.fp8_cache else width)
         of_bias = {"boolean": self.scores() // self.heads, "additive": self.scores() // self.batch * width}
-        return self.queries() * self.heads * self.head_dim * width + held + of_bias.get(features.bias, 0)
+        return self.queries() * self.heads * self.head_dim * width + of_kv + of_bias.get(features.bias, 0)
 
     def queries(self) -> int:
         """Rows of queries, each counted once and not per head."""

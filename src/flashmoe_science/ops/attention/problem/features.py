@@ -1,7 +1,7 @@
 """What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
 
 ``Features`` says which, without tensors: it is part of an AttentionProblem and decides what a kernel is built for. How the keys
-and values of a call lie in memory follows from it (call/tensors.py has the tensors themselves):
+and values of a call are in memory follows from it (call/tensors.py has the tensors themselves):
 
 - lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
 - lengths "ragged": as many queries in each sequence, keys in a cache: [caches, heads_kv, capacity, head_dim] views and
@@ -35,7 +35,7 @@ GRAMMAR = (
     "[left<keys>] [right<keys>] [softcap<n>] [sinks] [alibi|boolmask|bias] [prefix<keys>] [ragged|packed] [page<rows>] "
     "[leftpad] [fp8kv]"
 )
-# What a kernel can be asked for beside plain attention, in words (``Features.kinds``).
+# What a kernel can be asked for on top of plain attention, in words (``Features.kinds``).
 KINDS: dict[str, str] = {
     "window": "a sliding window",
     "softcap": "a soft cap",

@@ -38,12 +38,12 @@ def make_tensors(
     queries = (problem.batch, problem.heads, problem.seqlen_q)
     if features.lengths == "packed":
         queries = (1, problem.heads, sum(one.queries for one in lengths))
-    held = _held(problem, lengths, sliced)
+    of_cache = _cache_shape(problem, lengths, sliced)
     made: Made = {}
     for name, shape, width in (
         ("q", queries, problem.head_dim),
-        ("k", held, problem.head_dim),
-        ("v", held, problem.head_dim_v),
+        ("k", of_cache, problem.head_dim),
+        ("v", of_cache, problem.head_dim_v),
     ):
         made[name] = normal((*shape, width), problem.layout == "bshd", dtype, device, generator, sliced)
         if features.fp8_cache and name != "q":
@@ -70,7 +70,7 @@ def normal(
     return flat.transpose(1, 2) if rows_first else flat
 
 
-def _held(problem: AttentionProblem, lengths: tuple[SequenceLengths, ...], sliced: bool) -> tuple[int, int, int]:
+def _cache_shape(problem: AttentionProblem, lengths: tuple[SequenceLengths, ...], sliced: bool) -> tuple[int, int, int]:
     """Shape of K and V but for their width."""
     features = problem.features
     if features.page:
@@ -93,7 +93,7 @@ def _tables(
     generator: torch.Generator,
     sliced: bool,
 ) -> Made:
-    """Integers that say where each sequence lies."""
+    """Integers that locate each sequence."""
     features = problem.features
 
     def integers(values: list[int]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention computed to be right, not fast: an fp64 oracle, and the same maths done plainly in the input dtype.
 
-Sequence by sequence: its keys and values are gathered from wherever they lie, its scores capped, biased and masked. It works in
-chunks of key heads and of queries, and leaves out keys that no query of a chunk may see.
+Sequence by sequence: its keys and values are gathered from a cache, from pages or from packed ones, its scores capped, biased
+and masked. It works in chunks of key heads and of queries, and leaves out keys that no query of a chunk may see.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 
-CHUNK_SCORES = 2**25  # scores held at once: 256 MiB in fp64
+CHUNK_SCORES = 2**25  # scores in memory at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**26
 
 
@@ -73,8 +73,8 @@ def _keys(inputs: AttentionInputs, tensor: torch.Tensor, index: int, lengths: li
         row = index if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[index])
         return tensor[row, :, :keys]
     pages = tensors.page_table[index, : -(-keys // tensor.shape[2])].long()
-    held = _indexed(tensor, pages)  # [pages, heads_kv, page, width]
-    return held.transpose(0, 1).flatten(1, 2)[:, :keys]
+    gathered = _indexed(tensor, pages)  # [pages, heads_kv, page, width]
+    return gathered.transpose(0, 1).flatten(1, 2)[:, :keys]
 
 
 def _indexed(tensor: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from flashmoe_science.ops.attention.problem.features import PLAIN
 
 UserCall = Callable[[AttentionInputs], AttentionOutput]
 
-# What each function has an argument for, beside lengths.
+# What each function has an argument for, besides lengths.
 _OF_FLASH = ("window", "softcap", "alibi")
 _OF_SDPA = ("boolmask", "bias")
 _OF_CACHES = ("window", "softcap", "sinks", "alibi", "ragged", "packed", "page", "leftpad", "fp8kv")

@@ -32,6 +32,7 @@ class Recorded:
     def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
         name = function.__name__
         self.launch = lambda grid, *given: STARTED.append((name, grid, given))
+        self.bound = lambda grid, *last: lambda *given: self.launch(grid, *given, *last)
 
 
 @pytest.fixture(autouse=True)

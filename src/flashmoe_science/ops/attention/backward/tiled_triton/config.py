@@ -66,7 +66,7 @@ def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Til
 
 
 def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: int) -> bool:
-    """Whether K, V and stages of Q and dO, or the other way round, fit, and P and dS of dK and dV beside them."""
+    """Whether K, V and stages of Q and dO, or the other way round, fit, and and with them P and dS of dK and dV."""
     width = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
     size = DTYPE_BYTES[problem.dtype]
     (m, n, _, stages), (m_q, n_q, _, stages_q) = keys, queries

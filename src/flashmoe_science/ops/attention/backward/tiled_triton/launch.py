@@ -101,7 +101,7 @@ class TiledBackwardLauncher(BackwardLauncher):
             given = tuple(map(argument, tensors[:15]))
             q, k, v, cu_q, cu_k, used, *_, sinks, slopes, bias, prefixes, _, _ = given
             out, lse, dout, dlse = map(argument, saved)
-            held, sums, partials = take()
+            workspace, sums, partials = take()
             if add_sinks is None:
                 delta(out, dout, lse, dlse, None, cu_q, sums, None)
             else:
@@ -113,7 +113,7 @@ class TiledBackwardLauncher(BackwardLauncher):
                 of_queries(q, k, v, dout, lse, sums, dq, cu_q, cu_k, used, slopes, bias, prefixes, scale, softcap)
             if of_bias is not None:
                 of_bias(q, k, v, dout, lse, sums, dbias, bias, prefixes, scale, softcap)
-            del held
+            del workspace
             return Gradients(*made)
 
         return launch

@@ -1,4 +1,4 @@
-"""A consumer's step of chunk_gluon_sm90: S = Q K^T of a tile of keys beside O += P V of the tile before; masks, softmax."""
+"""A consumer's step of chunk_gluon_sm90: S = Q K^T of a tile of keys during O += P V of the tile before; masks, softmax."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tile_step(
     tile, buffers, barriers, scales, low, end, window, state, kv,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, TRAITS: gl.constexpr,
 ):  # fmt: skip
-    """Attend to a tile of keys: its S is computed beside P V of the one before, and its softmax beside P V. See prefill_sm90's
+    """Attend to a tile of keys: its S is computed during P V of the one before, and its softmax during P V. See prefill_sm90's
     ``tile_step`` for the wait on a barrier that has long completed."""
     o = state.o
     # As measured: 11 to 15% slower without splits.

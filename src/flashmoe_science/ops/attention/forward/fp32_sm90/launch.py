@@ -77,7 +77,7 @@ class Fp32Launcher(Launcher):
         take = workspace_allocator(True, [(elements, torch.bfloat16) for elements in plane_elements(self._problem, shapes)])
 
         def start(q: Any, k: Any, v: Any, out: Any, lse: Any, scale: float) -> None:
-            held, *parts = take()
+            workspace, *parts = take()
             planes.launch(grid_planes, q, k, v, *parts, *tail_planes)
             main.launch(grid, *descriptors_of(encoders, parts), out, lse, scale, *tail)
 

@@ -1,4 +1,4 @@
-"""A consumer's step of fwd_gluon_sm90: S = Q K^T of a tile of keys beside O += P V of the tile before; score mods, softmax."""
+"""A consumer's step of fwd_gluon_sm90: S = Q K^T of a tile of keys during O += P V of the tile before; score mods, softmax."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def probabilities(p, o, v_smem, v_low):
 def tile_step(
     tile, q_stage, buffers, barriers, mods, v_low, state, kv, MASKED: gl.constexpr, LAZY: gl.constexpr, TRAITS: gl.constexpr
 ):  # fmt: skip
-    """Attend to a tile of keys: its S is computed beside P V of the one before, which is the tile after it.
+    """Attend to a tile of keys: its S is computed during P V of the one before, which is the tile after it.
 
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.

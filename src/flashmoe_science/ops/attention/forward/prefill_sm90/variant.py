@@ -81,7 +81,7 @@ def out_fits_query(problem: AttentionProblem) -> bool:
 
 
 def _aligned(problem: AttentionProblem | ProblemShape) -> bool:
-    """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
+    """Whether the diagonal of a consumer's rows is in one tile of keys, its first, so that no other needs a mask."""
     return problem.causal and problem.causal_offset % ROWS == 0
 
 

@@ -63,7 +63,7 @@ class _Kernels(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What a launch is bound to beside its plan: sizes and strides. ``of_keys``: three strides of K, three of V, and the
+    """What a launch is bound to besides its plan: sizes and strides. ``of_keys``: three strides of K, three of V, and the
     capacity, past which nothing is read. ``keys``: the most keys that a sequence has here, for the number of splits."""
 
     batch: int
@@ -171,8 +171,8 @@ class SplitLauncher(Launcher):
         config = self._config
         work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        held, uneven = occupancy(self._problem, config, work), batch if self._uneven else 1
-        return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
+        per_sm, uneven = occupancy(self._problem, config, work), batch if self._uneven else 1
+        return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, per_sm, uneven)
 
     def _bind(self, sizes: _Sizes, options: Options) -> _Kernels:
         """The _Kernels of tensors of these sizes."""

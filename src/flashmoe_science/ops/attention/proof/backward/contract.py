@@ -88,38 +88,38 @@ class AttentionBackwardContract(SharedContract):
         return torch.autograd.grad(out, list(leaves.values()), inputs["dout"])
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        return backward_oracle(self._taken(problem, inputs))
+        return backward_oracle(self._for_backward(problem, inputs))
 
     def plain(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        return backward_plain(self._taken(problem, inputs))
+        return backward_plain(self._for_backward(problem, inputs))
 
     def cap(
         self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
     ) -> tuple[Errors, ...]:
-        features, taken = problem.features, self._taken(problem, inputs)
+        features, given = problem.features, self._for_backward(problem, inputs)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
-        score = FORWARD.score_rounding(problem, _of_call(inputs), taken.softmax_scale)
+        score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
         relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + _sums(problem)
         info = torch.finfo(inputs["q"].dtype)
-        lost = _lost(problem, taken, 0.5 * info.tiny * info.eps)
+        lost = _lost(problem, given, 0.5 * info.tiny * info.eps)
         return tuple(
             Errors(one + least, 0.5 * one + least, 0.5 * one + least)
-            for one, least in zip(_errors(taken, relative), lost, strict=False)
+            for one, least in zip(_errors(given, relative), lost, strict=False)
         )
 
     def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
-        return _errors(self._taken(problem, inputs), _sums(problem))
+        return _errors(self._for_backward(problem, inputs), _sums(problem))
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
-        taken = self._taken(problem, inputs)
-        tensors = taken.tensors
+        given = self._for_backward(problem, inputs)
+        tensors = given.tensors
         if tensors.q.is_meta:
-            return taken
-        wide = AttentionInputs(problem, _widened(tensors), taken.options, taken.softmax_scale)
+            return given
+        wide = AttentionInputs(problem, _widened(tensors), given.options, given.softmax_scale)
         out, lse = attention_oracle(wide)
-        return replace(taken, saved=taken.saved._replace(out=taken.saved.out.copy_(out), lse=lse.float()))
+        return replace(given, saved=given.saved._replace(out=given.saved.out.copy_(out), lse=lse.float()))
 
-    def _taken(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
+    def _for_backward(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         """The call without the forward's results, for which there is memory."""
         tensors, options = features_inputs.call_of(problem, _of_call(inputs))
         features, dout = problem.features, inputs["dout"]
@@ -141,22 +141,22 @@ def _sums(problem: AttentionBackwardProblem) -> float:
     return 4 * math.sqrt(max(problem.head_dim, problem.head_dim_v)) * _FP32
 
 
-def _errors(taken: BackwardInputs, relative: float) -> tuple[float, ...]:
+def _errors(given: BackwardInputs, relative: float) -> tuple[float, ...]:
     """The most that each gradient errs by where P and dS err by ``relative``; see the module."""
-    x, mass, scale = taken.tensors, mass_of(taken), abs(taken.softmax_scale)
-    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, taken.saved.dout))
+    x, mass, scale = given.tensors, mass_of(given), abs(given.softmax_scale)
+    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, given.saved.dout))
     every = [mass.row * of_k * scale, mass.column * of_q * scale, mass.of_p * of_dout]
-    if taken.wanted.dsinks:
+    if given.wanted.dsinks:
         every.append(mass.sink)
-    if taken.wanted.dbias and x.bias is not None:
+    if given.wanted.dbias and x.bias is not None:
         every.append(mass.element * math.prod(x.bias.shape[dim] for dim in range(4) if x.bias.stride(dim) == 0))
     return tuple(relative * one for one in every)
 
 
-def _lost(problem: AttentionBackwardProblem, taken: BackwardInputs, least: float) -> tuple[float, ...]:
+def _lost(problem: AttentionBackwardProblem, given: BackwardInputs, least: float) -> tuple[float, ...]:
     """The most that each gradient errs by where every P, dS and result errs by ``least``."""
-    x, scale, queries = taken.tensors, abs(taken.softmax_scale), problem.seqlen_q * problem.heads // problem.heads_kv
-    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, taken.saved.dout))
+    x, scale, queries = given.tensors, abs(given.softmax_scale), problem.seqlen_q * problem.heads // problem.heads_kv
+    of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, given.saved.dout))
     sums = (problem.seqlen_k * of_k * scale, queries * of_q * scale, queries * of_dout, 0.0, 0.0)
     return tuple(least * (1.0 + one) for one in sums)
 
