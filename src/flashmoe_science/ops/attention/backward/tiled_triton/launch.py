@@ -86,9 +86,9 @@ class TiledBackwardLauncher(BackwardLauncher):
             [(tensors.q.shape[0] * sizes.heads * sizes.rows, torch.float32), (sizes.heads * parts, torch.float32)],
         )
         delta, add_sinks = self._bind_delta(tensors, saved, sizes, parts, wanted.dsinks)
-        of_keys = self._bind_keys(tensors, options, sizes, of_gradients.dk is not None, of_gradients.dv is not None)
-        of_queries = self._bind_queries(tensors, options, sizes) if wanted.dq else None
-        of_bias = self._bind_bias(tensors, options, sizes) if wanted.dbias else None
+        of_keys = self._bind_keys(tensors, sizes, of_gradients.dk is not None, of_gradients.dv is not None)
+        of_queries = self._bind_queries(tensors, sizes) if wanted.dq else None
+        of_bias = self._bind_bias(tensors, sizes) if wanted.dbias else None
         new, softcap = allocator(tensors.q.device.type == "cuda"), options.softcap
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
@@ -143,7 +143,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         build = self._build(flashmoe_bwd_dsinks_triton, *adding, DELTA_WARPS, 1)
         return start, build.bound((sizes.heads, 1, 1), parts, _PARTS_AT_ONCE)
 
-    def _bind_keys(self, tensors: Tensors, options: Options, sizes: _Sizes, with_dk: bool, with_dv: bool) -> _Start | None:
+    def _bind_keys(self, tensors: Tensors, sizes: _Sizes, with_dk: bool, with_dv: bool) -> _Start | None:
         if not (with_dk or with_dv):
             return None
         of_dk, of_dv = (_strides_of(one, tensors) for one in gradients_like(tensors, Wanted())[1:3])
@@ -151,18 +151,17 @@ class TiledBackwardLauncher(BackwardLauncher):
         strides = sizes._replace(strides=(*sizes.strides[:4], of_dk, of_dv))
         tile = tile_of(self._config, KEYS)
         programs = cdiv(sizes.seqlen_k, tile[1]) * sizes.heads_kv * sizes.batch
-        return self._bind(flashmoe_bwd_dkdv_triton, tensors, options, strides, gradients, tile, programs)
+        return self._bind(flashmoe_bwd_dkdv_triton, tensors, strides, gradients, tile, programs)
 
-    def _bind_queries(self, tensors: Tensors, options: Options, sizes: _Sizes) -> _Start:
+    def _bind_queries(self, tensors: Tensors, sizes: _Sizes) -> _Start:
         of_dq = _strides_of(gradients_like(tensors, Wanted()).dq, tensors)
         strides = sizes._replace(strides=(*sizes.strides[:4], of_dq))
         tile = tile_of(self._config, QUERIES)
         programs = cdiv(sizes.seqlen_q, tile[0]) * sizes.heads * sizes.batch
-        return self._bind(flashmoe_bwd_dq_triton, tensors, options, strides, (Pointer(tensors.q.dtype),), tile, programs)
+        return self._bind(flashmoe_bwd_dq_triton, tensors, strides, (Pointer(tensors.q.dtype),), tile, programs)
 
     def _bind(
-        self, function: Any, tensors: Tensors, options: Options, sizes: _Sizes, gradients: tuple[Pointer | None, ...],
-        tile: Tile, programs: int,
+        self, function: Any, tensors: Tensors, sizes: _Sizes, gradients: tuple[Pointer | None, ...], tile: Tile, programs: int
     ) -> _Start:  # fmt: skip
         """The launch of dK and dV, or of dQ."""
         left, right = window_of(self._problem, sizes.seqlen_q)
@@ -184,7 +183,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         build = self._build(function, (*pointers, 0.5, 0.5), numbers, constexprs, *tile[2:])
         return build.bound(_grid(programs), *numbers, *constexprs)
 
-    def _bind_bias(self, tensors: Tensors, options: Options, sizes: _Sizes) -> _Start:
+    def _bind_bias(self, tensors: Tensors, sizes: _Sizes) -> _Start:
         assert tensors.bias is not None
         tile = tile_of(self._config, QUERIES)
         tiles_m, tiles_n = cdiv(sizes.seqlen_q, tile[0]), cdiv(sizes.seqlen_k, tile[1])

@@ -176,40 +176,28 @@ class SplitLauncher(Launcher):
 
     def _bind(self, sizes: _Sizes, options: Options) -> _Kernels:
         """The _Kernels of tensors of these sizes."""
-        (
-            batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides,
-            of_bias, of_table, of_slopes, of_scales, new,
-        ) = sizes  # fmt: skip
-        (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
-        ends, compensated = self._ragged or seqlen_k % self._block_n != 0, self._write_lse and keys > PLAIN_SUM
-        wide = max(qm, om, kn, vn, qh, oh) * max(self._block_m, self._block_n, heads // heads_kv) >= 2**30
+        (*of_kv, seqlen_k), (_, qh, qm, _, oh, om), new = sizes.of_keys, sizes.strides, sizes.of_new
+        steps, reach = (*of_kv, *sizes.strides), max(self._block_m, self._block_n, sizes.heads // sizes.heads_kv)
+        ends, compensated = self._ragged or seqlen_k % self._block_n != 0, self._write_lse and sizes.keys > PLAIN_SUM
+        wide = max(qm, om, of_kv[2], of_kv[5], qh, oh) * reach >= 2**30
+        of_steps = stride_class((*steps, *sizes.stride_bias, *new.strides))
+        kinds = (ends, wide, compensated, stride_unit(steps), new.constexprs, new.pointers, of_steps)
         # All that the launch depends on: with a cache that grows it is found again for KEY_CLASS tokens.
-        key = (
-            options.num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends,
-            compensated, wide,
-            stride_unit((kb, kh, kn, vb, vh, vn, *strides)),
-            stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
-            strides, of_bias, of_table, of_slopes, of_scales, new,
-        )  # fmt: skip
+        key = (options.num_splits, sizes._replace(keys=rounded_keys(sizes.keys), of_keys=()), kinds)
         kernels = self._kernels.get(key)
         if kernels is None:
-            kernels = self._kernels[key] = self._bind_class(*key, of_keys)
+            kernels = self._kernels[key] = self._bind_class(*key, sizes.of_keys)
         return kernels
 
-    def _bind_class(
-        self, num_splits: int, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
-        ends: bool, compensated: bool, wide: bool, unit: int, of_strides: Hashable,
-        strides: tuple[int, ...], of_bias: tuple[int, ...], of_table: int, of_slopes: int, of_scales: tuple[int, ...],
-        new: OfNew, of_keys: tuple[int, ...],
-    ) -> _Kernels:  # fmt: skip
-        """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
+    def _bind_class(self, num_splits: int, sizes: _Sizes, kinds: tuple[Any, ...], of_keys: tuple[int, ...]) -> _Kernels:
+        """``_bind`` of all sizes that are alike, and ``kinds`` of Variant; ``of_keys`` are those of one of them."""
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, _, strides, of_bias, of_table, of_slopes, of_scales, new = sizes
         group, all_heads, (left, right) = heads // heads_kv, batch * heads_kv, window_of(self._problem, seqlen_q)
         tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
         splits, batches, ordered, ranges, *even = chosen
         programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
         check_programs(programs, rows)
-        kinds = (right is not None, ends, wide, compensated, unit, new.constexprs, new.pointers, of_strides)
-        variant = Variant(group, tiles_m == 1, splits > 1, ranges > 0, ordered, batches, *kinds)
+        variant = Variant(group, tiles_m == 1, splits > 1, ranges > 0, ordered, batches, right is not None, *kinds)
         all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
