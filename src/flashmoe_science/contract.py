@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 DEFAULT = "attention"  # the contract of a function that names none
 DISTRIBUTIONS = ("normal", "zeros", "constant", "large", "tiny")
-_UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +75,9 @@ class Errors:
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of a correctly rounded result."""
-    return _UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+    import torch
+
+    return torch.finfo(dtype).eps / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,25 +264,20 @@ def contract_of(fn: Any) -> Contract:
     Raises:
         ValueError: ``fn.contract`` is neither a Contract nor the name of one.
     """
-    said = getattr(fn, "contract", DEFAULT)
-    if isinstance(said, str):
-        return built_in(said)
-    if not isinstance(said, Contract):
-        raise ValueError(f"contract is {said!r}; it must be an instance of Contract or one of {_names()}")
-    if not said.name:
-        raise ValueError(f"contract {type(said).__name__} has no name; give it the word that follows 'op' in its problems")
-    return said
+    held_to = getattr(fn, "contract", DEFAULT)
+    if isinstance(held_to, str) and is_operation(held_to):
+        return built_in(held_to)
+    if not isinstance(held_to, Contract):
+        names = ", ".join(one.name for one in OPERATIONS)
+        raise ValueError(f"contract is {held_to!r}; it must be an instance of Contract or one of {names}")
+    if not held_to.name:
+        raise ValueError(f"contract {type(held_to).__name__} has no name; give it the word that follows 'op' in its problems")
+    return held_to
 
 
 def built_in(name: str) -> Contract:
     """The contract of an operation of the package. Raises ValueError where there is none of that name."""
-    if not is_operation(name):
-        raise ValueError(f"contract is {name!r}; it must be an instance of Contract or one of {_names()}")
     return operation(name).contract()
-
-
-def _names() -> str:
-    return ", ".join(one.name for one in OPERATIONS)
 
 
 def is_built_in(one: Contract) -> bool:

@@ -8,7 +8,6 @@ the module of that name.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -41,31 +40,26 @@ class Operation:
 
     def parse(self, text: str) -> Problem:
         """Read the text form of a problem. Raises ProblemError."""
-        parsed: Problem = self.module("problem").parse(text)
-        return parsed
+        return self.module("problem").parse(text)
 
     def ours(self) -> tuple[AnyKernel, ...]:
         """Our kernels, the preferred first. None where Triton is missing: the framework's own operators serve every call."""
-        kernels: tuple[AnyKernel, ...] = self.module("front", "kernels").ours()
-        return kernels
+        return self.module("front", "kernels").ours()
 
     def peers(self) -> tuple[AnyKernel, ...]:
         """What a user would pick instead. Importing them imports no peer's package."""
-        kernels: tuple[AnyKernel, ...] = self.module("front", "kernels").PEERS
-        return kernels
+        return self.module("front", "kernels").PEERS
 
     def kernels(self) -> tuple[AnyKernel, ...]:
         return (*self.ours(), *self.peers())
 
     def fallback(self) -> str:
         """The name of the peer that is the framework's own way to compute it."""
-        name: str = self.module("front", "kernels").FALLBACK
-        return name
+        return self.module("front", "kernels").FALLBACK
 
     def contract(self) -> Contract:
         """What its kernels are held to; for the proof only."""
-        made: Contract = self.module("proof", "contract").CONTRACT
-        return made
+        return self.module("proof", "contract").CONTRACT
 
     def module(self, room: str, name: str = "") -> Any:
         """The module of that name in one of its rooms; the room itself without one."""
@@ -104,9 +98,9 @@ def parse_problem(text: str) -> Problem:
         ProblemError: a word is not understood, stands twice or is missing; the message gives the grammar.
     """
     word = next(iter(text.split()), "")
-    parse: Callable[[str], Problem] | None = next((one.parse for one in OPERATIONS if one.word == word), None)
-    if parse is not None:
-        return parse(text)
+    for one in OPERATIONS:
+        if one.word == word:
+            return one.parse(text)
     if word != CUSTOM:
         raise ProblemError(f"problem {text!r} does not begin with {', '.join(map(repr, first_words()))}")
     custom = parse_custom(text)
