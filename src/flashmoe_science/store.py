@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from pydantic import ValidationError
 
@@ -58,6 +56,11 @@ class Run:
     torn: str | None = None
 
     @property
+    def age(self) -> tuple[str, str]:
+        """What runs are sorted by, the oldest first."""
+        return self.header.started, self.header.run
+
+    @property
     def complete(self) -> bool:
         """Whether the run ended by itself and its whole file is there."""
         return self.torn is None and bool(self.rows) and isinstance(self.rows[-1], EndRow)
@@ -67,7 +70,7 @@ class Run:
         return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow) and row.kernel == kernel)
 
 
-class RunWriter:
+class RunWriter(contextlib.AbstractContextManager["RunWriter"]):
     """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
 
     The file is locked while the writer is open. Raises StoreError: the file exists, its folder cannot be made or written, or
@@ -105,10 +108,7 @@ class RunWriter:
         except OSError:
             self._file.close()  # no row may follow a torn one
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -214,7 +214,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
     runs = [read_run(path) for path in sorted(records_under(folder))]
-    runs.sort(key=lambda run: (run.header.started, run.header.run))
+    runs.sort(key=lambda run: run.age)
     seen: dict[str, Path | None] = {}
     for run in runs:
         if run.header.run in seen:

@@ -29,7 +29,7 @@ from tests.harness.listed_faults import (
 from tests.harness.rows import Rows
 
 from flashmoe_science.exit_codes import ExitCode
-from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.function_run import FunctionRun, run_functions
@@ -79,7 +79,7 @@ def amiss(one: Fault, outcome: Outcome, rows: Rows) -> list[str]:
         found.append(f"{one.name}: refused at {[stage for stage, _ in refused]}, not at {one.stage}")
     header, *rest = rows
     assert isinstance(header, RunRow)
-    verdicts = {verdict.verdict for verdict in verdicts_of(Run(header, tuple(rest))) if verdict.kernel == one.spec}
+    verdicts = {verdict.verdict for verdict in JudgedRun(Run(header, tuple(rest))).verdicts if verdict.kernel == one.spec}
     if verdicts != {"refused"} and not one.has_a_number:
         found.append(f"{one.name}: its verdicts are {verdicts}")
     if one.spec not in "; ".join((*outcome.wrong, *outcome.untrustworthy, outcome.stopped or "")):

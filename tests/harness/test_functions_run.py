@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.function_run import FunctionRun, run_functions
 from flashmoe_science.measure.request import Request
@@ -88,7 +88,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on_against_another_candidate
     promised = {row.kernel: (row.speedup, row.deterministic) for row in run.rows if isinstance(row, PromiseRow)}
     assert promised[good] == (0.5, True)
     assert {row.kernel for row in run.rows if isinstance(row, CorrectnessRow) and row.passed} >= {good, "sdpa"}
-    said = {verdict.kernel: verdict for verdict in verdicts_of(run)}
+    said = {verdict.kernel: verdict for verdict in JudgedRun(run).verdicts}
     assert said[good].time_ns is not None or said[good].verdict == "refused"  # a bad control
     assert "preflight" in str(said["broken.py:attention"].reason)
     assert (outcome.exit_code, len(outcome.wrong), "broken.py:attention" in str(outcome.stopped)) == (1, 1, True)

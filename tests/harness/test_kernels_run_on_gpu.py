@@ -13,7 +13,7 @@ from tests.harness.planted_kernels import kernel
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
-from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure import kernels_run as module
 from flashmoe_science.measure import l2_cache
@@ -134,7 +134,7 @@ def test_the_pairs_that_a_round_takes_are_judged_as_they_were_meant(device: Devi
     ]  # fmt: skip
     assert (outcome.exit_code, [row for row in run.rows if isinstance(row, RefusalRow)]) == (0, [])
 
-    said = {(one.clock, one.kernel): one for one in verdicts_of(run)}
+    said = {(one.clock, one.kernel): one for one in JudgedRun(run).verdicts}
     best = said["graph", "ours_a"]
     assert (best.verdict, best.rival, best.gpu) == ("faster", "fa", "h200")
     assert best.ratio == pytest.approx(1.25, rel=0.01)
@@ -147,7 +147,7 @@ def test_the_pairs_that_a_round_takes_are_judged_as_they_were_meant(device: Devi
 def test_heat_refuses_the_numbers(device: Device, tmp_path: Path) -> None:
     device.telemetry = Telemetry(sm_clock_mhz=900, throttle=("thermal (hardware)",))
     _, run = measure(tmp_path)
-    assert {one.verdict for one in verdicts_of(run)} == {"refused"}
+    assert {one.verdict for one in JudgedRun(run).verdicts} == {"refused"}
 
 
 def test_a_public_function_that_routes_to_another_kernel_is_caught(device: Device, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.records import (
@@ -33,6 +35,11 @@ PROBLEM = "attn b2 h8 q512 d64 fp16"
 LONGER = "attn b2 h8 q1024 d64 fp16"
 SEVERAL_L2 = 200_000_000  # bytes
 OURS = ("fwd_triton", "fwd_gluon_sm90")
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """The verdicts of these runs that count."""
+    return standing([JudgedRun(run) for run in runs])
 
 
 class Fabricate:

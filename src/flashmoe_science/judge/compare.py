@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.standing import JudgedRun, precedence
 from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
 from flashmoe_science.judge.summary import groups
@@ -110,12 +111,9 @@ class Total(NamedTuple):
 
 def totals(words: Sequence[str], found: Mapping[Place, Sequence[Cell | None]]) -> dict[str, list[Total]]:
     """GPU, clock and cache in words -> a total for each version but the first."""
-    by_title: dict[str, list[Sequence[Cell | None]]] = defaultdict(list)
-    for place, cells in found.items():
-        by_title[place.title].append(cells)
     return {
-        title: [_total(word, [cells[at] for cells in rows]) for at, word in enumerate(words) if at]
-        for title, rows in by_title.items()
+        title: [_total(word, [cells[at] for _, cells in rows]) for at, word in enumerate(words) if at]
+        for title, rows in grouped(found.items(), lambda item: item[0].title).items()
     }
 
 
@@ -133,7 +131,7 @@ def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
     question on each problem."""
     runs, kernel = _version(word, known)
     found: dict[Place, list[Cell]] = defaultdict(list)
-    for judged in sorted(runs, key=lambda judged: judged.age):
+    for judged in sorted(runs, key=lambda judged: judged.run.age):
         rows = [row for row in judged.verdicts if row.kernel == kernel]
         if kernel is None:
             rows = [row for group in groups(judged.verdicts) for row in group.front]

@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import TypeVar
 
 from flashmoe_science.judge.comparison import Comparison, comparisons
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.trust import Trust, Who
-from flashmoe_science.judge.verdicts import Verdict, verdicts_from
+from flashmoe_science.judge.verdicts import Verdict, verdicts_of
 from flashmoe_science.records import CallPathRow, CorrectnessRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
 
@@ -29,7 +30,6 @@ class JudgedRun:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.age = (run.header.started, run.header.run)
 
     @cached_property
     def trust(self) -> Trust:
@@ -46,7 +46,7 @@ class JudgedRun:
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
-        return verdicts_from(self.trust, self.comparisons)
+        return verdicts_of(self.trust, self.comparisons)
 
     @cached_property
     def brought(self) -> tuple[str, ...]:
@@ -78,18 +78,13 @@ def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
     return [row for (*who, config), row in rows.items() if tuple(who) == about and verdict.config in ("", config)]
 
 
-def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """The verdicts of these runs that stand, as ``standing`` says."""
-    return standing([JudgedRun(run) for run in runs])
-
-
 def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
     """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     Neither a quick run nor one that was cut in the problem replaces a full one, and a run with a user's kernel replaces only
     runs with the same. The order is that of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem
     does not parse."""
-    ordered = sorted(runs, key=lambda one: one.age)
+    ordered = sorted(runs, key=lambda one: one.run.age)
     brought = {one.run.header.run: one.brought for one in ordered}
 
     def place(row: Verdict) -> tuple[str, str, str, tuple[str, ...]]:
@@ -109,12 +104,7 @@ def precedence(row: Verdict) -> tuple[bool, bool, str, str, bool, float]:
 
 def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[Place, Verdict]:
     """The verdict that counts for each place, also where it is a refusal."""
-    found: dict[Place, Verdict] = {}
-    for row in rows:
-        key = place(row)
-        if key not in found or precedence(row) > precedence(found[key]):
-            found[key] = row
-    return found
+    return {key: max(members, key=precedence) for key, members in grouped(rows, place).items()}
 
 
 def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> list[list[Verdict]]:
@@ -130,10 +120,7 @@ def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> li
     ):
         left = [row for row in rows if is_preferred(row)]
         rows = left if any(map(is_asked, left)) else rows
-    runs: dict[str, list[Verdict]] = {}
-    for row in rows:
-        runs.setdefault(row.run, []).append(row)
-    return list(runs.values())
+    return list(grouped(rows, lambda row: row.run).values())
 
 
 def is_drawn(suite: str) -> bool:

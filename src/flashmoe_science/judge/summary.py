@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from flashmoe_science.judge.formats import times
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.multiple_testing import named
 from flashmoe_science.judge.stats import Interval, call, geometric_mean
 from flashmoe_science.judge.trust import in_order, is_promise
@@ -70,9 +71,7 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
     for row in rows:
         if row.brought:
             tried[row.run].add(row.kernel)
-    found: dict[tuple[str, str, Clock, Cache, tuple[str, ...]], list[Verdict]] = defaultdict(list)
-    for row in rows:
-        found[row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried[row.run]))].append(row)
+    found = grouped(rows, lambda row: (row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried[row.run]))))
     made = [Group(*key, members) for key, members in found.items()]
     return sorted(
         made, key=lambda one: (not one.tried, one.gpu == "cpu", one.gpu, one.suite, one.tried, one.clock != "graph", one.cache)
@@ -128,22 +127,14 @@ class Candidate(NamedTuple):
 
 def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate]:
     """Every kernel that a user brought, in the order of the records; those that were refused first."""
-    refusals: dict[str, list[RefusalRow]] = defaultdict(list)
-    promised: dict[str, float] = {}  # of the latest run that says so
-    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
-        for row in run.rows:
-            if isinstance(row, PromiseRow) and row.speedup is not None:
-                promised[row.kernel] = row.speedup
-            elif isinstance(row, RefusalRow) and row.kernel and not is_promise(row):
-                refusals[row.kernel].append(row)
-    by_name: dict[str, list[Verdict]] = defaultdict(list)
-    for verdict in judged:
-        if verdict.brought:
-            by_name[verdict.kernel].append(verdict)
-    for name in refusals:
-        if is_brought(name, None):
-            by_name.setdefault(name, [])
-    found = [_candidate(name, rows, refusals.get(name, ()), promised.get(name)) for name, rows in by_name.items()]
+    rows = [row for run in sorted(runs, key=lambda run: run.age) for row in run.rows]
+    # The latest run's promise counts.
+    promised = {row.kernel: row.speedup for row in rows if isinstance(row, PromiseRow) and row.speedup is not None}
+    refused = (row for row in rows if isinstance(row, RefusalRow) and not is_promise(row))
+    refusals = grouped(refused, lambda row: row.kernel or "")
+    own = grouped((row for row in judged if row.brought), lambda row: row.kernel)
+    names = dict.fromkeys([*own, *(name for name in refusals if is_brought(name, None))])
+    found = [_candidate(name, own.get(name, ()), refusals.get(name, ()), promised.get(name)) for name in names]
     return sorted(found, key=lambda one: one.said != "refused")
 
 

@@ -9,18 +9,17 @@ is said in ``standing``.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flashmoe_science.judge.comparison import Comparison, comparisons
+from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import microseconds
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
 from flashmoe_science.judge.trust import Trust
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin
-from flashmoe_science.store import Run
 
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 Said = Literal["faster", "slower", "equivalent", "undecided", "refused"]
@@ -114,17 +113,9 @@ def is_brought(kernel: str, origin: Origin | None) -> bool:
     return origin == "candidate" or (origin is None and ":" in kernel)
 
 
-def verdicts_of(run: Run) -> list[Verdict]:
-    """Every verdict of one run, in the order in which its problems came. Raises ProblemError for a problem that is none."""
-    trust = Trust(run)
-    return verdicts_from(trust, comparisons(trust))
-
-
-def verdicts_from(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
-    """The verdicts of a run whose comparisons are at hand."""
-    groups: dict[Conditions, list[Comparison]] = defaultdict(list)
-    for pair in pairs:
-        groups[pair.problem, pair.clock, pair.cache].append(pair)
+def verdicts_of(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
+    """Every verdict of a run, by its comparisons, in the order of its problems. Raises ProblemError: one does not parse."""
+    groups: dict[Conditions, list[Comparison]] = grouped(pairs, lambda pair: (pair.problem, pair.clock, pair.cache))
     said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
     said += _never_timed(trust, groups, said)
     order = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
@@ -253,8 +244,8 @@ def _verdict(
     problem, clock, cache = conditions
     header = trust.run.header
     about = {name: getattr(header, name) for name in ("suite", "run", "started", "commit")}
-    about |= {"op": parse_problem(problem).op, "gpu": trust.gpu_name, "quick": trust.quick, "config": ""}
-    about["unfinished"] = problem not in trust.finished
+    about |= {"op": parse_problem(problem).op, "gpu": trust.gpu_name, "config": ""}
+    about |= {"quick": trust.quick, "unfinished": problem not in trust.finished}
     said = {"kernel": kernel, "origin": origin, "verdict": verdict, "reason": reason}
     return Verdict(problem=problem, clock=clock, cache=cache, **(about | said | values))
 

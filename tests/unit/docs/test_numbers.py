@@ -9,9 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, verdicts
 
-from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.verdicts import Verdict
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"

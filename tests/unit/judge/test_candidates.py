@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.report.write import as_markdown
-from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.summary import Candidate, candidates, groups
-from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow, Stage
 from flashmoe_science.store import Run
 
@@ -122,7 +121,7 @@ def caught(stage: Stage, problem: str = PROBLEM) -> RefusalRow:
 
 
 def verdicts_on(run: Run, kernel: str = V1) -> list[tuple[str, str, str | None]]:
-    return [(one.problem, one.verdict, one.reason) for one in verdicts_of(run) if one.kernel == kernel]
+    return [(one.problem, one.verdict, one.reason) for one in JudgedRun(run).verdicts if one.kernel == kernel]
 
 
 def cut(run: Any, *more: Any) -> Run:

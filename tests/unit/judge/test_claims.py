@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.judge.gate.claims import Claim, ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.gate.entries import EntryError
-from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.operations import operation, parse_problem
 
 COMMITTED = Path(__file__).parents[3] / "evidence" / "claims.toml"

@@ -9,9 +9,9 @@ from typing import Any
 import dispatch_table
 import pytest
 from dispatch_table import main, promote, table_of
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
-from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.records import CallPathRow, SeenLaunch
 
 FIRST_GUESS = dispatch_table._first_guess

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.fabricated import LONGER, PROBLEM, Fabricate
+from tests.unit.fabricated import LONGER, PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.ending import code_of, first_lines, left_out
-from flashmoe_science.judge.standing import verdicts
 
 MINE = "mine.py:attention"
 

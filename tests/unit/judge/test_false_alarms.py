@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, verdicts
 from tests.unit.judge.timings import Samples, correlated, drifting, independent
 
-from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
 
 Make = Callable[..., Samples]

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, verdicts
 from tests.unit.judge.timings import Samples, correlated, drifting, few, quantised
 
 from flashmoe_science.judge.multiple_testing import holm, named
-from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.judge.summary import groups
 

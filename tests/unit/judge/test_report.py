@@ -10,14 +10,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.judge.gate.claims import Claim
 from flashmoe_science.judge.report.blocks import Table
 from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, cost_line, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
-from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.records import CallPathRow, CeilingRow, OtherRow, PromiseRow, SeenLaunch
 from flashmoe_science.store import Run

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from dispatch_table import promote
-from tests.unit.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.judge.compare import compare
 from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
-from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
+from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import disagreements, groups
 
 DRAWN = "attn b3 h6 hk2 q700 d80 fp16"

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.unit.fabricated import PROBLEM, Fabricate, errors
+from tests.unit.fabricated import PROBLEM, Fabricate, errors, verdicts
 
-from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, Stage, TimingRow
 from flashmoe_science.store import Run

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, verdicts
 
-from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.store import RunWriter, read_runs
 
 

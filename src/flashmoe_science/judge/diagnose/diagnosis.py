@@ -14,8 +14,9 @@ from flashmoe_science.judge.diagnose import causes_units as units
 from flashmoe_science.judge.diagnose.facts import Facts, NothingKnown, Time, gather
 from flashmoe_science.judge.diagnose.hypothesis import Hypothesis, plan
 from flashmoe_science.judge.diagnose.roofline import Point
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import quotient
-from flashmoe_science.judge.verdicts import Verdict, verdicts_of
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Clock, PromiseRow
 from flashmoe_science.store import Run
 
@@ -171,4 +172,4 @@ def _source(run: Run, facts: Facts) -> str | None:
 def _verdict(run: Run, diagnosis: Diagnosis, time: Time) -> Verdict | None:
     """The run's verdict that the time is of."""
     wanted = diagnosis.problem, diagnosis.kernel, time.config, time.clock
-    return next((row for row in verdicts_of(run) if (row.problem, row.kernel, row.config, row.clock) == wanted), None)
+    return next((row for row in JudgedRun(run).verdicts if (row.problem, row.kernel, row.config, row.clock) == wanted), None)

@@ -130,7 +130,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     problem does not parse. Raises NothingKnown: no run times, profiles, launches or refuses the kernel on the problem there."""
     asked = parse_problem(problem)
     problem = str(asked)
-    ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
+    ordered = sorted(runs, key=lambda run: run.age, reverse=True)
     machines = dict.fromkeys(gpu_name(run.header.environment) for run in ordered if _about(run, problem, kernel))
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
@@ -59,7 +60,7 @@ def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceili
     gpu = GPUS.get(machine)
     known = {one.level: one for one in _specified(gpu, dtype)} if gpu else {}
     rows: dict[str, CeilingRow] = {}
-    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
+    for run in sorted(runs, key=lambda run: run.age):
         if gpu_name(run.header.environment) == machine:
             rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
     for level, names in _MEASURED.items():
@@ -142,12 +143,9 @@ class Roofline:
 
 def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline]:
     """One for each machine and dtype that the verdicts speak of. Device time is taken where there is a GPU."""
-    grouped: dict[tuple[str, str], list[Verdict]] = {}
-    for row in verdicts:
-        if row.clock == ("eager" if row.gpu == "cpu" else "graph"):
-            grouped.setdefault((row.gpu, parse_problem(row.problem).dtype), []).append(row)
+    device = (row for row in verdicts if row.clock == ("eager" if row.gpu == "cpu" else "graph"))
     drawn = []
-    for (machine, dtype), rows in grouped.items():
+    for (machine, dtype), rows in grouped(device, lambda row: (row.gpu, parse_problem(row.problem).dtype)).items():
         above = ceilings(runs, machine, dtype)
         points = (place(row.problem, row.kernel, row.config, row.time_ns, above) for row in rows if row.time_ns)
         drawn.append(Roofline(machine, dtype, above, tuple(dict.fromkeys(points))))

@@ -10,7 +10,6 @@ ratio of one shape's time to another's. ``multiple_testing`` says which statisti
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from flashmoe_science.judge.formats import microseconds, ratio
 from flashmoe_science.judge.gate.entries import Entry, read_entries
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.multiple_testing import least, most, named
 from flashmoe_science.judge.standing import JudgedRun, eligible
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, geometric_mean
@@ -247,12 +247,9 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
     A problem may have been measured in several runs that stand: ``standing.eligible`` says which count, none of them chosen for
     its numbers. Of those, the one counts that is the worst for the claim."""
     by_id = {one.run.header.run: one for one in runs}
-    by_problem: dict[str, list[Verdict]] = defaultdict(list)
-    for row in about:
-        by_problem[row.problem].append(row)
     worst = max if claim.at_least is None else min
     found: dict[str, _Number | None] = {}
-    for problem, every in by_problem.items():
+    for problem, every in grouped(about, lambda row: row.problem).items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
         taken = [one for rows in counting if (one := _verdict_of(claim, rows)) is not None]
         answers = [(value, row) for row in taken if (value := _value(claim, row, by_id.get(row.run))) is not None]

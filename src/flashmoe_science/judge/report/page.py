@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gained
 from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.diagnose.roofline import rooflines
-from flashmoe_science.judge.formats import duration
+from flashmoe_science.judge.formats import count, duration
 from flashmoe_science.judge.gate.claims import Claim, judge_claim
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
 from flashmoe_science.judge.report.charts import colours_of, roofline_chart, speed_charts
 from flashmoe_science.judge.report.tables import (
@@ -74,11 +75,7 @@ def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Ver
             ours = [row for row in group.front if row.origin == "ours"]
             losing = [row for row in ours if row.verdict in ("slower", "refused")]
             chosen += _worst(losing) or _worst([row for row in ours if row.ratio is not None])[:1]
-    brought: dict[str, list[Verdict]] = defaultdict(list)
-    for row in judged:
-        if row.brought:
-            brought[row.kernel].append(row)
-    for rows in brought.values():
+    for rows in grouped((row for row in judged if row.brought), lambda row: row.kernel).values():
         chosen += _worst(rows)
     made = []
     for problem, kernel, gpu in dict.fromkeys((row.problem, row.kernel, row.gpu) for row in chosen):
@@ -107,7 +104,7 @@ def page_of(contents: Contents) -> Page:
     ]
     names = ", ".join(one.name for one in contents.candidates)
     latest = f", the latest of {contents.runs[0].header.started[:10]}" if contents.runs else ""
-    lead = f"FlashMoE-Science. {len(contents.runs)} run{'s' * (len(contents.runs) != 1)}{latest}."
+    lead = f"FlashMoE-Science. {count(len(contents.runs), 'run')}{latest}."
     return Page(names if of_users else "What the records say", lead, tuple(one for one in sections if one.blocks))
 
 
@@ -216,8 +213,8 @@ def _run(run: Run) -> Iterator[Block]:
         if isinstance(row, NoteRow) and not row.text.startswith("quick bench"):
             notes[f"{row.kernel}: {row.text}" if row.kernel else row.text] += row.problem is not None
     if notes:
-        listed = tuple((f"{count} problems" if count else "", text, "") for text, count in notes.items())
-        yield Definitions(listed, f"{len(notes)} note{'s' * (len(notes) != 1)}")
+        listed = tuple((f"{problems} problems" if problems else "", text, "") for text, problems in notes.items())
+        yield Definitions(listed, count(len(notes), "note"))
 
 
 def cost_line(runs: Sequence[Run]) -> str:
@@ -230,6 +227,6 @@ def cost_line(runs: Sequence[Run]) -> str:
         timed, took = timed + sampled, took + seconds
         if run.header.price_per_hour is not None:
             spent.append(run.header.price_per_hour * seconds / _HOUR_S)
-    words = f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(took)}, of which {duration(timed)} timed"
+    words = f"{count(len(runs), 'run')}, {duration(took)}, of which {duration(timed)} timed"
     cost = f": ${math.fsum(spent):.2f}" if spent else "; no price is known"
     return words + cost + (f" for the {len(spent)} that have a price" if 0 < len(spent) < len(runs) else "")

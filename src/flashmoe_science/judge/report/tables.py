@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
 from flashmoe_science.judge.formats import count, microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
@@ -176,14 +176,14 @@ def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
         shares = tuple((need.ceiling.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
         yield Definitions(shares, f"Shares of ceilings: {len(shares)}")
     for status in ("supported", "untested", "ruled out"):
-        titles: dict[str, list[str]] = defaultdict(list)  # by their evidence: several wait for the same counters
-        for cause in one.hypotheses:
-            if cause.status == status:
-                titles[cause.evidence].append(cause.title)
-        if titles:
-            items = tuple(("; ".join(alike), evidence, status.split()[0]) for evidence, alike in titles.items())
-            count, folded = sum(map(len, titles.values())), status != "supported"
-            yield Definitions(items, f"{status.capitalize()}: {count}" if folded else None, page_only=folded)
+        causes = [cause for cause in one.hypotheses if cause.status == status]
+        if causes:
+            alike = grouped(causes, lambda cause: cause.evidence)  # several wait for the same counters
+            items = (
+                ("; ".join(cause.title for cause in some), evidence, status.split()[0]) for evidence, some in alike.items()
+            )
+            folded = status != "supported"
+            yield Definitions(tuple(items), f"{status.capitalize()}: {len(causes)}" if folded else None, page_only=folded)
     yield Paragraph(one.cause, lead="cause:")
     yield from _plan(one)
     if gave is not None:

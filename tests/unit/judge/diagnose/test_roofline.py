@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate, verdicts
 from tests.unit.judge.diagnose.planted import Plant
 
 from flashmoe_science.judge.diagnose.roofline import ceilings, place, rooflines
-from flashmoe_science.judge.standing import verdicts
 
 LONG = "attn b4 h16 q4096 d128 bf16"
 
