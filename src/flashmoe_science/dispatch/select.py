@@ -72,7 +72,12 @@ def select(
             reasons.setdefault(kernel.name, reason)
     able = [kernel for kernel in kernels if kernel.name not in reasons]
     if requested is not None:
-        return _requested(problem, gpu, table, requested, able, reasons, fallback)
+        reason = requested.absent() or reasons.get(requested.name) or requested.cannot(problem, gpu)
+        if reason is None:
+            return _requested(problem, gpu, table, requested)
+        could = [kernel.name for kernel in able] + ([fallback] if fallback else [])
+        can = ", ".join(name for name in could if name != requested.name) or "no other"
+        raise CannotServe(f"kernel {requested.name!r} cannot serve {problem} on {_place(gpu)}: {reason}; {can} can")
     others = tuple(reasons.items())
     if not able:
         if fallback is None:
@@ -116,21 +121,7 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     return None
 
 
-def _requested(
-    problem: Problem,
-    gpu: Device,
-    table: Table,
-    kernel: AnyKernel,
-    able: Sequence[AnyKernel],
-    reasons: Mapping[str, str],
-    fallback: str | None,
-) -> Decision:
-    reason = kernel.absent() or reasons.get(kernel.name) or kernel.cannot(problem, gpu)
-    if reason is not None:
-        could = [other.name for other in able if other.name != kernel.name]
-        could += [] if fallback is None or fallback == kernel.name else [fallback]
-        others = ", ".join(could) or "no other"
-        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {_place(gpu)}: {reason}; {others} can")
+def _requested(problem: Problem, gpu: Device, table: Table, kernel: AnyKernel) -> Decision:
     found = _by_record(problem, gpu, table, (kernel,)) if gpu is not None else None
     if found is not None:
         return replace(found, reason=f"asked for by name; config by {found.reason}", basis="requested")
