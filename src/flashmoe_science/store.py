@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -32,6 +33,7 @@ __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "records_u
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _MOST_FAULTS = 3  # of a row, that are listed
+_Kind = TypeVar("_Kind", bound=Row)
 
 
 class StoreError(ValueError):
@@ -60,6 +62,10 @@ class Run:
         """What runs are sorted by, the oldest first."""
         return self.header.started, self.header.run
 
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        """The rows of one kind, in their order."""
+        return [row for row in self.rows if isinstance(row, kind)]
+
     @property
     def complete(self) -> bool:
         """Whether the run ended by itself and its whole file is there."""
@@ -67,7 +73,7 @@ class Run:
 
     def done_by(self, kernel: str | None) -> frozenset[str]:
         """The problems that are finished, as text; in a run of functions, by one of them."""
-        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow) and row.kernel == kernel)
+        return frozenset(row.problem for row in self.of(DoneRow) if row.kernel == kernel)
 
 
 class RunWriter(contextlib.AbstractContextManager["RunWriter"]):
@@ -228,7 +234,7 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
     """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
     first_with: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
-        for row in (row for row in run.rows if isinstance(row, TimingRow) and row.is_telling):
+        for row in (row for row in run.of(TimingRow) if row.is_telling):
             first = first_with.setdefault(row.samples, run)
             if first is not run:
                 raise StoreError(

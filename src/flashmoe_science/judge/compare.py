@@ -130,14 +130,12 @@ def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
     """Place -> what each run of a version says there, oldest run first. Without a kernel, the version is the fastest kernel in
     question on each problem."""
     runs, kernel = _version(word, known)
-    found: dict[Place, list[Cell]] = defaultdict(list)
+    cells = []
     for judged in sorted(runs, key=lambda judged: judged.run.age):
-        rows = [row for row in judged.verdicts if row.kernel == kernel]
-        if kernel is None:
-            rows = [row for group in groups(judged.verdicts) for row in group.front]
-        for row in rows:
-            found[Place(row.gpu, row.problem, row.clock, row.cache)].append(Cell(judged, row))
-    return found
+        fronts = (row for group in groups(judged.verdicts) for row in group.front)
+        rows = fronts if kernel is None else (row for row in judged.verdicts if row.kernel == kernel)
+        cells += [Cell(judged, row) for row in rows]
+    return grouped(cells, lambda one: Place(one.verdict.gpu, one.verdict.problem, one.verdict.clock, one.verdict.cache))
 
 
 def _version(word: str, known: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str | None]:

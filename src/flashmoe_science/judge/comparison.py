@@ -91,7 +91,7 @@ _SAME = ("problem", "clock", "cache", "kernel", "config", "origin", "rival", "ri
 
 def comparisons(trust: Trust) -> list[Comparison]:
     """Every pair of kernels that a run sampled side by side, each as both of its kernels see it: all rows, then all flipped."""
-    rows = [_comparison(trust, row) for row in trust.run.rows if isinstance(row, TimingRow) and not is_control(row)]
+    rows = [_comparison(trust, row) for row in trust.run.of(TimingRow) if not is_control(row)]
     return [*rows, *(row.flipped() for row in rows)]
 
 

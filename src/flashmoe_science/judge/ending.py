@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.formats import microseconds, times, within
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.summary import SAID, Candidate, Group, candidates, groups, in_question
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import STAGES, NoteRow, TimingRow
@@ -44,13 +44,10 @@ def first_lines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[str]:
 
 def left_out(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Kernel -> what its runs note of problems that it was not timed on: why it took no part."""
-    rows = [row for run in runs for row in run.rows]
-    timed = {(row.problem, name) for row in rows if isinstance(row, TimingRow) for name in (row.kernel, row.rival)}
-    found: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        if isinstance(row, NoteRow) and row.kernel and row.problem and (row.problem, row.kernel) not in timed:
-            found[row.kernel].append(f"{row.kernel} on {row.problem}: {row.text}")
-    return found
+    timed = {(row.problem, name) for run in runs for row in run.of(TimingRow) for name in (row.kernel, row.rival)}
+    notes = (row for run in runs for row in run.of(NoteRow) if row.problem and (row.problem, row.kernel) not in timed)
+    by_kernel = grouped(notes, lambda row: row.kernel)
+    return {kernel: [f"{kernel} on {row.problem}: {row.text}" for row in rows] for kernel, rows in by_kernel.items() if kernel}
 
 
 def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:

@@ -3,7 +3,7 @@ it promised."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -67,11 +67,9 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
     """Verdicts by gpu, suite, clock, cache and the users' kernels; groups with users' kernels first, then the graph
     clock, which is the kernels' own time, before the eager one."""
     rows = list(verdicts)
-    tried: dict[str, set[str]] = defaultdict(set)  # run -> kernels
-    for row in rows:
-        if row.brought:
-            tried[row.run].add(row.kernel)
-    found = grouped(rows, lambda row: (row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried[row.run]))))
+    brought = grouped((row for row in rows if row.brought), lambda row: row.run)
+    tried = {run: tuple(sorted({row.kernel for row in own})) for run, own in brought.items()}
+    found = grouped(rows, lambda row: (row.gpu, row.suite, row.clock, row.cache, tried.get(row.run, ())))
     made = [Group(*key, members) for key, members in found.items()]
     return sorted(
         made, key=lambda one: (not one.tried, one.gpu == "cpu", one.gpu, one.suite, one.tried, one.clock != "graph", one.cache)
@@ -81,16 +79,14 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
 def disagreements(rows: Iterable[Verdict]) -> list[str]:
     """A sentence for each kernel and problem, within a GPU, suite and run, on which the clocks say the opposite: then neither
     alone is what to say."""
-    found: dict[tuple[str, ...], dict[Clock, Verdict]] = defaultdict(dict)
-    for row in sorted(rows, key=lambda row: row.cache != "cold"):
-        if row.ratio is not None:
-            found[row.gpu, row.suite, row.run, row.problem, row.kernel].setdefault(row.clock, row)
+    cold_first = sorted((row for row in rows if row.ratio is not None), key=lambda row: row.cache != "cold")
     sentences = []
-    for one in (by_clock for by_clock in found.values() if {row.verdict for row in by_clock.values()} == {"faster", "slower"}):
-        by_clock = ", ".join(
-            f"{one[clock].verdict} {by} ({times(one[clock].ratio)} of {one[clock].rival})" for clock, by in _BY.items()
-        )
-        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {by_clock}")
+    for own in grouped(cold_first, lambda row: (row.gpu, row.suite, row.run, row.problem, row.kernel)).values():
+        by_clock = {row.clock: row for row in reversed(own)}  # the cold one, where there are both
+        if {row.verdict for row in by_clock.values()} == {"faster", "slower"}:
+            found = ((by_clock[clock], by) for clock, by in _BY.items())
+            words = ", ".join(f"{row.verdict} {by} ({times(row.ratio)} of {row.rival})" for row, by in found)
+            sentences.append(f"{own[0].kernel} on {own[0].problem}: the clocks disagree: {words}")
     return sentences
 
 
@@ -103,11 +99,7 @@ def in_question(rows: Sequence[Verdict]) -> list[Verdict]:
 
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
     """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number."""
-    best: dict[str, Verdict] = {}
-    for row in in_question(rows):
-        if row.problem not in best or _rank(row) < _rank(best[row.problem]):
-            best[row.problem] = row
-    return list(best.values())
+    return [min(own, key=_rank) for own in grouped(in_question(rows), lambda row: row.problem).values()]
 
 
 def _rank(row: Verdict) -> tuple[bool, float]:
@@ -127,10 +119,9 @@ class Candidate(NamedTuple):
 
 def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate]:
     """Every kernel that a user brought, in the order of the records; those that were refused first."""
-    rows = [row for run in sorted(runs, key=lambda run: run.age) for row in run.rows]
-    # The latest run's promise counts.
-    promised = {row.kernel: row.speedup for row in rows if isinstance(row, PromiseRow) and row.speedup is not None}
-    refused = (row for row in rows if isinstance(row, RefusalRow) and not is_promise(row))
+    ordered = sorted(runs, key=lambda run: run.age)  # of several promises the latest counts
+    promised = {row.kernel: row.speedup for run in ordered for row in run.of(PromiseRow) if row.speedup is not None}
+    refused = (row for run in ordered for row in run.of(RefusalRow) if not is_promise(row))
     refusals = grouped(refused, lambda row: row.kernel or "")
     own = grouped((row for row in judged if row.brought), lambda row: row.kernel)
     names = dict.fromkeys([*own, *(name for name in refusals if is_brought(name, None))])

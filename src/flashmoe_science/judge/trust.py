@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from operator import itemgetter
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
 from flashmoe_science.judge.control import Control, control_of, is_control
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
@@ -23,7 +25,6 @@ from flashmoe_science.records import (
     Clock,
     CorrectnessRow,
     DoneRow,
-    EndRow,
     Environment,
     Origin,
     PromiseRow,
@@ -51,49 +52,31 @@ class Trust:
         self.gpu_name = gpu_name(run.header.environment)
         self._gpu = _listed(run.header.environment)
         self._on_gpu = run.header.environment.gpu is not None
-        self.oracle: dict[Who, CorrectnessRow] = {}
-        self.paths: dict[Who, CallPathRow] = {}
-        self._controls: dict[Where, list[TimingRow]] = defaultdict(list)
-        self._answered: dict[Where, Control] = {}
-        self._called: dict[str, set[Origin]] = defaultdict(set)
-        self._sampled = Counter[tuple[object, ...]]()
-        self._copies = Counter[tuple[tuple[int, ...], ...]]()
-        self.refusals: list[RefusalRow] = []
-        # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed stands.
-        self.promises: dict[tuple[str | None, str | None], str] = {}
-        self._on_trial: set[str] = set()
-        for row in run.rows:
-            match row:
-                case CorrectnessRow():  # what failed once in a run has failed: a later pass does not clear it
-                    self._called[row.kernel].add(row.origin)
-                    key = row.problem, row.kernel, row.config
-                    if key not in self.oracle or self.oracle[key].passed:
-                        self.oracle[key] = row
-                case CallPathRow():
-                    key = row.problem, row.kernel, row.config
-                    if key not in self.paths or not self.paths[key].broken_promises:
-                        self.paths[key] = row
-                case TimingRow():
-                    self._called[row.kernel].add(row.origin)
-                    self._called[row.rival].add(row.rival_origin)
-                    self._sampled[_series(row)] += 1
-                    self._copies[row.samples] += row.is_telling
-                    if is_control(row):
-                        self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
-                case RefusalRow() if is_promise(row):
-                    self.promises.setdefault((row.problem, row.kernel), row.reason)
-                case RefusalRow():
-                    self.refusals.append(row)
-                case PromiseRow():
-                    self._on_trial.add(row.kernel)
+        timings, checks, refusals = run.of(TimingRow), run.of(CorrectnessRow), run.of(RefusalRow)
+        # What failed once in a run has failed: a later pass does not clear it.
+        of_kernel = grouped(checks, _who).items()
+        self.oracle = {who: next((row for row in rows if not row.passed), rows[-1]) for who, rows in of_kernel}
+        seen = grouped(run.of(CallPathRow), _who).items()
+        self.paths = {who: next((row for row in rows if row.broken_promises), rows[-1]) for who, rows in seen}
+        origins = [(row.kernel, row.origin) for row in checks] + [(row.kernel, row.origin) for row in timings]
+        origins += [(row.rival, row.rival_origin) for row in timings]
+        self._origins = {name: {origin for _, origin in some} for name, some in grouped(origins, itemgetter(0)).items()}
+        self._controls = grouped(filter(is_control, timings), lambda row: (row.problem, row.clock, row.cache, row.kernel))
+        self._control_results: dict[Where, Control] = {}
+        self._sampled = Counter(map(_series, timings))
+        self._copies = Counter(row.samples for row in timings if row.is_telling)
+        self.refusals = [row for row in refusals if not is_promise(row)]
+        # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed counts.
+        self.promises = {(row.problem, row.kernel): row.reason for row in reversed(refusals) if is_promise(row)}
+        self._on_trial = {row.kernel for row in run.of(PromiseRow)}
 
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
         refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
         if sizes := _words(refusals):
             return sizes
-        if len(called := self._called[kernel]) > 1:
-            return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
+        if len(origins := self._origins.get(kernel, ())) > 1:
+            return f"its run calls it {' and '.join(sorted(origins))}; it can be only one of them"
         if self._cut_short(problem, kernel):
             return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
         path = self.paths.get((problem, kernel, config)) if self._on_gpu else None
@@ -128,8 +111,7 @@ class Trust:
     def _cut_short(self, problem: str, kernel: str) -> bool:
         """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
         that ended by itself, its budget spent, has examined whatever it wrote."""
-        ended = bool(self.run.rows) and isinstance(self.run.rows[-1], EndRow)
-        return kernel in self._on_trial and not ended and problem not in self.run.done_by(kernel)
+        return kernel in self._on_trial and not self.run.complete and problem not in self.run.done_by(kernel)
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
@@ -175,12 +157,12 @@ class Trust:
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
-        if best not in self._answered:  # every verdict asks, and an answer costs a bootstrap
+        if best not in self._control_results:  # every verdict asks, and an answer costs a bootstrap
             # A control that came out badly once has: a later one does not clear it.
             controls = sum(map(len, self._controls.values()))
             found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
-            self._answered[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
-        return self._answered[best]
+            self._control_results[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
+        return self._control_results[best]
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its outputs."""
@@ -190,17 +172,17 @@ class Trust:
     @cached_property
     def quick(self) -> bool:
         """Whether the run took few samples, as `--quick` does."""
-        return any(isinstance(row, TimingRow) and row.quick for row in self.run.rows)
+        return any(row.quick for row in self.run.of(TimingRow))
 
     @cached_property
     def finished(self) -> frozenset[str]:
         """The problems that the run was not cut short in."""
-        return frozenset(row.problem for row in self.run.rows if isinstance(row, DoneRow))
+        return frozenset(row.problem for row in self.run.of(DoneRow))
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Kernel name -> whence it is, by its rows."""
-        return {kernel: min(called) for kernel, called in self._called.items() if called}
+        """Kernel name -> its origin, by its rows."""
+        return {kernel: min(origins) for kernel, origins in self._origins.items()}
 
     def failed(self) -> Iterable[Who]:
         """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
@@ -229,6 +211,10 @@ def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
 def _words(refusals: Iterable[RefusalRow]) -> str | None:
     """The reason of the earliest stage, None where there is none."""
     return next((f"{row.stage}: {row.reason}" for row in in_order(refusals)), None)
+
+
+def _who(row: CorrectnessRow | CallPathRow) -> Who:
+    return row.problem, row.kernel, row.config
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:

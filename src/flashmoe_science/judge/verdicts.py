@@ -118,8 +118,7 @@ def verdicts_of(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
     groups: dict[Conditions, list[Comparison]] = grouped(pairs, lambda pair: (pair.problem, pair.clock, pair.cache))
     said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
     said += _never_timed(trust, groups, said)
-    order = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
-    return sorted(said, key=lambda verdict: order[verdict.problem])
+    return [row for rows in grouped(said, lambda row: row.problem).values() for row in rows]
 
 
 class _Group:
@@ -128,13 +127,10 @@ class _Group:
     def __init__(self, trust: Trust, conditions: Conditions, pairs: Sequence[Comparison]) -> None:
         self.trust, self.conditions, self.pairs = trust, conditions, pairs
         self.problem = parse_problem(conditions[0])
-        self.origins: dict[str, Origin] = {}
-        self.best: dict[str, Comparison] = {}  # kernel -> the believed comparison of its best config, with any rival
-        for pair in pairs:
-            self.origins.setdefault(pair.kernel, pair.origin)
-        for pair in sorted(pairs, key=_time_order):
-            if pair.believed:
-                self.best.setdefault(pair.kernel, pair)
+        self.origins = {kernel: own[0].origin for kernel, own in grouped(pairs, lambda pair: pair.kernel).items()}
+        # Kernel -> the believed comparison of its best config, with any rival.
+        believed = grouped((pair for pair in pairs if pair.believed), lambda pair: pair.kernel)
+        self.best = {kernel: min(own, key=_time_order) for kernel, own in believed.items()}
 
     def verdicts(self) -> list[Verdict]:
         ours, peers, brought = (

@@ -82,14 +82,6 @@ class Diagnosis:
     plan: tuple[Hypothesis, ...]
 
     @property
-    def problem(self) -> str:
-        return str(self.facts.problem)
-
-    @property
-    def kernel(self) -> str:
-        return self.facts.kernel
-
-    @property
     def cause(self) -> str:
         """The supported causes in one line."""
         if self.facts.time_ns is None and self.facts.refusals:
@@ -104,8 +96,8 @@ class Diagnosis:
         """Plain values for JSON; the speed-up of a part that would go is None."""
         changes = [{"hypothesis": one.key, **asdict(one.change)} for one in self.plan if one.change is not None]
         return {
-            "problem": self.problem,
-            "kernel": self.kernel,
+            "problem": str(self.facts.problem),
+            "kernel": self.facts.kernel,
             "config": self.facts.config,
             "gpu": self.facts.machine,
             "time_ns": self.facts.time_ns,
@@ -145,7 +137,7 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
         one for one in runs if one.header.started < latest.header.started and _source(one, facts) != _source(latest, facts)
     ]
     try:
-        before = diagnose(earlier, diagnosis.problem, diagnosis.kernel, facts.machine)
+        before = diagnose(earlier, str(facts.problem), facts.kernel, facts.machine)
     except NothingKnown:
         return None
     still = {one.key for one in diagnosis.hypotheses if one.status == "supported"}
@@ -153,7 +145,7 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
     then = before.facts.times.get(now.clock)
     if then is None or not changes:
         return None
-    mine, theirs = (_verdict(by_id[one.run], diagnosis, one) for one in (now, then))
+    mine, theirs = (_verdict(by_id[one.run], facts, one) for one in (now, then))
     if mine and theirs and mine.interval and theirs.interval and mine.rival == theirs.rival:
         found = quotient(mine.interval, theirs.interval)
         return Gained(
@@ -165,11 +157,11 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
 
 def _source(run: Run, facts: Facts) -> str | None:
     """What tells the kernel's source in a run: the package's, or that of a user's own file."""
-    own = (row.source_digest for row in run.rows if isinstance(row, PromiseRow) and row.kernel == facts.kernel)
+    own = (row.source_digest for row in run.of(PromiseRow) if row.kernel == facts.kernel)
     return next(own, run.header.source_digest)
 
 
-def _verdict(run: Run, diagnosis: Diagnosis, time: Time) -> Verdict | None:
+def _verdict(run: Run, facts: Facts, time: Time) -> Verdict | None:
     """The run's verdict that the time is of."""
-    wanted = diagnosis.problem, diagnosis.kernel, time.config, time.clock
+    wanted = str(facts.problem), facts.kernel, time.config, time.clock
     return next((row for row in JudgedRun(run).verdicts if (row.problem, row.kernel, row.config, row.clock) == wanted), None)

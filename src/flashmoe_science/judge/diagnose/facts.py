@@ -12,6 +12,7 @@ from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.occupancy import Residency, residency
 from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Point, ceilings, place
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
@@ -202,12 +203,9 @@ def _config(own: Sequence[Time], rows: Sequence[_Known]) -> str:
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     """On each clock, the least of the latest run's medians: pairs with slow rivals warm a GPU less."""
-    found: dict[Clock, Time] = {}
-    for time in own:
-        before = found.get(time.clock)
-        if time.config == config and (before is None or (before.run == time.run and time.time_ns < before.time_ns)):
-            found[time.clock] = time
-    return found
+    by_clock = grouped((one for one in own if one.config == config), lambda one: one.clock)
+    latest = {clock: [one for one in times if one.run == times[0].run] for clock, times in by_clock.items()}
+    return {clock: min(times, key=lambda one: one.time_ns) for clock, times in latest.items()}
 
 
 def _seen(rows: Sequence[_Known], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:

@@ -62,7 +62,7 @@ def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceili
     rows: dict[str, CeilingRow] = {}
     for run in sorted(runs, key=lambda run: run.age):
         if gpu_name(run.header.environment) == machine:
-            rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
+            rows |= {row.name: row for row in run.of(CeilingRow) if row.samples}
     for level, names in _MEASURED.items():
         found = [rows[name] for name in (name.format(dtype=dtype) for name in names) if name in rows]
         if found:

@@ -138,7 +138,7 @@ def _candidates(contents: Contents) -> Iterator[Block]:
 
 def _diagnosed(contents: Contents, kernels: Collection[str]) -> Iterator[Block]:
     for one in contents.diagnoses:
-        if one.kernel in kernels:
+        if one.facts.kernel in kernels:
             yield from diagnosis_blocks(one, gained(one, contents.runs))
 
 
@@ -174,7 +174,7 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
     if contents.diagnoses:
         yield Paragraph(_DIAGNOSIS)
     elsewhere = set() if contents.of_candidates else {one.name for one in contents.candidates}
-    yield from _diagnosed(contents, {one.kernel for one in contents.diagnoses} - elsewhere)
+    yield from _diagnosed(contents, {one.facts.kernel for one in contents.diagnoses} - elsewhere)
 
 
 def _runs(contents: Contents) -> Iterator[Block]:
@@ -196,7 +196,7 @@ def _run(run: Run) -> Iterator[Block]:
     memory = f"{where.gpu_memory_bytes / 2**30:.0f} GiB, " if where.gpu_memory_bytes else ""
     gpu = f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}, " if where.gpu else ""
     packages = "".join(f", {name} {version}" for name, version in sorted(where.packages.items()))
-    refused = (row for row in run.rows if isinstance(row, RefusalRow) and row.kernel is None)
+    refused = (row for row in run.of(RefusalRow) if row.kernel is None)
     items = [
         ("run", header.run, ""),
         ("commit", f"commit {header.commit or 'unknown'}, sources {header.source_digest[:16]}, seed {header.seed}", ""),
@@ -209,8 +209,8 @@ def _run(run: Run) -> Iterator[Block]:
     yield Paragraph(shlex.join(header.command), "code")
     yield Definitions(tuple(items), page_only=False)
     notes = Counter[str]()
-    for row in run.rows:
-        if isinstance(row, NoteRow) and not row.text.startswith("quick bench"):
+    for row in run.of(NoteRow):
+        if not row.text.startswith("quick bench"):
             notes[f"{row.kernel}: {row.text}" if row.kernel else row.text] += row.problem is not None
     if notes:
         listed = tuple((f"{problems} problems" if problems else "", text, "") for text, problems in notes.items())
@@ -222,8 +222,8 @@ def cost_line(runs: Sequence[Run]) -> str:
     the wall clock, building and checking included; a run that was cut short took at least the seconds in which it sampled."""
     timed, took, spent = 0.0, 0.0, []
     for run in runs:
-        sampled = math.fsum(row.device_seconds for row in run.rows if isinstance(row, TimingRow))
-        seconds = next((row.wall_seconds for row in run.rows if isinstance(row, EndRow)), sampled)
+        sampled = math.fsum(row.device_seconds for row in run.of(TimingRow))
+        seconds = next((row.wall_seconds for row in run.of(EndRow)), sampled)
         timed, took = timed + sampled, took + seconds
         if run.header.price_per_hour is not None:
             spent.append(run.header.price_per_hour * seconds / _HOUR_S)

@@ -163,7 +163,7 @@ def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
     """What is known of a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
     changes that an earlier diagnosis called for gave."""
     facts, launch = one.facts, one.facts.launch
-    yield Heading(one.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {one.problem}, {facts.machine}")
+    yield Heading(facts.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {facts.problem}, {facts.machine}")
     known = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
     if launch is not None:
         registers = "" if launch.registers is None else f", {launch.registers} registers a thread"
@@ -215,4 +215,4 @@ def _plan(one: Diagnosis) -> Iterator[Block]:
             together = f"{times(change.together)}{' (the ceiling)' if change.capped else ''}"
             cells = (cause.key, change.clock or "", f"{change.part:.0%}", faster, times(change.most_gain), together)
             rows.append(Row((Cell(change.what, change.how), *map(Cell, cells))))
-    yield Table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)
+    yield Table("plans", f"Plan for {one.facts.kernel} on {one.facts.problem}", _PLAN, rows)
