@@ -40,7 +40,7 @@ of the fastest of our kernels and of the best peer, and the ratio of the peer's 
 95% interval. `flashmoe verdicts` prints the peers' own rows too.
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
-SAID = ("faster", "equivalent", "slower", "undecided", "refused")
+JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
 SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suites of the summary
 DECODE, PAGED = "decode", "decode-paged"
 BY_NAME = "custom"  # the suite of a run whose problems were named on the command line
@@ -185,7 +185,7 @@ class Numbers:
                 if suite == SHORT and _length(row) > MOST_SHORT:
                     continue
                 fallback = operation(row.op).fallback()
-                beside = self._runs[row.run].beside(row) if row.run in self._runs else []
+                beside = self._runs[row.run].comparisons_of(row) if row.run in self._runs else []
                 found[suite, fallback] += [pair.interval for pair in beside if pair.rival == fallback]
         for (suite, fallback), intervals in found.items():
             yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager calls: end-to-end latency", fallback, intervals)
@@ -193,8 +193,8 @@ class Numbers:
     def results(self) -> str:
         """One line a GPU, suite and clock."""
         lines = [
-            "| GPU | suite | clock | problems | ratio, geometric mean | min | max | " + " | ".join(SAID) + " |",
-            "|---|---|---|---|---|---|---|" + "---|" * len(SAID),
+            "| GPU | suite | clock | problems | ratio, geometric mean | min | max | " + " | ".join(JUDGEMENTS) + " |",
+            "|---|---|---|---|---|---|---|" + "---|" * len(JUDGEMENTS),
         ]
         for (gpu, suite, clock, cache), rows in self.groups.items():
             intervals = [row.interval for row in rows if row.interval is not None]
@@ -205,7 +205,7 @@ class Numbers:
                 ratios = f"{_short(mean.ratio)} [{_short(mean.low)}, {_short(mean.high)}] | {_short(least)} | {_short(most)}"
             else:
                 ratios = "- | - | -"
-            said = " | ".join(str(counts[word]) for word in SAID)
+            said = " | ".join(str(counts[word]) for word in JUDGEMENTS)
             lines.append(f"| {gpu} | {suite} | {clock}, {cache} | {len(rows)} | {ratios} | {said} |")
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What an operation is: how it is called, on what, and what is right. Every kernel is held to it, ours, a peer's and yours.
+"""The contract of an operation: how it is called, on what, and what is right. It is the same for our kernels, peers and yours.
 
 An attention kernel ``fn(q, k, v, causal=False, softmax_scale=None)`` on [B, H, S, D] needs nothing from here. A mixture of
 experts says ``@contract("moe")``. An operation of your own is a subclass of ``Contract``::
@@ -114,7 +114,7 @@ class Contract:
     distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
-    # More of them, which `flashmoe check` asks for and `flashmoe prove` does not hold a timed problem to.
+    # More of them, which `flashmoe check` tries and `flashmoe prove` does not.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:
@@ -169,7 +169,8 @@ class Contract:
         return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
     def poisoned(self, problem: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs, with NaN in what no call may use (the end of a buffer, say), for the exam. By default as they are."""
+        """The inputs, with NaN in what no call may use (such as the end of a buffer), for the correctness stage.
+        By default as they are."""
         return inputs
 
     def variant(self, name: str) -> Contract:
@@ -223,9 +224,9 @@ class Contract:
         """What those kernels return, as results in the order of ``outputs``."""
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
-    def timed_inputs(self, taken: Any) -> Any:
-        """What ``for_kernel`` gave, as a timed call takes it: without the outputs that a user seldom asks for."""
-        return taken
+    def timed_inputs(self, inputs: Any) -> Any:
+        """The inputs of ``for_kernel`` for a timed call: without the outputs that a user seldom asks for."""
+        return inputs
 
     def planned(self, kernel: AnyKernel, config: Config, like: Any) -> Callable[[Any], Any]:
         """A call of a kernel on inputs like these that only allocates results and launches: what a graph holds."""
@@ -259,7 +260,7 @@ def contract(held_to: Contract | str) -> Callable[[F], F]:
 
 
 def contract_of(fn: Any) -> Contract:
-    """What a candidate is held to: attention, where it does not say.
+    """The contract of a candidate: attention's, where it names none.
 
     Raises:
         ValueError: ``fn.contract`` is neither a Contract nor the name of one.

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a command ended; ``word`` begins the line that says so."""
+    """How a command ended; ``word`` begins the line that reports it."""
 
     GOOD = 0
     WRONG = 1

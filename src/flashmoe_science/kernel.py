@@ -21,7 +21,7 @@ Launcher = Any
 
 
 class CannotServe(ValueError):
-    """A kernel cannot serve these very tensors (their strides or alignment, say), though it serves such a problem."""
+    """A kernel cannot serve these tensors (because of strides or alignment, for example), though it serves such a problem."""
 
 
 class Config(Mapping[str, int]):
@@ -68,7 +68,7 @@ class Config(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch that a Kernel promises. None means that nothing is promised of that field (a peer's grid, say).
+    """One kernel launch that a Kernel promises. None: nothing is promised of that field (such as a peer's grid).
 
     ``name`` is a regular expression that the launched kernel's whole name must contain.
     """
@@ -77,7 +77,7 @@ class Launch:
     grid: tuple[int, int, int] | None = None
     threads: int | None = None
     shared_bytes: int | None = None
-    cluster: tuple[int, int, int] | None = None  # held where the profiler tells it
+    cluster: tuple[int, int, int] | None = None  # checked where the profiler reports it
     registers: int | None = None  # a thread's
 
 

@@ -21,5 +21,5 @@ def hold(file: IO[Any] | int, *, shared: bool = False) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system that knows no locks
+        return True  # a file system without locks
     return True

@@ -1,6 +1,6 @@
 """The one list of operations. Each is a folder whose modules have the same names; they are imported when first needed.
 
-``problem`` parses the text form, ``kernels`` lists the implementations, ``contract`` says what all of them are held to. Judging
+``problem`` parses the text form, ``kernels`` lists the implementations, ``contract`` is the contract of all of them. Judging
 records needs only the first, which brings no torch. A backward is a part of its forward's folder: of each room the folder or
 the module of that name.
 """
@@ -58,7 +58,7 @@ class Operation:
         return self.module("front", "kernels").FALLBACK
 
     def contract(self) -> Contract:
-        """What its kernels are held to; for the proof only."""
+        """The contract of its kernels; for the proof only."""
         return self.module("proof", "contract").CONTRACT
 
     def module(self, room: str, name: str = "") -> Any:
@@ -95,7 +95,7 @@ def parse_problem(text: str) -> Problem:
     """Read the text form of a problem of any operation.
 
     Raises:
-        ProblemError: a word is not understood, stands twice or is missing; the message gives the grammar.
+        ProblemError: a word is not understood, given twice or missing; the message gives the grammar.
     """
     word = next(iter(text.split()), "")
     for one in OPERATIONS:

@@ -33,7 +33,7 @@ _CUSTOM_GRAMMAR = "op <name> <size><n> ... fp16|bf16|fp32 flops<n> bytes<n>"
 
 
 class ProblemError(ValueError):
-    """A problem that cannot exist, said in one line: the field, what it was and what is allowed."""
+    """A problem that cannot exist: the field, what it was and what is allowed, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Where a problem stands on a chart of speed: at ``length`` along ``axis``, on a line with the problems of its family.
+    """The place of a problem on a chart of speed: at ``length`` along ``axis``, on a line with the problems of its family.
 
     ``families`` are the labels of the families that the problem may be grouped in, the preferred first.
     """
@@ -64,7 +64,7 @@ class Problem:
     """One call of an operation. A subclass is a frozen dataclass whose ``str`` is the problem's text form.
 
     ``flops`` and ``min_bytes`` must be given. The other methods have defaults that claim nothing, so that a new operation, or a
-    new feature of one, is never taken for something near it by accident.
+    new feature of one, is never treated as something near it by accident.
     """
 
     __slots__ = ()
@@ -81,7 +81,7 @@ class Problem:
         raise NotImplementedError
 
     def input_bytes(self) -> int | None:
-        """Bytes of the inputs, each read once; None where that is not known."""
+        """Bytes of the inputs, each read once; None where that is unknown."""
         return None
 
     def queries(self) -> int | None:
@@ -90,7 +90,7 @@ class Problem:
 
     def arithmetic(self) -> Arithmetic:
         """What the products must be computed with to be accurate enough: the narrowest operands, as the dtype has them. Where
-        operands are quantised, or a contract allows more rounding than the dtype's, a subclass says so."""
+        operands are quantised, or a contract allows more rounding than the dtype's, a subclass overrides this."""
         return "fp32" if self.dtype == "fp32" else "16-bit"
 
     def exponentials(self) -> int:
@@ -106,7 +106,7 @@ class Problem:
         return None
 
     def series(self) -> Series | None:
-        """Where the problem stands on a chart of speed; None where it has no length to draw it against."""
+        """The place of the problem on a chart of speed; None where it has no length to draw it against."""
         return None
 
     def order(self) -> tuple[object, ...]:
@@ -133,7 +133,7 @@ class Problem:
         return self
 
     def traits(self) -> Mapping[str, str]:
-        """What a reader tells problems apart by, each with its value in words: by default every field."""
+        """The fields that distinguish problems, each with its value in words: by default all."""
         return {one.name: str(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]  # a dataclass
 
     def without_layout(self) -> Self:
@@ -143,7 +143,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class CustomProblem(Problem):
-    """One call of an operation that a user's contract defines: named sizes, a dtype, and what the contract says it costs.
+    """One call of an operation that a user's contract defines: named sizes, a dtype, and its cost by the contract.
 
     Text form: ``op row_softmax rows4096 cols1024 fp16 flops16777216 bytes16777216``. ``sizes`` are (name, integer) pairs in the
     order in which they are written; ``problem["rows"]`` looks one up.
@@ -185,7 +185,7 @@ class CustomProblem(Problem):
         return self.byte_count
 
     def arithmetic(self) -> Arithmetic:
-        """The narrowest there is: how much may be rounded is for the contract to say, whatever the dtype of its results."""
+        """The narrowest there is: the contract decides how much may be rounded, whatever the dtype of its results."""
         return "4-bit"
 
     def traits(self) -> Mapping[str, str]:
@@ -245,7 +245,7 @@ def read_words(
     either is a flag.
 
     Raises:
-        ProblemError: a word is not understood or stands twice; the message gives the grammar.
+        ProblemError: a word is not understood or given twice; the message gives the grammar.
     """
     found: dict[str, int] = {}
     flags_found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Work shared out among processes of our own, which end when their parent does."""
+"""Jobs in worker processes, which end when their parent does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 1.0
 
 def end_with_parent() -> None:
     """Watch the parent in a thread; this process ends within a second or so of it, even where the parent was killed: nothing
-    else tells a pool's process that nobody will send it another job, and it would keep a GPU's memory for good."""
+    else ends a pool's process that will get no other job, and it would keep a GPU's memory for good."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -3,7 +3,7 @@
     from flashmoe_science import proof
 
     result = proof.check("my_module:my_attention")
-    assert result.passed, result.codes                # ("wrong-result", "mask-top-left"), say
+    assert result.passed, result.codes                # such as ("wrong-result", "mask-top-left")
 
     proved = proof.prove("my_module:my_attention", "attn b1 h16 q4096 d128 bf16 causal", against="sdpa")
     print(proved.verdicts[0].verdict, proved.verdicts[0].ratio, proved.folder)
@@ -151,5 +151,5 @@ def spec_of(function: Function) -> str:
             f"{name or repr(function)} cannot be found from another process; write it at the top of a file and pass "
             f"'path/to/file.py:{name.rpartition('.')[2] or 'name'}'"
         )
-    # A file that is no part of a package may lie in a folder that is not on another process's path.
+    # A file that is no part of a package may be in a folder that is not on another process's path.
     return parse_spec(f"{module.__name__ if getattr(module, '__package__', None) else file}:{name}").text

@@ -110,7 +110,7 @@ class PromiseRow(_Row):
     launch: str | None = None  # the name of a kernel that it launches
     threads: int | None = None  # a block
     deterministic: bool = False
-    source_digest: str | None = None  # SHA-256 over its file and those of the candidates beside it; None: not found
+    source_digest: str | None = None  # SHA-256 over its file and those of the candidates in its folder; None: not found
 
 
 class ErrorStats(_Model):
@@ -151,11 +151,11 @@ class CorrectnessRow(_OfKernel):
         return rest | {"outputs": {name: values[name] for name in ("out", "lse") if values.get(name) is not None}}
 
 
-_TELLING = 8  # different samples: on a grid of 100 readings the same series come again once in 10**16 times
+_DISTINCTIVE = 8  # different samples: on a grid of 100 readings the same series come again once in 10**16 times
 
 
 class TimingRow(_OfKernel):
-    """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` side by side, each the mean of
+    """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` are a pair, each the mean of
     ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control."""
 
     kind: Literal["timing"] = "timing"
@@ -184,9 +184,9 @@ class TimingRow(_OfKernel):
         return tuple(sorted((tuple(self.a), tuple(self.b))))
 
     @property
-    def is_telling(self) -> bool:
+    def is_distinctive(self) -> bool:
         """Whether the samples vary so much that no other measurement gives the same ones."""
-        return len({*self.a, *self.b}) >= _TELLING
+        return len({*self.a, *self.b}) >= _DISTINCTIVE
 
 
 class OtherRow(_Row):
@@ -198,7 +198,7 @@ class OtherRow(_Row):
 
 class ProfileRow(_OfKernel):
     """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it, by the
-    tool's names, in base units. Where no counter could be read ``absent`` says why; the launch may still be known."""
+    tool's names, in base units. ``absent`` is the reason where no counter could be read; the launch may still be there."""
 
     kind: Literal["profile"] = "profile"
     launch: SeenLaunch | None = None
@@ -233,7 +233,7 @@ class CeilingRow(_Row):
 
 class RefusalRow(_Row):
     """A number that was not given, and why, in words and in ``codes`` for machines. ``voids``: what was sampled of the kernel
-    on the problem is no number either, whenever it was. At the stage "promise" the measured speed stands."""
+    on the problem is no number either, whenever it was. At the stage "promise" the measured speed stays valid."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage
@@ -246,7 +246,7 @@ class RefusalRow(_Row):
 
 
 class NoteRow(_Row):
-    """Something that a reader of the run should know: an absent peer, a kernel that cannot serve a problem."""
+    """A remark for readers of the run: an absent peer, a kernel that cannot serve a problem."""
 
     kind: Literal["note"] = "note"
     problem: str | None = None

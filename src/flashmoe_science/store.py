@@ -1,8 +1,8 @@
 """Runs on disk: one append-only JSONL file a run, a row a line. Written by one process at a time, read by anyone, never edited;
-a run that nothing rests on may lie gzipped (docs/design/0010).
+a run that nothing rests on may be gzipped (docs/design/0010).
 
 A file that was cut in the middle of its last line (power, a full disk, a killed process) still gives its whole rows; the cut
-line is set aside and said in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
+line is set aside and reported in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Kind = TypeVar("_Kind", bound=Row)
 
 
 class StoreError(ValueError):
-    """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
+    """A record file cannot be written or read: the file, the line and what is wrong, in one line."""
 
 
 class _NotJsonError(StoreError):
@@ -50,7 +50,7 @@ class _NumberError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was."""
+    """One run as it was recorded. ``torn`` is what was set aside, in words; None where nothing was."""
 
     header: RunRow
     rows: tuple[Row, ...]  # the header is not among them
@@ -197,7 +197,7 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
         raise StoreError(f"{path}:1: the first row is of kind {header.kind!r}; it must be of kind 'run'")
     if not header.run.strip():
         raise StoreError(f"{path}:1: run is {header.run!r}; a run needs a name")
-    if not _is_utc(header.started):  # the latest run stands, by this text
+    if not _is_utc(header.started):  # the latest run counts, by this text
         raise StoreError(f"{path}:1: started is {header.started!r}; it must be a time in UTC, as 2026-01-02T03:04:05+00:00 is")
     for number, row in enumerate(rest, 2):
         if isinstance(row, RunRow):
@@ -234,7 +234,7 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
     """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
     first_with: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
-        for row in (row for row in run.of(TimingRow) if row.is_telling):
+        for row in (row for row in run.of(TimingRow) if row.is_distinctive):
             first = first_with.setdefault(row.samples, run)
             if first is not run:
                 raise StoreError(
@@ -245,7 +245,7 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
 
 def records_under(folder: Path) -> Iterator[Path]:
     """The files of runs under a folder. Raises StoreError for a folder that cannot be looked into: what it holds would be
-    missing, and nobody would know."""
+    missing unnoticed."""
 
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None

@@ -95,9 +95,9 @@ def _print_totals(out: Console, first: str, totals: dict[str, list[dict[str, Any
         grid.add_column(heading, justify="right", no_wrap=True)
     for title, every in totals.items():
         for one in every:
-            said = one["said"]
-            counts = [str(said.get(word, 0)) for word in ("faster", "equivalent", "slower")]
-            rest = str(said.get("undecided", 0) + said.get("no ratio", 0))
+            judged = one["counts"]
+            counts = [str(judged.get(word, 0)) for word in ("faster", "equivalent", "slower")]
+            rest = str(judged.get("undecided", 0) + judged.get("no ratio", 0))
             mean = with_interval(*one["mean"].values()) if one["mean"] else ""
             grid.add_row(
                 title, one["version"], str(one["places"]), *counts, rest, mean, times(one["least"]), times(one["most"])

@@ -18,7 +18,7 @@ from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.judge.diagnose import diagnosis
-from flashmoe_science.judge.diagnose.facts import NothingKnown
+from flashmoe_science.judge.diagnose.facts import NoRecord
 from flashmoe_science.judge.report.tables import diagnosis_blocks
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.problem import Problem
@@ -75,7 +75,7 @@ def diagnose(
     for problem, name in wanted:
         try:
             found.append(diagnosis.diagnose(runs, problem, name, machine))
-        except NothingKnown as error:
+        except NoRecord as error:
             unknown.append(str(error))
     if unknown and not found:
         raise ValueError(f"{unknown[0]}; --measure looks at it here")

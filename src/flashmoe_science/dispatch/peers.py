@@ -33,7 +33,7 @@ def faster_peer(
     it must agree, two at the least.
 
     Args:
-        ours: what ``select`` chose. Records of another kernel of ours say nothing of it.
+        ours: what ``select`` chose. Records of another kernel of ours do not apply to it.
         unable: peers that cannot serve the tensors at hand, with the reason.
     """
     exact = None if gpu is None else table.exact(gpu.name, problem)
@@ -51,18 +51,18 @@ def faster_peer(
         if len(found) < len(entries):
             continue
         ratio, first = min(one.ratio for one in found), found[0]
-        said = f"{first.backend or kernel.name}, {ratio:.2f}x ours ({ours.kernel}) {where}"
+        speed = f"{first.backend or kernel.name}, {ratio:.2f}x ours ({ours.kernel}) {where}"
         reason = (unable or {}).get(kernel.name) or _why_not(kernel, first, problem, gpu)
         if reason is None:
-            able.append((ratio, first, said))
+            able.append((ratio, first, speed))
         else:
-            barred.append((kernel.name, f"{said}, record {entries[0].run}, but {reason}"))
+            barred.append((kernel.name, f"{speed}, record {entries[0].run}, but {reason}"))
     if not able:
         return replace(ours, others=(*ours.others, *barred))
-    _, chosen, said = max(able, key=lambda one: one[0])
+    _, chosen, speed = max(able, key=lambda one: one[0])
     slower = (ours.kernel, f"slower than {chosen.kernel} in record {entries[0].run}")
     basis: Basis = "modelled" if exact is None else "measured"
-    return Decision(chosen.kernel, chosen.config, said, basis, entries[0].run, (slower, *barred, *ours.others))
+    return Decision(chosen.kernel, chosen.config, speed, basis, entries[0].run, (slower, *barred, *ours.others))
 
 
 def _near(problem: Problem, gpu: Gpu, table: Table) -> list[Entry]:

@@ -21,7 +21,7 @@ from flashmoe_science.problem import Problem
 # first guess. requested: asked for by name. required: nothing else can serve the call.
 Basis = Literal["measured", "modelled", "requested", "required"]
 
-REACH = 1.0  # log2 of the factor allowed in each of batch x heads, queries and keys for a record to say something of a problem
+REACH = 1.0  # log2 of the factor allowed in each of batch x heads, queries and keys for a record to apply to a problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def select(
         unable: kernels found unable to take the tensors at hand, with the reason (CannotServe).
 
     Raises:
-        CannotServe: ``requested`` cannot serve the problem, or nothing can; the message says why and what could.
+        CannotServe: ``requested`` cannot serve the problem, or nothing can; the message has the reason and what could.
     """
     reasons = dict(unable or {})
     for kernel in kernels:
@@ -86,8 +86,8 @@ def select(
         return Decision(fallback, Config(), f"PyTorch's own operators serve {where}", "required", None, others)
     found = None if gpu is None else _by_record(problem, gpu, table, able)
     if found is not None:
-        said = f"{found.kernel} is the fastest in record {found.record}"
-        return replace(found, others=(*((kernel.name, said) for kernel in able if kernel.name != found.kernel), *others))
+        faster = f"{found.kernel} is the fastest in record {found.record}"
+        return replace(found, others=(*((kernel.name, faster) for kernel in able if kernel.name != found.kernel), *others))
     problem = problem.representative()
     # Stable: else as they are listed.
     first, *rest = able if gpu is None else sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))
@@ -97,8 +97,8 @@ def select(
 
 
 def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Decision | None:
-    """What the records say of the kernels in ``able``: of this problem, else of the nearest one with the same tiles, else of
-    the nearest one with other tiles, from which the kernel is learnt but not its config."""
+    """The decision that records support among the kernels in ``able``: by this problem, else by the nearest one with the same
+    tiles, else by the nearest one with other tiles, which gives the kernel but not its config."""
     kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
     if exact is not None and _usable(exact, kernels):
@@ -144,5 +144,5 @@ def _usable(entry: Entry, kernels: Mapping[str, AnyKernel]) -> bool:
 
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
-    """Whether a record says something of such a problem: one of the same features, on a GPU of the same architecture."""
+    """Whether a record applies to such a problem: one of the same features, on a GPU of the same architecture."""
     return entry.problem.distance(problem) < math.inf and gpu_named(entry.gpu).arch == gpu.arch

@@ -1,12 +1,13 @@
-"""Versions side by side: a commit, a run, a kernel, or a kernel in a run, on the places that they share.
+"""Versions compared: a commit, a run, a kernel, or a kernel in a run, on the places that they share.
 
 A place is a problem on a GPU, a clock and a cache: times of different ones are never compared. How far a ratio can be believed
-depends on how the two were sampled, which ``how`` says:
+depends on how the two were sampled (``how``):
 
-- "paired": side by side, in one run, on the same inputs;
-- "through NAME": each beside the same rival, in two runs or in one. What slowed the machine slowed the rival too and cancels.
+- "paired": in alternation, in one run, on the same inputs;
+- "through NAME": each paired with the same rival, in two runs or in one. What slowed the machine slowed the rival too and
+  cancels.
 
-Where there is neither, the times stand side by side without a ratio: a machine in another state would shift it unseen.
+Where there is neither, there is no ratio: a machine in another state would shift it unseen.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
@@ -26,7 +28,7 @@ from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
-_LEAST_COMMIT = 4  # digits that may stand for a commit
+_LEAST_COMMIT = 4  # digits of a commit that may name it
 
 
 class Place(NamedTuple):
@@ -42,8 +44,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one run says of a version in one place. ``over_first`` is its speed-up over the first version (above 1 it is
-    faster), taken as ``how`` says."""
+    """The result of one version in one place, by one run. ``over_first`` is its speed-up over the first version (above 1 it is
+    faster), ``how`` the way in which the two were compared."""
 
     judged: JudgedRun
     verdict: Verdict
@@ -51,14 +53,14 @@ class Cell:
     how: str | None = None
 
     @property
-    def said(self) -> Call | None:
-        """The speed-up over the first version in a word; None where too few samples decide."""
+    def judgement(self) -> Call | None:
+        """The speed-up over the first version as a verdict; None where there are too few samples."""
         return call(self.over_first) if self.over_first is not None and self.over_first.pairs >= MIN_PAIRS else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: its time and speed-ups, whether it is right, and what the launch with the most threads takes."""
         row, oracle, launches = self.verdict, self.judged.error(self.verdict), self.judged.launches(self.verdict)
-        sdpa = next((one.interval for one in self.judged.beside(row) if one.rival == USERS_OWN), None)
+        sdpa = next((one.interval for one in self.judged.comparisons_of(row) if one.rival == USERS_OWN), None)
         launch = max(launches, key=lambda one: one.threads, default=None)
         own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
         return {name: getattr(row, name) for name in own} | {
@@ -68,7 +70,7 @@ class Cell:
             "refused": row.reason if row.verdict == "refused" else None,
             "over_first": self.over_first and self.over_first.ends,
             "how": self.how,
-            "said": self.said,
+            "said": self.judgement,
             "over_sdpa": sdpa and sdpa.ends,
             "threads": launch and math.prod(launch.block),
             "registers": launch and launch.registers,
@@ -76,15 +78,15 @@ class Cell:
         }
 
 
-def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:
+def compare(words: Sequence[str], runs: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:
     """A cell a version, in the order of ``words``, for each place of the first version that another shares, None where it has
     nothing there. Raises ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one
     that shares no GPU, problem, clock or cache with the first."""
     if len(words) < 2:
         raise ValueError("there is one version alone; a comparison needs at least 2")
     if twice := [word for word in words if words.count(word) > 1]:
-        raise ValueError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
-    entries = [_entries(word, known) for word in words]
+        raise ValueError(f"version {twice[0]!r} is given twice; there is nothing to compare it with")
+    entries = [_entries(word, runs) for word in words]
     for word, places in zip(words, entries, strict=True):
         if not places:
             raise ValueError(f"{word} has no verdict on what was asked for")
@@ -98,12 +100,12 @@ def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, lis
 
 
 class Total(NamedTuple):
-    """What a version comes to beside the first on one GPU, clock and cache: how many places it shares, how many of them are
-    which way, and the speed-up over the first on those that have one: geometric mean, least, most; None where none has."""
+    """A version compared with the first on one GPU, clock and cache: the number of shared places, the counts of verdicts there,
+    and the speed-up over the first: geometric mean, minimum, maximum; None where no place has one."""
 
     version: str
     places: int
-    said: dict[str, int]
+    counts: dict[str, int]
     mean: Interval | None
     least: float | None
     most: float | None
@@ -121,43 +123,43 @@ def _total(word: str, cells: Sequence[Cell | None]) -> Total:
     here = [cell for cell in cells if cell is not None]
     over = [cell.over_first for cell in here if cell.over_first is not None]
     ratios = [one.ratio for one in over]
-    said = dict(Counter[str](cell.said or "no ratio" for cell in here))
+    counts = dict(Counter[str](cell.judgement or "no ratio" for cell in here))
     least, most = min(ratios, default=None), max(ratios, default=None)
-    return Total(word, len(here), said, geometric_mean(over) if over else None, least, most)
+    return Total(word, len(here), counts, geometric_mean(over) if over else None, least, most)
 
 
-def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
-    """Place -> what each run of a version says there, oldest run first. Without a kernel, the version is the fastest kernel in
-    question on each problem."""
-    runs, kernel = _version(word, known)
+def _entries(word: str, runs: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
+    """Place -> the version's cells there, oldest run first. Without a kernel, the version is the fastest kernel in question on
+    each problem."""
+    chosen, kernel = _version(word, runs)
     cells = []
-    for judged in sorted(runs, key=lambda judged: judged.run.age):
+    for judged in sorted(chosen, key=lambda judged: judged.run.age):
         fronts = (row for group in groups(judged.verdicts) for row in group.front)
         rows = fronts if kernel is None else (row for row in judged.verdicts if row.kernel == kernel)
         cells += [Cell(judged, row) for row in rows]
     return grouped(cells, lambda one: Place(one.verdict.gpu, one.verdict.problem, one.verdict.clock, one.verdict.cache))
 
 
-def _version(word: str, known: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str | None]:
+def _version(word: str, runs: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str | None]:
     """The runs, and the kernel in them, that a word names: a kernel, a run, a commit, or a kernel in one of these, as
     RUN:KERNEL."""
-    if having := [judged for judged in known if word in judged.kernels]:
+    if having := [judged for judged in runs if word in judged.kernels]:
         return having, word
-    if found := _runs_named(word, known):
+    if found := _runs_named(word, runs):
         return found, None
     prefix, _, kernel = word.partition(":")
-    if having := [judged for judged in _runs_named(prefix, known) if kernel in judged.kernels]:
+    if having := [judged for judged in _runs_named(prefix, runs) if kernel in judged.kernels]:
         return having, kernel
-    runs = ", ".join(sorted(judged.run.header.run for judged in known)[:4])
-    kernels = ", ".join(sorted({name for judged in known for name in judged.kernels})[:12])
-    on_record = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
+    names = ", ".join(sorted(judged.run.header.run for judged in runs)[:4])
+    kernels = ", ".join(sorted({name for judged in runs for name in judged.kernels})[:12])
+    on_record = f"runs: {names}; kernels: {kernels or 'none'}" if runs else "there are no records"
     raise ValueError(f"{word!r} names no run, commit or kernel on record; {on_record}")
 
 
-def _runs_named(word: str, known: Sequence[JudgedRun]) -> list[JudgedRun]:
+def _runs_named(word: str, runs: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The run whose id begins so, or all runs of the commit that does."""
     named: dict[str, list[JudgedRun]] = defaultdict(list)
-    for judged in known:
+    for judged in runs:
         header = judged.run.header
         for name, least in ((header.run, 1), (header.commit or "", _LEAST_COMMIT)):
             if len(word) >= least and name.startswith(word):
@@ -182,33 +184,33 @@ def _row(found: Sequence[Sequence[Cell]]) -> list[Cell | None]:
 
 
 def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
-    """The speed-up over ``first``, by the best way there is, and which that was."""
+    """The speed-up over ``first``, by the best way there is, and the name of that way."""
     if first.verdict.time_ns is None or cell.verdict.time_ns is None:
         return None, None
     own, same = ((one.verdict.run, one.verdict.kernel, one.verdict.config) for one in (cell, first))
     if own == same:
         return None, "the same samples"
-    beside = cell.judged.beside(cell.verdict)
+    pairs = cell.judged.comparisons_of(cell.verdict)
     if first.judged is cell.judged:
-        for pair in beside:
+        for pair in pairs:
             if (pair.rival, pair.rival_config) == same[1:]:
                 return pair.interval, "paired"
     # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
-    shared = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
+    shared = {(one.rival, one.rival_config): one for one in first.judged.comparisons_of(first.verdict)}
     found = [
         (quotient(pair.interval, shared[key].interval), f"through {pair.rival}")
-        for pair in beside
-        if (key := (pair.rival, pair.rival_config)) in shared and _is_same_there(pair, first.judged, cell.judged)
+        for pair in pairs
+        if (key := (pair.rival, pair.rival_config)) in shared and _is_same_rival(pair, first.judged, cell.judged)
     ]
     return min(found, key=lambda one: one[0].half_width, default=(None, None))
 
 
-def _is_same_there(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
+def _is_same_rival(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
     """Whether a rival is the same code in both runs: a peer by the versions of what brings it, ours by its source."""
     one, other = a.run.header, b.run.header
     if one.run == other.run:
         return True
     if pair.rival_origin != "peer":
         return pair.rival_origin == "ours" and one.source_digest == other.source_digest
-    known = [(e.torch, e.cuda, e.triton, e.packages) for e in (one.environment, other.environment)]
-    return known[0] == known[1]
+    versions = attrgetter("torch", "cuda", "triton", "packages")
+    return bool(versions(one.environment) == versions(other.environment))

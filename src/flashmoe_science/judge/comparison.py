@@ -1,4 +1,4 @@
-"""One kernel beside a rival: a timing row from the side of either kernel, with the reasons not to trust it."""
+"""A kernel compared with a rival: a timing row as seen from either kernel, with the reasons not to trust it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A kernel and a rival sampled in pairs on the same inputs.
+    """A kernel and a rival, sampled in pairs on the same inputs.
 
     ``times`` and ``rival_times`` are the samples, ns a call, good to ``resolution`` ns; ``time_ns`` and ``rival_time_ns`` are
     their medians. ``measured`` is the ratio of the rival's time to the kernel's (above 1 the kernel is faster), None where the
     samples are no pairs; ``interval`` is the same, widened by what the ``control`` leaves open: the kernel's own, where it has
-    one. ``fault`` and ``rival_fault`` say why a kernel is not believed here, ``shared_fault`` why the samples are not."""
+    one. ``fault`` and ``rival_fault`` are why a kernel is not trusted here, ``shared_fault`` why the samples are not."""
 
     run: str
     gpu: str
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def interval(self) -> Interval:
-        """The ratio to hold by. Only for samples that are pairs, as those of a comparison that is believed are."""
+        """The ratio with the widened interval; only for samples that are pairs, as in every believed comparison."""
         assert self.measured is not None
         return self.measured.widened(self.control.bias)
 
@@ -76,12 +76,12 @@ class Comparison:
         return time_interval(self.times, self.resolution)
 
     def flipped(self) -> Comparison:
-        """The same row as the rival sees it."""
+        """The same comparison from the rival's side."""
         swapped = {own: getattr(self, other) for pair in _SIDES for own, other in (pair, pair[::-1])}
         return dataclasses.replace(self, **swapped, measured=self.measured.flipped() if self.measured else None)
 
 
-# What a row holds of either kernel.
+# Fields that both kernels have.
 _SIDES = (
     ("kernel", "rival"), ("config", "rival_config"), ("origin", "rival_origin"), ("times", "rival_times"),
     ("control", "rival_control"), ("fault", "rival_fault"),
@@ -90,13 +90,13 @@ _SAME = ("problem", "clock", "cache", "kernel", "config", "origin", "rival", "ri
 
 
 def comparisons(trust: Trust) -> list[Comparison]:
-    """Every pair of kernels that a run sampled side by side, each as both of its kernels see it: all rows, then all flipped."""
+    """Every comparison of a run, from both sides: all rows, then all flipped."""
     rows = [_comparison(trust, row) for row in trust.run.of(TimingRow) if not is_control(row)]
     return [*rows, *(row.flipped() for row in rows)]
 
 
 def _comparison(trust: Trust, row: TimingRow) -> Comparison:
-    """Judge what a row's samples and kernels are worth, and take its ratio where they are pairs at all."""
+    """A timing row with its ratio (where its samples are pairs) and the reasons not to trust it."""
     shared = trust.samples(row)
     if shared is None and len(row.a) < 2:
         shared = f"the number of pairs of samples is {len(row.a)}; an interval needs more"
@@ -104,8 +104,8 @@ def _comparison(trust: Trust, row: TimingRow) -> Comparison:
     control, rival_control = (trust.control(row.problem, row.clock, row.cache, kernel) for kernel in (row.kernel, row.rival))
 
     def fault(kernel: str, config: str, times: Sequence[int], own: Control) -> str | None:
-        known = whole or own.reason or trust.kernel(row.problem, kernel, config)
-        return known or (None if shared else trust.too_fast(problem, statistics.median(times), row.cache))
+        reason = whole or own.reason or trust.kernel(row.problem, kernel, config)
+        return reason or (None if shared else trust.too_fast(problem, statistics.median(times), row.cache))
 
     return Comparison(
         run=trust.run.header.run,

@@ -1,4 +1,4 @@
-"""The control: a kernel timed against itself, which says what the harness adds to a ratio."""
+"""The A/A control: a kernel timed against itself, which measures the harness's own error in a ratio."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVENT_RESOLUTION_NS = 500.0
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What the kernel-against-itself control of a problem says of the harness.
+    """The harness's error by the kernel-against-itself control of a problem.
 
     ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with as many
     of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent."""
@@ -39,7 +39,7 @@ def resolution_of(row: TimingRow) -> float:
 
 
 def control_of(row: TimingRow, fault: str | None, controls: int) -> Control:
-    """What one control row says, of that many in its run; ``fault`` is why its samples are not believed."""
+    """The result of one control row, of ``controls`` in its run; ``fault`` is why its samples are not trusted."""
     if fault is None and len(row.a) < MIN_PAIRS:
         fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
     if fault:

@@ -1,4 +1,4 @@
-"""What a run comes to, by its verdicts: the exit code, and the first lines that a user reads. Pure, as verdicts are."""
+"""The outcome of a run by its verdicts: exit code and summary lines. Pure, as verdicts are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.formats import microseconds, times, within
 from flashmoe_science.judge.grouped import grouped
-from flashmoe_science.judge.summary import SAID, Candidate, Group, candidates, groups, in_question
+from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group, candidates, groups, in_question
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import STAGES, NoteRow, TimingRow
 from flashmoe_science.store import Run
@@ -17,8 +17,8 @@ _CAUGHT = "sanity:"  # what another measurement would find again
 
 
 def code_of(verdicts: Sequence[Verdict]) -> ExitCode:
-    """The worst of the kernels in question: of a user's, else of ours, else of all. Of no verdicts at all it is GOOD: whether
-    something was to be timed is for whoever measured to say."""
+    """The worst of the kernels in question: of a user's, else of ours, else of all. Without any verdict it is GOOD: the
+    caller, who measured, knows whether something was to be timed."""
     asked = in_question(verdicts)
     nothing = bool(asked) and all(row.ratio is None for row in asked)
     return worst([*map(_code, asked), *([ExitCode.NO_NUMBER] if nothing else [])])
@@ -35,7 +35,7 @@ def _code(row: Verdict) -> ExitCode:
 
 def first_lines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[str]:
     """A line for each kernel that a user brought, else for each GPU, suite and clock: its verdict and number, or the reason why
-    there is none and what to do. None where nothing was judged."""
+    there is none and what to do. Empty where nothing was judged."""
     brought = candidates(runs, verdicts)
     if brought:
         return [_of_candidate(one, [row for row in verdicts if row.kernel == one.name]) for one in brought]
@@ -43,7 +43,7 @@ def first_lines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def left_out(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Kernel -> what its runs note of problems that it was not timed on: why it took no part."""
+    """Kernel -> the notes on problems that it was not timed on: why it was left out."""
     timed = {(row.problem, name) for run in runs for row in run.of(TimingRow) for name in (row.kernel, row.rival)}
     notes = (row for run in runs for row in run.of(NoteRow) if row.problem and (row.problem, row.kernel) not in timed)
     by_kernel = grouped(notes, lambda row: row.kernel)
@@ -55,22 +55,22 @@ def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:
     problems = dict.fromkeys(row.problem for row in own if row.ratio is not None)
     if not own:
         return one.headline
-    said, _, found = one.headline.partition(": ")
+    lead, _, found = one.headline.partition(": ")
     result = f"{found}, on {f'{len(problems)} problems' if len(problems) > 1 else ''.join(problems)}"
     if len(problems) == 1 and len({row.clock for row in own}) == 1:
         time = next(row.time_ns for row in own if row.ratio is not None)
         result = f"{microseconds(time)} us a call, {result}"
-    if one.said == "undecided":
+    if one.verdict == "undecided":
         result += f"; {_again(own[0])}"
     if not lost:
-        return f"{said}: {one.name}: {result}"
+        return f"{lead}: {one.name}: {result}"
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
     why = f"{_code(lost[0]).word}: {_reason(lost[0])} ({one.name} on {lost[0].problem}{more})"
-    return f"{why}; otherwise {said}: {result}" if problems else why
+    return f"{why}; otherwise {lead}: {result}" if problems else why
 
 
 def _of_group(group: Group) -> str:
-    counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
+    counts = ", ".join(f"{group.counts[word]} {word}" for word in JUDGEMENTS if group.counts[word])
     mean = f": {times(group.mean.ratio)} ({within(group.mean.low, group.mean.high)})" if group.mean else ""
     lost = [row for row in in_question(group.rows) if row.verdict == "refused"]
     why = f"; {_reason(lost[0])} ({lost[0].kernel} on {lost[0].problem})" if lost else ""

@@ -1,24 +1,24 @@
-"""Numbers and texts as a reader of a report takes them in: units, digits that count, cells that stay cells."""
+"""Numbers as text for reports: units, significant digits, plurals."""
 
 from __future__ import annotations
 
 
 def microseconds(nanoseconds: float | None) -> str:
-    """Nanoseconds as microseconds, to ten nanoseconds, or below one microsecond to three digits that count."""
+    """Nanoseconds as microseconds, to ten nanoseconds, or below one microsecond to three significant digits."""
     if nanoseconds is None:
         return ""
     return f"{nanoseconds / 1e3:.2f}" if nanoseconds >= 1000 else f"{nanoseconds / 1e3:.3g}"
 
 
 def significant(value: float | None) -> str:
-    """Three digits that count, never in exponent form where it need not be: 0.0123, 4.57, 612."""
+    """Three significant digits, without an exponent where possible: 0.0123, 4.57, 612."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def ratio(value: float | None) -> str:
-    """A ratio to three decimals, or, where those would show little of it or too much, three digits that count."""
+    """A ratio to three decimals; very small and very large ones to three significant digits."""
     if value is None:
         return ""
     if value == 0 or 0.1 <= value < 1000:
@@ -27,7 +27,7 @@ def ratio(value: float | None) -> str:
 
 
 def within(low: float | None, high: float | None) -> str:
-    """An interval as a reader says it: "1.193 to 1.201"."""
+    """An interval: "1.193 to 1.201"."""
     return "" if low is None else f"{ratio(low)} to {ratio(high)}"
 
 
@@ -37,7 +37,7 @@ def with_interval(middle: float, low: float, high: float) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio as a reader says it: "1.70x", "0.093x", "12.5x", "310x"."""
+    """A ratio as a speed-up: "1.70x", "0.093x", "12.5x", "310x"."""
     return "" if value is None else f"{value:.2f}x" if 0.1 <= value < 10 else f"{significant(value)}x"
 
 

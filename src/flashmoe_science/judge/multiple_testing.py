@@ -1,4 +1,4 @@
-"""Many rows as one claim: what must be corrected for their number, and by how much.
+"""Multiple testing: which claims over many rows must be corrected for their number, and by how much.
 
 With 36 rows, each judged at 95%, one row in the wrong is more likely than not. Whether that matters depends on the sentence:
 
@@ -10,7 +10,7 @@ With 36 rows, each judged at 95%, one row in the wrong is more likely than not. 
   that any one of the names is wrong under 5%, however the rows depend on each other.
 - A geometric mean is one number, and one interval.
 
-``docs/design/0008-many-rows.md`` says what would overturn this.
+The decision is ``docs/design/0008-many-rows.md``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def holm(p_values: Sequence[float], error: float = _ERROR) -> list[bool]:
 
 
 def named(rows: Sequence[Interval], ratio: float = 1.0) -> tuple[list[int], list[int]]:
-    """The places of the rows whose truth is proven to lie above ``ratio``, and of those below, by Holm over both directions at
-    once: together in error 5% of the time at most.
+    """The indices of the rows proven to be above ``ratio``, and of those below, by Holm over both directions at once: any of
+    them is wrong 5% of the time at most.
 
     That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows."""
     rejected = holm([row.p_above(ratio) for row in rows] + [row.p_below(ratio) for row in rows])

@@ -1,9 +1,9 @@
 """Which run counts for a place: the one rule by which verdicts, the table, claims, ratchet and comparisons choose among runs.
 
 A full run counts before a quick one, one that finished the problem before one that was cut in it, a later run before an earlier
-one; no run is chosen by its numbers. What a place is depends on the question: verdicts stand by GPU, suite and problem, the
-dispatch table is by problem alone. Where several that stand are of one problem (of several suites, or with a user's kernel
-beside ours), ``eligible`` says which count for a claim, and the worst for the claim among them is taken.
+one; no run is chosen by its numbers. The key depends on the question: verdicts are kept by GPU, suite and problem, the dispatch
+table is by problem alone. Where several current verdicts are of one problem (of several suites, or with a user's kernel
+compared with ours), ``eligible`` picks those that count for a claim, and the worst of them for the claim is used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flashmoe_science.store import Run
 Place = TypeVar("Place", bound=Hashable)
 Row = TypeVar("Row", CorrectnessRow, CallPathRow)
 
-_DRAWN = "-draw"  # how the suite of a run is called whose problems were drawn at random around another suite
+_DRAWN = "-draw"  # suffix of a suite whose problems were drawn at random around another suite
 
 
 class JudgedRun:
-    """One run with its verdicts and comparisons, each worked out once, when it is first asked for."""
+    """One run with its verdicts and comparisons, each computed on first use."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -41,7 +41,7 @@ class JudgedRun:
 
     @cached_property
     def believed(self) -> list[Comparison]:
-        """Each as both of its kernels see it."""
+        """The trusted comparisons, from both sides."""
         return [one for one in self.comparisons if one.believed]
 
     @cached_property
@@ -59,8 +59,8 @@ class JudgedRun:
         rows = (row for row in self.run.rows if isinstance(row, TimingRow | CorrectnessRow | RefusalRow))
         return frozenset(name for row in rows for name in (row.kernel, getattr(row, "rival", None)) if name)
 
-    def beside(self, verdict: Verdict) -> list[Comparison]:
-        """The believed comparisons of the verdict's kernel, with its config and under its conditions."""
+    def comparisons_of(self, verdict: Verdict) -> list[Comparison]:
+        """The trusted comparisons of the verdict's kernel, with its config and under its conditions."""
         return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
@@ -79,7 +79,7 @@ def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
 
 
 def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
-    """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
+    """Current verdicts: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     Neither a quick run nor one that was cut in the problem replaces a full one, and a run with a user's kernel replaces only
     runs with the same. The order is that of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem

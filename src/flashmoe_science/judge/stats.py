@@ -1,7 +1,7 @@
 """Ratios of paired timings, with intervals that hold when samples follow each other and when the clock is coarse.
 
-The estimate is the median over pairs of log(b_i / a_i): pairs are taken side by side, so drift of the clock that both share
-cancels in each, and the median keeps outliers (they are counted, never dropped) from deciding.
+The estimate is the median over pairs of log(b_i / a_i): the samples of a pair are adjacent, so drift of the clock that both
+share cancels in each, and the median keeps outliers (they are counted, never dropped) from deciding.
 
 The interval is a circular block bootstrap of that median (Politis and Romano, 1992), with three corrections that runs of 20
 to 40 pairs need; ``tests/unit/judge/test_stats.py`` holds the coverage that they reach:
@@ -12,7 +12,7 @@ to 40 pairs need; ``tests/unit/judge/test_stats.py`` holds the coverage that the
    first-order autoregression of that autocorrelation loses;
 3. the critical value is the fixed-b one (Kiefer and Vogelsang, 2005, table 1, Bartlett, 97.5%) in place of the normal one.
 
-It is last widened by the clock's resolution, for a reading of t on a grid of q says only that the time is within q/2 of t:
+It is last widened by the clock's resolution, for a reading of t on a grid of q shows only that the time is within q/2 of t:
 ten readings of the same tick bound the ratio by the tick, not by nothing. That part is a bound, so it adds, and does not
 shrink with more pairs.
 """
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 Call = Literal["faster", "slower", "equivalent", "undecided"]
 
-MARGIN = 0.02  # differences below this are of no consequence to a user, and of the size of a board's own moods
+MARGIN = 0.02  # differences below this are of no consequence to a user, and within run-to-run variation of one GPU
 MIN_PAIRS = 6  # the least whose whole range covers a median 95 times in 100: 1 - 2 / 2**6 is 0.97
 RESAMPLES = 2000
 _CONFIDENCE = 0.95
@@ -69,7 +69,7 @@ class Interval:
 
     @property
     def detectable(self) -> float:
-        """Smallest relative difference that such a measurement would tell from none, four times in five (0.01 is 1%)."""
+        """Smallest relative difference that such a measurement detects, four times in five (0.01 is 1%)."""
         return math.expm1(_POWER / _NORMAL * self.half_width)
 
     def widened(self, by: float) -> Interval:
@@ -110,8 +110,8 @@ class Interval:
 
     @property
     def tail_freedom(self) -> float:
-        """Degrees of freedom of the far tails: a bootstrapped median knows its own spread six times as badly as a mean does, by
-        simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py`` holds it)."""
+        """Degrees of freedom of the far tails: a bootstrapped median estimates its own spread six times as badly as a mean,
+        by simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py`` holds it)."""
         return max(self.freedom / 6, 2.0)
 
     def at_odds_with_one(self, comparisons: int) -> bool:
@@ -127,7 +127,7 @@ class Interval:
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
-    """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, were taken side by side.
+    """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, are a pair.
 
     ``resolution`` is the clock's grid in ns of one sample as given (a mean over calls divides it); where readings repeat so
     much that a coarser one shows in them, that is used. Raises ValueError: lengths that differ, fewer than two pairs, a time
@@ -142,7 +142,7 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) 
 
 
 def call(interval: Interval, margin: float = MARGIN) -> Call:
-    """What an interval supports: equivalent where all of it lies within the margin (two one-sided tests, at 2.5% each),
+    """The verdict that an interval supports: equivalent where it is within the margin (two one-sided tests, at 2.5% each),
     else faster or slower where 1 is outside it, else undecided."""
     if 1 / (1 + margin) <= interval.low and interval.high <= 1 + margin:
         return "equivalent"
@@ -207,7 +207,7 @@ def _around(centre: float, resamples: Floats, bound: float, pairs: int, block: i
 
 
 def _resampled_medians(logs: Floats, block: int, seed: int) -> Floats:
-    """Medians of [RESAMPLES] series made of blocks of ``logs``, which is taken as a circle."""
+    """Medians of [RESAMPLES] series made of blocks of ``logs``, which is treated as circular."""
     count = len(logs)
     starts = np.random.default_rng(seed).integers(0, count, (RESAMPLES, -(-count // block), 1))
     circle = np.concatenate([logs, logs[: block - 1]])
@@ -256,14 +256,14 @@ def _grid(series: Floats, resolution: float) -> float:
 
 
 def _student(tail: float, freedom: float) -> float:
-    """Student's t that ``tail`` of the distribution lies above."""
+    """The upper ``tail`` quantile of Student's t."""
     from scipy.special import stdtrit  # a quarter of a second to import, which a command that needs no t should not take
 
     return -float(stdtrit(freedom, tail))
 
 
 def _tail(t: float, freedom: float) -> float:
-    """The share of Student's distribution that lies above ``t``."""
+    """The probability that Student's t exceeds ``t``."""
     from scipy.special import stdtr
 
     return float(stdtr(freedom, -t))

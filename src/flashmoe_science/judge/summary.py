@@ -1,5 +1,5 @@
-"""Verdicts summarised: by GPU, suite, clock and cache, with the geometric mean of the ratios; and by user's kernel, with what
-it promised."""
+"""Summaries of verdicts: by GPU, suite, clock and cache, with the geometric mean of the ratios; and by user's kernel, with its
+promised speed-up."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.multiple_testing import named
 from flashmoe_science.judge.stats import Interval, call, geometric_mean
 from flashmoe_science.judge.trust import in_order, is_promise
-from flashmoe_science.judge.verdicts import Said, Verdict, is_brought
+from flashmoe_science.judge.verdicts import Judgement, Verdict, is_brought
 from flashmoe_science.records import Cache, Clock, PromiseRow, RefusalRow
 from flashmoe_science.store import Run
 
-SAID = ("faster", "equivalent", "slower", "undecided", "refused")
+JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
 _BY: dict[Clock, str] = {"graph": "by device time", "eager": "as a caller waits"}
 
 
@@ -32,7 +32,7 @@ class Group:
         self.gpu, self.suite, self.clock, self.cache = gpu, suite, clock, cache
         self.tried, self.rows, self.front = tuple(tried), tuple(rows), tuple(front_of(rows))
         counted = Counter[str](row.verdict for row in self.front)
-        self.counts = {said: counted[said] for said in SAID}
+        self.counts = {verdict: counted[verdict] for verdict in JUDGEMENTS}
         measured = sorted((row for row in self.front if row.interval is not None), key=lambda row: row.ratio or 0.0)
         self.measured = tuple(measured)  # with a ratio, the least first
         self.intervals = [row.interval for row in measured if row.interval is not None]
@@ -40,7 +40,7 @@ class Group:
 
     @cached_property
     def sure(self) -> dict[str, int]:
-        """How many of those that say faster or slower still do when all rows with a ratio are judged together (Holm, 5% for
+        """How many of the faster and slower verdicts remain when all rows with a ratio are judged together (Holm, 5% for
         the family)."""
         above, below = named(self.intervals)
         proven = [self.measured[place].verdict for place in above], [self.measured[place].verdict for place in below]
@@ -48,7 +48,7 @@ class Group:
 
     @property
     def corrected(self) -> str:
-        """What is left of the counts when they are corrected for the number of rows, in words."""
+        """The counts corrected for the number of rows, in words."""
         faster, slower = self.sure.values()
         left = len(self.measured) - faster - slower
         return f"corrected for {len(self.measured)} rows (Holm): {faster} faster, {slower} slower, {left} not told apart"
@@ -77,8 +77,8 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
 
 
 def disagreements(rows: Iterable[Verdict]) -> list[str]:
-    """A sentence for each kernel and problem, within a GPU, suite and run, on which the clocks say the opposite: then neither
-    alone is what to say."""
+    """A sentence for each kernel and problem, within a GPU, suite and run, on which the clocks disagree: then neither
+    alone is the result."""
     cold_first = sorted((row for row in rows if row.ratio is not None), key=lambda row: row.cache != "cold")
     sentences = []
     for own in grouped(cold_first, lambda row: (row.gpu, row.suite, row.run, row.problem, row.kernel)).values():
@@ -107,11 +107,11 @@ def _rank(row: Verdict) -> tuple[bool, float]:
 
 
 class Candidate(NamedTuple):
-    """A user's kernel. ``said`` is a verdict on all of it together, ``headline`` what was found, in a sentence. ``refusals``
-    are distinct, over all problems. ``promise`` is the claim beside what was measured, None where nothing is claimed."""
+    """A user's kernel. ``verdict`` is on all of it together, ``headline`` the result in a sentence. ``refusals`` are
+    distinct, over all problems. ``promise`` compares the promised speed-up with the measured one; None without a promise."""
 
     name: str
-    said: Said
+    verdict: Judgement
     headline: str
     refusals: tuple[str, ...]
     promise: str | None
@@ -126,7 +126,7 @@ def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate
     own = grouped((row for row in judged if row.brought), lambda row: row.kernel)
     names = dict.fromkeys([*own, *(name for name in refusals if is_brought(name, None))])
     found = [_candidate(name, own.get(name, ()), refusals.get(name, ()), promised.get(name)) for name in names]
-    return sorted(found, key=lambda one: one.said != "refused")
+    return sorted(found, key=lambda one: one.verdict != "refused")
 
 
 def _candidate(name: str, own: Sequence[Verdict], refusals: Iterable[RefusalRow], promised: float | None) -> Candidate:
@@ -136,21 +136,21 @@ def _candidate(name: str, own: Sequence[Verdict], refusals: Iterable[RefusalRow]
     # Device time where there is any: what a user waits is another question.
     device = [row for row in own if row.clock == "graph"]
     measured, waited = _mean(device or own), _mean([row for row in own if row.clock == "eager"]) if device else None
-    said: Said
+    verdict: Judgement
     if measured is None:
-        said = "refused" if reasons else "undecided"
+        verdict = "refused" if reasons else "undecided"
         found = reasons[0] if reasons else "nothing that can be believed was timed beside it"
     else:
-        said = call(measured)
+        verdict = call(measured)
         rivals = dict.fromkeys(row.rival for row in device or own if row.rival)
         found = f"{_with_range(measured)} against {', '.join(rivals)}"
         if waited is not None:
-            found = f"by device time {said}, {found}; as a caller waits {call(waited)}, {_with_range(waited)}"
-    lead: str = said
+            found = f"by device time {verdict}, {found}; as a caller waits {call(waited)}, {_with_range(waited)}"
+    lead: str = verdict
     if measured is not None and waited is not None and {call(measured), call(waited)} == {"faster", "slower"}:
-        said, lead = "undecided", "the clocks disagree"
+        verdict, lead = "undecided", "the clocks disagree"
     promise = None if promised is None else _promise(promised, measured)
-    return Candidate(name, said, f"{lead}: {found}", tuple(dict.fromkeys(reasons)), promise)
+    return Candidate(name, verdict, f"{lead}: {found}", tuple(dict.fromkeys(reasons)), promise)
 
 
 def _mean(rows: Iterable[Verdict]) -> Interval | None:

@@ -36,7 +36,7 @@ from flashmoe_science.store import Run
 _ROUNDED = 1 + 1e-6
 _OUTPUTS = {"out": "output", "lse": "log-sum-exp"}  # in words, where a contract's name is none
 
-# Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
+# Stages whose refusals are of samples that were not kept; the samples that were kept are judged by themselves.
 AT_THE_CLOCK = ("sanity", "timing")
 _OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
 
@@ -64,7 +64,7 @@ class Trust:
         self._controls = grouped(filter(is_control, timings), lambda row: (row.problem, row.clock, row.cache, row.kernel))
         self._control_results: dict[Where, Control] = {}
         self._sampled = Counter(map(_series, timings))
-        self._copies = Counter(row.samples for row in timings if row.is_telling)
+        self._copies = Counter(row.samples for row in timings if row.is_distinctive)
         self.refusals = [row for row in refusals if not is_promise(row)]
         # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed counts.
         self.promises = {(row.problem, row.kernel): row.reason for row in reversed(refusals) if is_promise(row)}
@@ -104,7 +104,7 @@ class Trust:
         return _words(self._of(problem, kernel, config)) or self.kernel(problem, kernel, config)
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
-        """Whether samples of a kernel were not kept, as its run says."""
+        """Whether the run refused samples of a kernel."""
         rows = (row for row in self.refusals if row.stage in AT_THE_CLOCK)
         return any((row.problem, row.kernel) == (problem, kernel) for row in rows)
 
@@ -132,14 +132,14 @@ class Trust:
             return "it says that a GPU's clock timed it, in a run without a GPU"
         if row.throttle:
             return f"the GPU was throttled: {', '.join(row.throttle)}"
-        held = row.input_sets * parse_problem(row.problem).min_bytes()
-        if row.cache == "cold" and self._gpu is not None and held <= self._gpu.l2_bytes:
-            sets = f"its {row.input_sets} sets of tensors are {held / MIB:.3g} MiB"
+        input_bytes = row.input_sets * parse_problem(row.problem).min_bytes()
+        if row.cache == "cold" and self._gpu is not None and input_bytes <= self._gpu.l2_bytes:
+            sets = f"its {row.input_sets} sets of tensors are {input_bytes / MIB:.3g} MiB"
             return f"it says that the L2 was cold, but {sets}, and the L2 holds {self._gpu.l2_bytes / MIB:.3g}"
         return None
 
     def too_fast(self, problem: Problem, time_ns: float, cache: Cache) -> str | None:
-        """Why a time is below what the chip can do; None if it is not. Nothing is known of a CPU's memory."""
+        """Why a time is below what the chip can do; None if it is not. A CPU's memory bandwidth is unknown."""
         floor = floor_ns(problem, self._gpu, cache if self._on_gpu else "warm")
         if time_ns >= floor:
             return None
@@ -149,7 +149,7 @@ class Trust:
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
 
-        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one."""
+        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is used where there is one."""
         asked = (problem, clock, cache, kernel)
         # Where a kernel's samples on the problem are void, its controls are no evidence on the harness either.
         void = {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)} - {kernel}
@@ -157,7 +157,7 @@ class Trust:
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
-        if best not in self._control_results:  # every verdict asks, and an answer costs a bootstrap
+        if best not in self._control_results:  # every verdict needs it, and it costs a bootstrap
             # A control that came out badly once has: a later one does not clear it.
             controls = sum(map(len, self._controls.values()))
             found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
@@ -191,14 +191,14 @@ class Trust:
         strayed = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
         return sorted(named | wrong | strayed)
 
-    def able_peers(self, problem: str) -> list[str]:
+    def correct_peers(self, problem: str) -> list[str]:
         """Peers that passed the oracle on this problem."""
         rows = self.oracle.values()
         return sorted({row.kernel for row in rows if (row.problem, row.origin, row.passed) == (problem, "peer", True)})
 
 
 def is_promise(row: RefusalRow) -> bool:
-    """Whether it says that a kernel missed the speed-up that it promised, which takes nothing from what was measured."""
+    """Whether it says that a kernel missed the speed-up that it promised, which leaves the measured speed valid."""
     old = row.stage == "sanity" and not row.voids and row.reason.startswith(_OLD_PROMISE)
     return row.stage == "promise" or old
 
@@ -225,7 +225,7 @@ def _series(row: TimingRow) -> tuple[object, ...]:
 def gpu_name(machine: Environment) -> str:
     """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none.
 
-    A card with another number of SMs than the table's is a part of one, or says that it is what it is not: it has a name of its
+    A card with another number of SMs than the table's is a partition, or reports a wrong name: it has a name of its
     own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's."""
     if machine.gpu is None:
         return "cpu"
@@ -242,7 +242,7 @@ def _listed(machine: Environment) -> Gpu | None:
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:
-    """What the recorded errors say by themselves, whatever ``passed`` says."""
+    """Why the recorded errors are wrong by themselves, whatever ``passed`` is; None if they are right."""
     for output, stats in row.outputs.items():
         name = _OUTPUTS.get(output, output)
         if stats.nonfinite:

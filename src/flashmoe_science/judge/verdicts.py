@@ -1,9 +1,9 @@
-"""What a run's records say of one kernel on one problem, GPU, clock and cache. Pure: the same records, the same verdicts.
+"""Verdicts on one kernel on one problem, GPU, clock and cache, from a run's records. Pure: the same records, the same verdicts.
 
 Kernels are compared only where they were sampled in pairs, so never across runs, shapes, GPUs or clocks. For each of our
-kernels the rival is the best peer: the one with the least time beside it. For each peer the rival is our best kernel, or the
-best other peer in a run without ours. For a user's kernel it is the best of all others. Which run's verdicts count
-is said in ``standing``.
+kernels the rival is the best peer: the one with the least time paired with it. For each peer the rival is our best kernel, or
+the best other peer in a run without ours. For a user's kernel it is the best of all others. ``standing`` picks the run whose
+verdicts count.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin
 
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
-Said = Literal["faster", "slower", "equivalent", "undecided", "refused"]
+Judgement = Literal["faster", "slower", "equivalent", "undecided", "refused"]
 
-_UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel is taken to beat its rival only when clearly ahead
-_OWN_TIME_SPREAD = 1.25  # a kernel's own median beside one rival over that beside another, from which it is remarked upon
+_UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel counts as faster than its rival only when clearly ahead
+_OWN_TIME_SPREAD = 1.25  # a kernel's own median with one rival over that with another, from which it gets a remark
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run's records say of one kernel under one set of conditions.
+    """The verdict on one kernel under one set of conditions.
 
     ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
     A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
     1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
     ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
-    ``unmet`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
+    ``unmeasured`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
     kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
-    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``remarks`` say both in words.
+    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``remarks`` are both in words.
     """
 
     problem: str
@@ -53,7 +53,7 @@ class Verdict:
     run: str
     started: str
     commit: str | None
-    verdict: Said = "undecided"
+    verdict: Judgement = "undecided"
     reason: str | None = None
     rival: str | None = None
     rival_config: str | None = None
@@ -76,7 +76,7 @@ class Verdict:
     output_bytes: int | None = None
     quick: bool = False
     unfinished: bool = False
-    unmet: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
     promise: Literal["broken"] | None = None
     time_range_ns: tuple[float, float] | None = None
     remarks: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Verdict:
 
     @property
     def of_ours(self) -> bool:
-        """Whether it says how good one of our kernels is. Beside a user's kernel it is but a rival."""
+        """Whether it is on one of our kernels. Compared with a user's kernel, ours is only a rival."""
         return self.origin == "ours" and self.rival_origin != "candidate"
 
     @property
@@ -98,9 +98,9 @@ class Verdict:
         return f"{self.verdict}, promise {self.promise}" if self.promise else self.verdict
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON or CSV, without the interval's resamples and what the reason says in words. What is remarked on
-        is there only where there is something to remark."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("interval", "unmet")}
+        """Plain values for JSON or CSV, without the interval and what ``reason`` has in words. Fields of remarks are left
+        out where they are empty."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("interval", "unmeasured")}
         return {name: value for name, value in values.items() if value or name not in _REMARKED}
 
 
@@ -116,9 +116,9 @@ def is_brought(kernel: str, origin: Origin | None) -> bool:
 def verdicts_of(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
     """Every verdict of a run, by its comparisons, in the order of its problems. Raises ProblemError: one does not parse."""
     groups: dict[Conditions, list[Comparison]] = grouped(pairs, lambda pair: (pair.problem, pair.clock, pair.cache))
-    said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
-    said += _never_timed(trust, groups, said)
-    return [row for rows in grouped(said, lambda row: row.problem).values() for row in rows]
+    rows = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
+    rows += _never_timed(trust, groups, rows)
+    return [row for own in grouped(rows, lambda row: row.problem).values() for row in own]
 
 
 class _Group:
@@ -137,16 +137,16 @@ class _Group:
             [name for name, origin in self.origins.items() if origin == wanted] for wanted in ("ours", "peer", "candidate")
         )
         fastest_first = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
-        rows = [self._verdict(kernel, peers if not brought or self._beside(kernel, peers) else brought) for kernel in ours]
+        rows = [self._verdict(kernel, peers if not brought or self._pairs_with(kernel, peers) else brought) for kernel in ours]
         for kernel in brought:  # of the other candidates, those that were named as its rivals
-            named = [pair.rival for pair in self._beside(kernel, brought) if pair.rival != kernel]
+            named = [pair.rival for pair in self._pairs_with(kernel, brought) if pair.rival != kernel]
             rows.append(self._verdict(kernel, [*peers, *ours, *named]))
         for peer in peers:
-            beside = [one.kernel for one in fastest_first if self._beside(peer, [one.kernel])]
-            rows.append(self._verdict(peer, beside[:1] or brought or [other for other in peers if other != peer]))
+            own = [one.kernel for one in fastest_first if self._pairs_with(peer, [one.kernel])]
+            rows.append(self._verdict(peer, own[:1] or brought or [other for other in peers if other != peer]))
         return rows
 
-    def _beside(self, kernel: str, rivals: Iterable[str]) -> list[Comparison]:
+    def _pairs_with(self, kernel: str, rivals: Iterable[str]) -> list[Comparison]:
         """Believed pairs of the kernel's best config with these rivals, full samples before quick ones, best rival first."""
         if kernel not in self.best:
             return []
@@ -155,43 +155,43 @@ class _Group:
         return sorted(found, key=lambda pair: (pair.quick, pair.interval.ratio))
 
     def _verdict(self, kernel: str, rivals: Sequence[str]) -> Verdict:
-        def row(verdict: Said, reason: str | None, **values: Any) -> Verdict:
-            return _verdict(self.trust, self.conditions, kernel, self.origins[kernel], verdict, reason, **values)
+        def row(verdict: Judgement, reason: str | None, **values: Any) -> Verdict:
+            return _verdict(self.trust, self.conditions, kernel, verdict, reason, origin=self.origins[kernel], **values)
 
         if fault := self._fault(kernel):
             return row("refused", fault)
-        beside = self._beside(kernel, rivals)
-        if not beside:
+        found = self._pairs_with(kernel, rivals)
+        if not found:
             times = self._times(self.best[kernel]) if kernel in self.best else {}
             return row("undecided", "no rival that can be believed was timed beside it", **times)
-        pair = beside[0]
-        least, paired = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in beside}
+        pair = found[0]
+        least, paired = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in found}
         ahead = [name for name in rivals if name in self.best and name not in paired and self.best[name].time_ns < least]
         if ahead:
             return row("undecided", f"{ahead[0]}, the best of the rivals, was not timed beside it", **self._times(pair))
-        said, reasons = _call(pair)
+        verdict, reasons = _call(pair)
         # Peers that could have been the best, had they a number; the eager clock is kept for the few that users call.
-        able = self.trust.able_peers(self.conditions[0]) if pair.origin == "ours" and self.conditions[1] == "graph" else []
-        unmet = tuple(peer for peer in able if peer not in self.best)
-        if unmet:
-            reasons.append(f"no number of {', '.join(unmet)} to compare with")
+        able = self.trust.correct_peers(self.conditions[0]) if pair.origin == "ours" and self.conditions[1] == "graph" else []
+        unmeasured = tuple(peer for peer in able if peer not in self.best)
+        if unmeasured:
+            reasons.append(f"no number of {', '.join(unmeasured)} to compare with")
         ratio = {name: getattr(pair, name) for name in ("rival", "rival_config", "rival_origin", "rival_time_ns", "interval")}
         ratio |= {name: getattr(pair.interval, name) for name in ("ratio", "low", "high", "pairs", "outliers", "detectable")}
-        return row(said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **ratio)
+        return row(verdict, "; ".join(reasons) or None, unmeasured=unmeasured, **self._times(pair), **ratio)
 
     def _fault(self, kernel: str) -> str | None:
-        """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
+        """Why none of this kernel's pairs is trusted, where the fault is its own or the samples'."""
         pairs = [pair for pair in self.pairs if pair.kernel == kernel]
         config = self.best[kernel].config if kernel in self.best else None
         impossible = [pair.fault for pair in pairs if pair.config == config and pair.fault]
-        if impossible:  # beside one rival it took a time that it cannot take: what it took beside others is no better
+        if impossible:  # an impossible time with one rival discredits the times with others
             return impossible[0]
         faults = [pair.fault or pair.shared_fault for pair in pairs]
         return None if None in faults else faults[0]
 
     def _times(self, pair: Comparison) -> dict[str, Any]:
-        """A kernel's own time, speed and memory, as one of its comparisons has them, and what a reader should know of them: a
-        promise that was not kept, a dependence on the rival."""
+        """A kernel's own time, speed and memory, by one of its comparisons, with remarks: a broken promise, a dependence on the
+        rival."""
         extra, output = self.trust.memory(pair.problem, pair.kernel, pair.config)
         control, queries = pair.control.interval, self.problem.queries()
         broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
@@ -224,42 +224,42 @@ class _Group:
         return low.time_ns, high.time_ns
 
 
-def _call(pair: Comparison) -> tuple[Said, list[str]]:
-    """The verdict on a comparison, with what there is to say of it."""
+def _call(pair: Comparison) -> tuple[Judgement, list[str]]:
+    """The verdict on a comparison, with remarks on it."""
     interval, bias = pair.interval, pair.control.bias
     if interval.pairs < MIN_PAIRS:
         return "undecided", [f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"]
-    said = call(interval)
-    shows = [f"the samples would show a difference of {interval.detectable:.1%}, no less"] if said == "undecided" else []
-    return said, shows + ([f"widened by {bias:.1%} (A/A control)"] if bias else [])
+    verdict = call(interval)
+    shows = [f"the samples would show a difference of {interval.detectable:.1%}, no less"] if verdict == "undecided" else []
+    return verdict, shows + ([f"widened by {bias:.1%} (A/A control)"] if bias else [])
 
 
 def _verdict(
-    trust: Trust, conditions: Conditions, kernel: str, origin: Origin | None, verdict: Said, reason: str | None, **values: Any
+    trust: Trust, conditions: Conditions, kernel: str, verdict: Judgement, reason: str | None, **values: Any
 ) -> Verdict:
     problem, clock, cache = conditions
     header = trust.run.header
     about = {name: getattr(header, name) for name in ("suite", "run", "started", "commit")}
     about |= {"op": parse_problem(problem).op, "gpu": trust.gpu_name, "config": ""}
     about |= {"quick": trust.quick, "unfinished": problem not in trust.finished}
-    said = {"kernel": kernel, "origin": origin, "verdict": verdict, "reason": reason}
-    return Verdict(problem=problem, clock=clock, cache=cache, **(about | said | values))
+    own = {"kernel": kernel, "verdict": verdict, "reason": reason}
+    return Verdict(problem=problem, clock=clock, cache=cache, **(about | own | values))
 
 
-def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verdict]) -> list[Verdict]:
+def _never_timed(trust: Trust, groups: Iterable[Conditions], timed: Iterable[Verdict]) -> list[Verdict]:
     """Refused verdicts for kernels that were stopped before the clocks, or of which a clock's samples were not kept."""
-    known = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in said}
+    judged = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in timed}
     default: Conditions = ("", "eager" if trust.gpu_name == "cpu" else "graph", "cold")
     rows = []
     for problem, kernel, config in trust.failed():
         measured = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
-        silent = [group for group in measured or [(problem, *default[1:])] if (kernel, *group[:2]) not in known]
+        untimed = [group for group in measured or [(problem, *default[1:])] if (kernel, *group[:2]) not in judged]
         reason = trust.never_timed(problem, kernel, config)
-        if not silent or reason is None or (len(silent) < len(measured) and not trust.samples_refused(problem, kernel)):
+        if not untimed or reason is None or (len(untimed) < len(measured) and not trust.samples_refused(problem, kernel)):
             continue
-        known.add((kernel, *silent[0][:2]))
+        judged.add((kernel, *untimed[0][:2]))
         origin = trust.origins.get(kernel)
-        rows.append(_verdict(trust, silent[0], kernel, origin, "refused", reason, config=config))
+        rows.append(_verdict(trust, untimed[0], kernel, "refused", reason, origin=origin, config=config))
     return rows
 
 

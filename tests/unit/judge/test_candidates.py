@@ -59,7 +59,7 @@ def test_what_a_caller_waits_is_told_beside_the_devices_time() -> None:
     assert only([run.done()]).headline.startswith("faster: 1.50x (")
     both = run.control(V1, clock="eager").timed(V1, 60_000, "sdpa", 30_000, clock="eager").done()
     found = only([both])
-    assert found.said == "undecided"
+    assert found.verdict == "undecided"
     assert found.headline.startswith("the clocks disagree: by device time faster, 1.50x (")
     assert "; as a caller waits slower, 0.50x (" in found.headline
     assert "as a caller waits slower, 0.50x" in as_markdown(page_of(Contents([JudgedRun(both)])))
@@ -71,7 +71,7 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:
     run.refused("sanity", "no time at all", V1, LONGER).refused("correctness", "wrong in one element", V1, PROBLEM)
     runs = [committed(), run.done()]
     found = only(runs)
-    assert found.said == "refused"
+    assert found.verdict == "refused"
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
@@ -83,7 +83,7 @@ def test_one_that_could_not_be_loaded_is_there_by_its_name_alone() -> None:
     """Nothing but a refusal speaks of it, on no problem."""
     run = Fabricate("trial", suite="custom").refused("preflight", "No module named 'x'", V1, None)
     found = only([run.done()])
-    assert found.said == "refused"
+    assert found.verdict == "refused"
     assert found.headline == "refused: preflight: No module named 'x'"
 
 

@@ -97,7 +97,7 @@ def test_memory_beyond_the_output_fails() -> None:
         ("[[claim]]\nid = 'c'", "claim 'c': text: it is not given"),
         ("{whole}surprise = 1", "claim 'c': surprise: there is no such field; there may be id, text"),
         ("{whole}at_most = 1.0", "claim 'c': give one of at_least and at_most"),
-        ("{whole}\n{whole}", "claim 'c' stands twice"),
+        ("{whole}\n{whole}", "claim 'c' is given twice"),
     ],
 )
 def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) -> None:

@@ -47,8 +47,8 @@ def test_two_kernels_of_one_run_are_paired(one_run: Run) -> None:
     found = of(one_run)("fwd_triton", "fwd_gluon_sm90", "sdpa")
     first, faster, slower = found[GRAPH]
     assert (first.over_first, first.how) == (None, None)
-    assert (ratio(faster), faster.how, faster.said) == (pytest.approx(1.25, rel=0.005), "paired", "faster")
-    assert (ratio(slower), slower.how, slower.said) == (pytest.approx(2 / 3, rel=0.005), "paired", "slower")
+    assert (ratio(faster), faster.how, faster.judgement) == (pytest.approx(1.25, rel=0.005), "paired", "faster")
+    assert (ratio(slower), slower.how, slower.judgement) == (pytest.approx(2 / 3, rel=0.005), "paired", "slower")
     assert first.as_dict()["over_sdpa"]["ratio"] == pytest.approx(1.5, rel=0.005)
 
 
@@ -70,12 +70,12 @@ def runs_of_two_days(slowdown: float = 1.0, **changes: str) -> tuple[Run, Run]:
 def test_a_slow_day_cancels_through_the_rival_of_both_days(words: tuple[str, str]) -> None:
     found = of(*runs_of_two_days(slowdown=1.4))(*words)
     cell = second(found)
-    assert (ratio(cell), cell.how, cell.said) == (pytest.approx(1.25, rel=0.005), "through sdpa", "faster")
+    assert (ratio(cell), cell.how, cell.judgement) == (pytest.approx(1.25, rel=0.005), "through sdpa", "faster")
 
 
 def test_a_rival_of_another_version_normalises_nothing() -> None:
     cell = second(of(*runs_of_two_days(slowdown=1.4, torch="2.12"))("one", "two"))
-    assert (cell.over_first, cell.how, cell.said) == (None, None, None)
+    assert (cell.over_first, cell.how, cell.judgement) == (None, None, None)
     assert cell.verdict is not None
     assert cell.verdict.time_ns == pytest.approx(16_000 * 1.4, rel=0.005)
 
@@ -90,7 +90,7 @@ def test_a_wrong_version_has_no_ratio_and_says_so() -> None:
     run.prove(PROBLEM, "fwd_gluon_sm90", passed=False)
     run.timed("fwd_gluon_sm90", 10_000, "sdpa", 30_000)
     cell = second(of(run.done())("fwd_triton", "fwd_gluon_sm90"))
-    assert (cell.over_first, cell.said) == (None, None)
+    assert (cell.over_first, cell.judgement) == (None, None)
     assert (cell.as_dict()["correct"], cell.as_dict()["error"]) == (False, 1.513)
     assert cell.verdict is not None
     assert "wrong: its output is off by" in str(cell.verdict.reason)

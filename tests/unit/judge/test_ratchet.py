@@ -171,7 +171,7 @@ ENTRY = (
         ("[]", "holds list; it must hold schema, entries and nothing else"),
         ('{"schema": 2, "entries": []}', "has schema 2; it must be 1"),
         ('{"schema": 1, "entries": [{}]}', "entries 1: gpu: it is not given, and is needed"),
-        (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "entries 2 stands twice"),
+        (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "entries 2 is given twice"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "1.7")}]}}', "ratio is 1.5, which is not within 1.7 to 1.6"),
         ('{"schema": 0, "entries": []}', "has schema 0; it must be 1"),
         (

@@ -63,7 +63,7 @@ WRONG = [
     ("claims nowhere.toml --evidence .", "cannot read nowhere.toml: no such file"),
     ("compare fwd_triton --evidence .", "there is one version alone; a comparison needs at least 2"),
     ("compare fwd_triton v9 --evidence .", "'v9' names no run"),
-    ("compare fwd_triton fwd_triton --evidence .", "version 'fwd_triton' stands twice"),
+    ("compare fwd_triton fwd_triton --evidence .", "version 'fwd_triton' is given twice"),
     ("ratchet --runs . --file none.json", "does not exist; flashmoe ratchet --update makes it from the records"),
     ("ratchet --runs empty --update", "--runs is 'empty', which holds no records"),
     (f"ratchet --runs . --file new.json --update --accept '{OTHER}' --reason x", "has not regressed"),

@@ -50,7 +50,7 @@ def _row_parts(facts: Facts, blocks: int, sms: int) -> float:
 
 
 def serial_loop(facts: Facts) -> Hypothesis | None:
-    """One block walks all keys of its rows, one tile after another, while SMs stand idle that could share them."""
+    """One block walks all keys of its rows, one tile after another, while SMs are idle that could share them."""
     walk, blocks, sms = facts.problem.walk(), facts.blocks, facts.sm_count
     if walk is None:
         return None
@@ -83,7 +83,7 @@ def idle_threads(facts: Facts) -> Hypothesis | None:
         return untested(
             f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
         )
-    words, pace = _rows_words(rows, threads), facts.asked_of("fma")
+    words, pace = _rows_words(rows, threads), facts.pipe_share("fma")
     if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
         words += f"; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that all work"
         return Hypothesis("supported", words, _use_all(rows / threads))

@@ -27,7 +27,7 @@ from flashmoe_science.judge.diagnose.hypothesis import (
 )
 from flashmoe_science.judge.diagnose.roofline import Level
 
-_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
+_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, so the bytes that it reads are unknown
 _SECTOR = 32  # bytes
 _BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
 _HARDLY = 0.1  # of a pipe's peak
@@ -76,12 +76,12 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
 
 
 def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
-    """The largest share of the DRAM's bandwidth that a GPU's kernel may use, and why no more; None where that is not known."""
+    """The largest share of the DRAM's bandwidth that a GPU's kernel may use, and why no more; None where that is unknown."""
     least, walk, rows = facts.problem.min_bytes(), facts.problem.walk(), facts.rows_per_block
     if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
         most, why = least, "all of it fits the L2, which serves what is read again"
     elif walk is not None and rows is not None and facts.blocks and 1 <= rows <= _MOST_ROWS:
-        # Each block reads all keys and values of its head, beside Q and the output once.
+        # Each block reads all keys and values of its head; Q and the output are moved once.
         most, why = (
             (facts.blocks * walk.steps + walk.rows) * walk.step_bytes,
             "blocks that walk their keys once ask for no more",
@@ -97,9 +97,9 @@ def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
     """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use."""
     counted = facts.counter(level)
     if counted is not None:
-        beside = "; the tensor cores' own reads are not in it" if level == "shared" else ""
-        return by_share(counted, f"of the pipe's peak, on SMs that have work{beside}")
-    share = facts.asked_of(level)
+        without = "; the tensor cores' own reads are not in it" if level == "shared" else ""
+        return by_share(counted, f"of the pipe's peak, on SMs that have work{without}")
+    share = facts.pipe_share(level)
     if share is None:
         return NO_COUNTERS
     words = f"the problem alone asks for {share:.2%} of it on the SMs in use ({facts.ceilings[level]})"
@@ -130,7 +130,7 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
         if (fma := facts.counter("fma")) is not None:
             words += f", the FMA pipe in {fma:.1%}"
         return ruled_out(words) if counted >= TENSOR_IDLE else Hypothesis("supported", words, _use_tensor_cores(facts, fma))
-    share = facts.asked_of("fma")
+    share = facts.pipe_share("fma")
     if share is None:
         return NO_COUNTERS
     pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
@@ -192,15 +192,15 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
         return _latency_by_counters(facts, facts.counters)
     own = {
         "DRAM": facts.share("dram"),
-        "tensor pipe": facts.asked_of("tensor"),
-        "special-function pipe": facts.asked_of("special"),
+        "tensor pipe": facts.pipe_share("tensor"),
+        "special-function pipe": facts.pipe_share("special"),
         "arithmetic": facts.share("matmul"),
         "an empty launch": facts.share("launch"),
     }
     least = {name: share for name, share in own.items() if share is not None}
     if not least:
         return untested("no time beside known ceilings is on record")
-    on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
+    on_cpu, fma = facts.machine == "cpu", facts.pipe_share("fma")
     may = {
         "DRAM": least.get("DRAM") if on_cpu else _dram_at_most(facts)[0],
         "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all

@@ -1,5 +1,5 @@
-"""Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and what
-came of those whose cause an earlier source had, and this one has no more."""
+"""Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and
+the gain of the changes whose causes an earlier version had and this one has not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from flashmoe_science.judge.diagnose import causes_launch as launch
 from flashmoe_science.judge.diagnose import causes_units as units
-from flashmoe_science.judge.diagnose.facts import Facts, NothingKnown, Time, gather
+from flashmoe_science.judge.diagnose.facts import Facts, NoRecord, Time, gather
 from flashmoe_science.judge.diagnose.hypothesis import Hypothesis, plan
 from flashmoe_science.judge.diagnose.roofline import Point
 from flashmoe_science.judge.standing import JudgedRun
@@ -51,10 +51,10 @@ _OF_CPUS: tuple[tuple[str, str, _Test], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    """What came of ``changes`` that an earlier diagnosis called for, and whose causes are gone since.
+    """The gain of ``changes`` that an earlier diagnosis called for, and whose causes are gone since.
 
     ``ratio`` is the time then over the time now, of all that changed between the two runs together, with an interval where both
-    timed the kernel beside the same rival; ``how`` says which."""
+    timed the kernel with the same rival; ``how`` is the way of comparing."""
 
     changes: tuple[Hypothesis, ...]
     ratio: float
@@ -70,9 +70,9 @@ class Gained:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What the records say of one kernel's time on one problem.
+    """The causes of one kernel's time on one problem, by the records.
 
-    ``point`` is where the kernel stands under the machine's ceilings, None without a time. ``plan`` holds the hypotheses that
+    ``point`` is the kernel's place under the machine's ceilings, None without a time. ``plan`` holds the hypotheses that
     call for a change, in the order of what those can give.
     """
 
@@ -111,7 +111,7 @@ class Diagnosis:
 
 
 def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Diagnosis:
-    """Test every hypothesis about a kernel on a problem by all that the runs hold of it. Raises as ``gather`` does."""
+    """The tested hypotheses about a kernel on a problem, by all records of it. Raises as ``gather`` does."""
     facts = gather(runs, problem, kernel, gpu)
     tested = tuple(
         replace(found, key=key, title=title.format(rival=facts.rival))
@@ -125,8 +125,8 @@ def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = N
 
 
 def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
-    """What came of the changes that the same kernel's diagnosis called for, by the latest earlier run of other source; None
-    where no cause of then is gone."""
+    """The gain of the changes that the same kernel's diagnosis called for, by the latest earlier run of other source; None
+    where all causes remain."""
     facts = diagnosis.facts
     now = facts.times.get("graph") or facts.times.get("eager")
     by_id = {run.header.run: run for run in runs}
@@ -138,25 +138,25 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
     ]
     try:
         before = diagnose(earlier, str(facts.problem), facts.kernel, facts.machine)
-    except NothingKnown:
+    except NoRecord:
         return None
     still = {one.key for one in diagnosis.hypotheses if one.status == "supported"}
     changes = tuple(one for one in before.plan if one.key not in still)
     then = before.facts.times.get(now.clock)
     if then is None or not changes:
         return None
-    mine, theirs = (_verdict(by_id[one.run], facts, one) for one in (now, then))
-    if mine and theirs and mine.interval and theirs.interval and mine.rival == theirs.rival:
-        found = quotient(mine.interval, theirs.interval)
+    after, first = (_verdict(by_id[one.run], facts, one) for one in (now, then))
+    if after and first and after.interval and first.interval and after.rival == first.rival:
+        found = quotient(after.interval, first.interval)
         return Gained(
-            changes, found.ratio, found.low, found.high, then.run, now.run, f"each beside {mine.rival} in its own run"
+            changes, found.ratio, found.low, found.high, then.run, now.run, f"each beside {after.rival} in its own run"
         )
     how = "times of two runs, which differ by some 5% by themselves"
     return Gained(changes, then.time_ns / now.time_ns, None, None, then.run, now.run, how)
 
 
 def _source(run: Run, facts: Facts) -> str | None:
-    """What tells the kernel's source in a run: the package's, or that of a user's own file."""
+    """The digest of the kernel's source in a run: the package's, or that of a user's own file."""
     own = (row.source_digest for row in run.of(PromiseRow) if row.kernel == facts.kernel)
     return next(own, run.header.source_digest)
 

@@ -1,4 +1,4 @@
-"""What the records hold of one kernel on one problem: its launches, counters and times, and those of its neighbours."""
+"""The recorded facts about one kernel on one problem: its launches, counters and times, and its rival's times."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
 
-_Known = TimingRow | ProfileRow | CallPathRow | RefusalRow
+_KernelRow = TimingRow | ProfileRow | CallPathRow | RefusalRow
 
 
-class NothingKnown(ValueError):
-    """The records hold nothing of a kernel on a problem. One line."""
+class NoRecord(ValueError):
+    """No record is of this kernel on this problem. One line."""
 
 
 class Time(NamedTuple):
-    """A kernel's median time, ns a call, the run that took it, and the rival beside which it was taken, with that one's time;
-    None for the kernel itself or a user's."""
+    """A kernel's median time, ns a call, its run, and the rival that it was paired with, with the rival's time;
+    the rival is None for the kernel itself or a user's."""
 
     clock: Clock
     time_ns: float
@@ -40,7 +40,7 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """None, or empty, is what no record says. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
+    """None, or empty, is what no record has. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
     lacks it; ``counters`` are of ``launch``, the call's longest."""
 
     problem: Problem
@@ -60,14 +60,14 @@ class Facts:
 
     @property
     def time_ns(self) -> float | None:
-        """Device time where a GPU's was taken, else the time of eager calls, else that under the profiler."""
+        """Device time where it was measured, else the time of eager calls, else that under the profiler."""
         for clock in ("graph", "eager"):
             if clock in self.times:
                 return self.times[clock].time_ns
         return self.counter("time_ns")
 
     def counter(self, *quantities: str) -> float | None:
-        """What Nsight Compute counted of these quantities (hardware/counters.py) together; None where it did not count one."""
+        """The sum of these Nsight Compute counters (hardware/counters.py); None where one is missing."""
         return None if self.counters is None else self.counters.total(*quantities)
 
     def waiting(self, *reasons: str) -> float:
@@ -90,13 +90,13 @@ class Facts:
         return walk.rows / self.blocks if walk is not None and self.blocks else None
 
     def residency(self) -> Residency | None:
-        """Blocks resident on an SM, by the launch; None where registers or the GPU's limits are not known."""
+        """Blocks resident on an SM, by the launch; None where registers or the GPU's limits are unknown."""
         if self.gpu is None or self.launch is None or not self.threads or self.launch.registers is None:
             return None
         return residency(self.gpu, threads=self.threads, registers=self.launch.registers, shared_bytes=self.launch.shared_bytes)
 
     def point(self) -> Point | None:
-        """Where the kernel stands under the ceilings, by what the problem needs at the least."""
+        """The kernel's place under the ceilings, by what the problem needs at the least."""
         if self.time_ns is None:
             return None
         return place(str(self.problem), self.kernel, self.config, self.time_ns, self.ceilings)
@@ -107,8 +107,8 @@ class Facts:
         need = point.need(level) if point else None
         return None if need is None else need.share
 
-    def asked_of(self, pipe: Level) -> float | None:
-        """What the problem's own work asks of a pipe, as a share of what the SMs with a block can do.
+    def pipe_share(self, pipe: Level) -> float | None:
+        """The share of a pipe's peak, on the SMs that have a block, that the problem's own work needs.
 
         The FLOPs of matrix products are asked of the tensor and of the FMA pipe, though only one of them does each.
         """
@@ -125,21 +125,21 @@ class Facts:
 
 
 def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Facts:
-    """Everything that runs say of a kernel, in its fastest config, on a problem. Later runs count before earlier ones.
+    """The recorded facts about a kernel, in its fastest config, on a problem. Later runs count before earlier ones.
 
-    ``gpu`` is a short name, or "cpu"; by default the machine of the latest run that knows of the two. Raises ProblemError: the
-    problem does not parse. Raises NothingKnown: no run times, profiles, launches or refuses the kernel on the problem there."""
+    ``gpu`` is a short name, or "cpu"; by default the machine of the latest run of the two. Raises ProblemError: the
+    problem does not parse. Raises NoRecord: no run times, profiles, launches or refuses the kernel on the problem there."""
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: run.age, reverse=True)
     machines = dict.fromkeys(gpu_name(run.header.environment) for run in ordered if _about(run, problem, kernel))
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
-        known = {row.kernel for run in ordered for row in run.rows if isinstance(row, _Known) and row.problem == problem}
-        elsewhere = f"they know {', '.join(sorted(filter(None, known))) or 'none'} there"
+        others = {row.kernel for run in ordered for row in run.rows if isinstance(row, _KernelRow) and row.problem == problem}
+        elsewhere = f"they know {', '.join(sorted(filter(None, others))) or 'none'} there"
         if machines:
             elsewhere = f"there are such records on {', '.join(machines)}"
-        raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {elsewhere}")
+        raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
     header, every = here[0][0], [row for _, rows in here for row in rows]
@@ -149,23 +149,23 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     latest = next((time.run for time in own if time.rival), None)  # of the rivals that its run has, the fastest
     timed = [one for one in own if one.rival and one.run == latest]
     rival = min(timed, key=lambda one: one.rival_ns).rival if timed else None
-    theirs = [time for run in there for time in _times(_about(run, problem, rival), rival)] if rival else []
+    rival_times = [time for run in there for time in _times(_about(run, problem, rival), rival)] if rival else []
     # What was refused of other source is history.
     same = [row for other, rows in here for row in rows if other.source_digest == header.source_digest]
-    known_gpu = GPUS.get(machine)
+    listed = GPUS.get(machine)
     return Facts(
         problem=asked,
         kernel=kernel,
         config=config,
         machine=machine,
-        gpu=known_gpu,
-        sm_count=header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
+        gpu=listed,
+        sm_count=header.environment.sm_count or (listed.sm_count if listed else None),
         launch=launch,
         counters=counters,
         counters_absent=absent,
         times=_by_clock(own, config),
         rival=rival,
-        rival_ns={time.clock: time.time_ns for time in reversed(theirs)},  # the latest run's
+        rival_ns={time.clock: time.time_ns for time in reversed(rival_times)},  # the latest run's
         ceilings=ceilings(runs, machine, asked.dtype),
         refusals=tuple(
             f"{row.stage}: {row.reason}" for row in same if isinstance(row, RefusalRow) and row.config in (config, None)
@@ -173,13 +173,13 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     )
 
 
-def _about(run: Run, problem: str, kernel: str) -> list[_Known]:
-    """A run's rows that know of a kernel on a problem."""
-    rows = [row for row in run.rows if isinstance(row, _Known) and row.problem == problem]
+def _about(run: Run, problem: str, kernel: str) -> list[_KernelRow]:
+    """A run's rows about a kernel on a problem."""
+    rows = [row for row in run.rows if isinstance(row, _KernelRow) and row.problem == problem]
     return [row for row in rows if kernel in (row.kernel, row.rival if isinstance(row, TimingRow) else None)]
 
 
-def _times(rows: Iterable[_Known], kernel: str) -> list[Time]:
+def _times(rows: Iterable[_KernelRow], kernel: str) -> list[Time]:
     """The medians of every series of a kernel, from its side of each pair."""
     found = []
     for row in rows:
@@ -194,7 +194,7 @@ def _times(rows: Iterable[_Known], kernel: str) -> list[Time]:
     return found
 
 
-def _config(own: Sequence[Time], rows: Sequence[_Known]) -> str:
+def _config(own: Sequence[Time], rows: Sequence[_KernelRow]) -> str:
     """The config with the least device time in the latest run; else the first that was profiled, launched or refused."""
     if own:
         return min((one for one in own if one.run == own[0].run), key=lambda one: (one.clock != "graph", one.time_ns)).config
@@ -208,7 +208,7 @@ def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     return {clock: min(times, key=lambda one: one.time_ns) for clock, times in latest.items()}
 
 
-def _seen(rows: Sequence[_Known], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
+def _seen(rows: Sequence[_KernelRow], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
     """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
     changed since it was profiled, or before."""
     profiles = [row for row in rows if isinstance(row, ProfileRow) and row.config == config]
@@ -224,6 +224,6 @@ def _seen(rows: Sequence[_Known], config: str) -> tuple[SeenLaunch | None, Count
         counters, absent = Counters(counted.metrics), None
         if counted.launch:
             return counted.launch, counters, None
-    # The launch with the most threads: no time of any single one is known. Copies and fills have none.
+    # The launch with the most threads: there is no time of any single one. Copies and fills have none.
     every = [one for one in launches or [row.launch for row in profiles if row.launch] if one.threads]
     return max(every, key=lambda one: one.threads, default=None), counters, absent

@@ -1,7 +1,7 @@
 """A hypothesis about a kernel's time: a cause that the numbers support, rule out or cannot test, and the change for it.
 
-Changes of the whole time (more SMs at work) multiply; changes of parts add their savings, the parts taken as disjoint, which is
-the most that they can give. No sum gets below the time that the binding ceiling alone takes.
+Changes of the whole time (more SMs at work) multiply; changes of parts add their savings, the parts treated as disjoint: the
+most that they can give. No sum gets below the time that the binding ceiling alone takes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def amdahl(part: float, speedup: float) -> float:
 class Change:
     """A change that speeds ``part`` of a time (0 to 1) up ``speedup`` times, which is infinite where the part would go.
 
-    ``clock`` is the time that it is a part of: "eager" what a caller waits, None the device's. ``how`` says where the two
-    numbers come from. A plan adds ``most_gain``, what the change can give at the most by itself, and ``together``, what it
+    ``clock`` is the time that it is a part of: "eager" what a caller waits, None the device's. ``how`` is the source of
+    the two numbers. A plan adds ``most_gain``, what the change can give at the most by itself, and ``together``, what it
     gives with those before it in the plan; ``capped`` where the machine's binding ceiling set that."""
 
     what: str
@@ -49,7 +49,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """``evidence`` is a sentence with the numbers that decide in it. ``change`` is what a supported one calls for, None where
-    its gain cannot be said."""
+    its gain is unknown."""
 
     status: Status
     evidence: str

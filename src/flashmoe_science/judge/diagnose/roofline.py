@@ -1,5 +1,5 @@
-"""What a machine can do at most, measured where a run measured it, else from the table of GPUs, which is said; and where
-measured times stand under these ceilings: what each alone would take, and which of them binds."""
+"""Rooflines: a machine's ceilings, measured where a run measured them, else from the table of GPUs; and kernels under them: the
+time that each ceiling alone would take, and the one that binds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEASURED: dict[Level, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """``value`` is in units a second; ``measured`` tells a measurement from a specification, ``how`` says which."""
+    """``value`` is in units a second; ``measured`` is False for a specification; ``how`` is the source."""
 
     level: Level
     value: float
@@ -45,11 +45,11 @@ class Ceiling:
     how: str
 
     def __str__(self) -> str:
-        whence = "measured" if self.measured else "specified"
+        source = "measured" if self.measured else "specified"
         if self.level == "launch":
-            return f"{1e9 / self.value:.4g} ns for an empty launch ({whence})"
+            return f"{1e9 / self.value:.4g} ns for an empty launch ({source})"
         amount = f"{self.value / 1e12:.4g} T" if self.value >= 1e12 else f"{self.value / 1e9:.4g} G"
-        return f"{amount}{self.unit} ({whence})"
+        return f"{amount}{self.unit} ({source})"
 
 
 def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceiling]:
@@ -58,22 +58,22 @@ def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceili
     Of several measurements, the latest run's; of those, the fastest: a ceiling is what has been reached.
     """
     gpu = GPUS.get(machine)
-    known = {one.level: one for one in _specified(gpu, dtype)} if gpu else {}
+    found = {one.level: one for one in _specified(gpu, dtype)} if gpu else {}
     rows: dict[str, CeilingRow] = {}
     for run in sorted(runs, key=lambda run: run.age):
         if gpu_name(run.header.environment) == machine:
             rows |= {row.name: row for row in run.of(CeilingRow) if row.samples}
     for level, names in _MEASURED.items():
-        found = [rows[name] for name in (name.format(dtype=dtype) for name in names) if name in rows]
-        if found:
-            best = max(found, key=lambda row: row.value)
-            known[level] = Ceiling(level, best.value, best.unit, True, f"{best.name}: {best.how}")
-    return known
+        measured = [rows[name] for name in (name.format(dtype=dtype) for name in names) if name in rows]
+        if measured:
+            best = max(measured, key=lambda row: row.value)
+            found[level] = Ceiling(level, best.value, best.unit, True, f"{best.name}: {best.how}")
+    return found
 
 
 def _specified(gpu: Gpu, dtype: str) -> list[Ceiling]:
     at_clock, of = gpu.sm_count * gpu.boost_clock_hz, f"{gpu.product}: "
-    known = [
+    found = [
         Ceiling("dram", gpu.memory_bandwidth, "B/s", False, f"{of}memory bandwidth"),
         Ceiling("fma", gpu.fp32_flops, "FLOP/s", False, f"{of}fp32 without tensor cores"),
         Ceiling("special", _SPECIAL_PER_SM * at_clock, "op/s", False, f"{of}16 an SM and clock, at the boost clock"),
@@ -81,8 +81,8 @@ def _specified(gpu: Gpu, dtype: str) -> list[Ceiling]:
         Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it"),
     ]
     if dtype in ("fp16", "bf16"):
-        known.append(Ceiling("tensor", gpu.tensor_flops_16bit, "FLOP/s", False, f"{of}dense 16-bit tensor rate"))
-    return known
+        found.append(Ceiling("tensor", gpu.tensor_flops_16bit, "FLOP/s", False, f"{of}dense 16-bit tensor rate"))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Roofline:
 
 
 def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline]:
-    """One for each machine and dtype that the verdicts speak of. Device time is taken where there is a GPU."""
+    """One for each machine and dtype of the verdicts, by device time where there is a GPU."""
     device = (row for row in verdicts if row.clock == ("eager" if row.gpu == "cpu" else "graph"))
     drawn = []
     for (machine, dtype), rows in grouped(device, lambda row: (row.gpu, parse_problem(row.problem).dtype)).items():
@@ -153,7 +153,7 @@ def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline
 
 
 def place(problem: str, kernel: str, config: str, time_ns: float, above: Mapping[Level, Ceiling]) -> Point:
-    """Hold one time (ns) against the ceilings, by the least that the problem needs of each."""
+    """One time (ns) compared with the ceilings, by the least that the problem needs of each."""
     asked = parse_problem(problem)
     arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
     amounts: dict[Level, float] = {

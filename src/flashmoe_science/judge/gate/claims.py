@@ -1,10 +1,10 @@
-"""Claims beside what was measured, and by how much they miss it. A claim is a sentence, the records it is about, a statistic
-over them and what that must reach; it stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed
+"""Claims compared with measurements. A claim is a sentence, the records it is about, a statistic over them and the threshold
+that it must reach; it is written in ``evidence/claims.toml``, so that it is made before it is measured and reviewed
 like code. ``flashmoe claims --help`` shows one.
 
 It holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
-many as it says. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
-ratio of one shape's time to another's. ``multiple_testing`` says which statistics are corrected for the number of problems.
+many as it states. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
+ratio of one shape's time to another's. ``multiple_testing`` has which statistics are corrected for the number of problems.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Claim(Entry):
 
     @property
     def demand(self) -> str:
-        """What it asks, as a reader writes it: ">= 1.5x"."""
+        """The threshold as text: ">= 1.5x"."""
         return f"{'>=' if self.at_least is not None else '<='} {self.asked}"
 
     @property
@@ -128,12 +128,12 @@ Outcome = Literal["holds", "fails", "no record"]
 
 @dataclass(frozen=True, slots=True)
 class ClaimResult:
-    """A claim beside its measurement.
+    """A claim with its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
     relative distance from the interval's near end to the threshold (0.1: a factor of 1.1). ``refuted`` is whether the whole
-    interval lies on the wrong side: else the records show neither the claim nor its contrary. ``runs`` are those that give its
-    numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or lacking."""
+    interval is on the wrong side: else the records show neither the claim nor its contrary. ``runs`` are those that give its
+    numbers, ``quick`` whether one of them took few samples. ``why`` is what is wrong or missing."""
 
     claim: Claim
     outcome: Outcome
@@ -153,35 +153,35 @@ _Number = tuple[Interval, Verdict]  # a problem's number, and the verdict that i
 
 
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
-    """Hold one claim against verdicts that stand.
+    """The result of one claim, by current verdicts.
 
     ``runs`` are what the verdicts come from: claims on a kernel by name, and on times, rest on their samples."""
     about = _about(claim, verdicts)
     if not about:
-        return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
+        return ClaimResult(claim, "no record", why=_no_verdict(claim, verdicts))
     found = _numbers(claim, about, runs)
-    known = {problem: one for problem, one in found.items() if one}
-    rest_on = tuple(sorted({row.run for _, row in known.values()} or {row.run for row in about}))
-    if not known:
+    numbers = {problem: one for problem, one in found.items() if one}
+    rest_on = tuple(sorted({row.run for _, row in numbers.values()} or {row.run for row in about}))
+    if not numbers:
         return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why="none of its problems has a number")
-    result = _measured(claim, {problem: value for problem, (value, _) in known.items()})
+    result = _measured(claim, {problem: value for problem, (value, _) in numbers.items()})
     lacking = None
-    if len(known) < len(found):
-        silent = [problem for problem in found if problem not in known]
-        lacking = f"{len(silent)} of {len(found)} problems have no number, such as {silent[0]}"
+    if len(numbers) < len(found):
+        missing = [problem for problem in found if problem not in numbers]
+        lacking = f"{len(missing)} of {len(found)} problems have no number, such as {missing[0]}"
     elif len(found) < claim.problems:
         lacking = f"{len(found)} problems are on record; it is about {claim.problems}"
-    why = "; ".join(filter(None, (result.why, lacking, _unmet(claim, known)))) or None
-    quick = any(row.quick for _, row in known.values())
+    why = "; ".join(filter(None, (result.why, lacking, _unmeasured(claim, numbers)))) or None
+    quick = any(row.quick for _, row in numbers.values())
     return replace(result, outcome="fails" if why else "holds", runs=rest_on, quick=quick, why=why)
 
 
-def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
-    """What keeps the best peer from being known, where a better one would be evidence against the claim."""
-    problems = {problem: row.unmet for problem, (_, row) in found.items() if row.unmet}
+def _unmeasured(claim: Claim, found: Mapping[str, _Number]) -> str | None:
+    """Why the best peer is unknown, where a better one would be evidence against the claim."""
+    problems = {problem: row.unmeasured for problem, (_, row) in found.items() if row.unmeasured}
     if not problems or claim.rival != BEST_PEER or claim.quantity != "ratio" or claim.at_least is None:
         return None
-    peers = sorted({peer for unmet in problems.values() for peer in unmet})
+    peers = sorted({peer for unmeasured in problems.values() for peer in unmeasured})
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}{more}"
 
@@ -200,18 +200,18 @@ def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
     return found if named_kernels <= {row.kernel for row in found} else []
 
 
-def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
-    """What nothing on record is of, in words."""
+def _no_verdict(claim: Claim, verdicts: Iterable[Verdict]) -> str:
+    """The verdicts that are missing, in words."""
     by = f" of {claim.kernel}" if claim.kernel else ""
-    beside = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
+    against = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
     suite = "any suite" if claim.suite == ANY else claim.suite
     gpus = sorted({row.gpu for row in verdicts})
     elsewhere = "" if claim.gpu in gpus else f"; there are records of {', '.join(gpus) or 'no GPU'}"
-    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
+    return f"no verdict{by}{against} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
 
 
 def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
-    """The claim's statistic over its problems, held to the threshold."""
+    """The claim's statistic over its problems, compared with the threshold."""
     upward, counted, intervals = claim.at_least is not None, claim.quantity == "memory", list(numbers.values())
     worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
     if counted:  # without error
@@ -244,15 +244,15 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
 def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
     """The number of each problem of these verdicts, None where there is none. ``runs`` are what the verdicts come from.
 
-    A problem may have been measured in several runs that stand: ``standing.eligible`` says which count, none of them chosen for
-    its numbers. Of those, the one counts that is the worst for the claim."""
+    A problem may have been measured in several current runs: ``standing.eligible`` picks those that count, not by their
+    numbers. Of those, the worst for the claim counts."""
     by_id = {one.run.header.run: one for one in runs}
     worst = max if claim.at_least is None else min
     found: dict[str, _Number | None] = {}
     for problem, every in grouped(about, lambda row: row.problem).items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
-        taken = [one for rows in counting if (one := _verdict_of(claim, rows)) is not None]
-        answers = [(value, row) for row in taken if (value := _value(claim, row, by_id.get(row.run))) is not None]
+        chosen = [one for rows in counting if (one := _verdict_of(claim, rows)) is not None]
+        answers = [(value, row) for row in chosen if (value := _value(claim, row, by_id.get(row.run))) is not None]
         answers = [one for one in answers if one[0].pairs >= MIN_PAIRS or claim.quantity == "memory"]
         found[problem] = worst(answers, key=lambda one: one[0].ratio, default=None)
     return found
@@ -276,17 +276,17 @@ def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None
         share = row.peak_extra_bytes / row.output_bytes
         return Interval(share, share, share, row.pairs)
     if claim.quantity == "time_ns":
-        return next((one.time() for one in (run.beside(row) if run else ()) if one.time_ns == row.time_ns), None)
+        return next((one.time() for one in (run.comparisons_of(row) if run else ()) if one.time_ns == row.time_ns), None)
     if claim.kernel is None:
         return row.interval.flipped() if row.interval and row.kernel == claim.rival else row.interval
-    # The named kernel beside the named rival, its faster config where there are two; or beside the best peer.
+    # The named kernel against the named rival, its faster config where there are two; or against the best peer.
     conditions = (row.problem, row.clock, row.cache, row.kernel)
-    beside = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
+    pairs = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
     if claim.rival != BEST_PEER:
-        named = (one for one in beside if one.rival == claim.rival)
+        named = (one for one in pairs if one.rival == claim.rival)
         best = min(named, key=lambda one: (one.quick, one.time_ns), default=None)
     elif row.rival_origin in ("ours", "candidate"):  # a verdict on the best of all others: the best of the peers is asked for
-        peers = (one for one in beside if one.rival_origin == "peer" and one.config == row.config)
+        peers = (one for one in pairs if one.rival_origin == "peer" and one.config == row.config)
         best = min(peers, key=lambda one: (one.quick, one.interval.ratio), default=None)
     else:
         return row.interval

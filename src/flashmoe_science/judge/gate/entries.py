@@ -25,7 +25,7 @@ Model = TypeVar("Model", bound=Entry)
 
 
 class EntryError(ValueError):
-    """A file of entries that cannot be read, believed or moved, said in one line."""
+    """A file of entries cannot be read, trusted or changed: the reason, in one line."""
 
 
 def read_entries(
@@ -34,7 +34,7 @@ def read_entries(
     """The entries of a file that holds a list named ``what`` and nothing else, in order; a JSON file holds its schema, too.
 
     Raises EntryError: the file cannot be read, is torn, newer, or holds anything else; a field is unknown, missing or wrong; a
-    key stands twice."""
+    key is given twice."""
     try:
         content = printable_values((json.loads if form == "JSON" else tomllib.loads)(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
@@ -45,9 +45,9 @@ def read_entries(
         raise EntryError(f"{path} is not {form}, or torn: {' '.join(str(error).split())}") from None
     whole: dict[str, Any] = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
     if not isinstance(whole, dict) or type(whole.get("schema")) is not int or set(whole) != {"schema", what}:
-        held = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        fields = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
-        raise EntryError(f"{path} holds {held or 'nothing'}; it must hold {allowed}")
+        raise EntryError(f"{path} holds {fields or 'nothing'}; it must hold {allowed}")
     if whole["schema"] != SCHEMA or not isinstance(whole[what], list):
         raise EntryError(f"{path} has schema {whole['schema']}; it must be {SCHEMA}, with a list of {what}")
     found: dict[Hashable, Model] = {}
@@ -58,7 +58,7 @@ def read_entries(
         except ValidationError as error:
             raise EntryError(f"{path}: {what} {label}: {_complaint(error, model)}") from None
         if key(entry) in found:
-            raise EntryError(f"{path}: {what} {label} stands twice")
+            raise EntryError(f"{path}: {what} {label} is given twice")
         found[key(entry)] = entry
     return list(found.values())
 
@@ -66,15 +66,15 @@ def read_entries(
 def _complaint(error: ValidationError, model: type[BaseModel], most: int = 60) -> str:
     """The first field that is wrong, what is allowed and what it was, in one line."""
     fault = error.errors(include_url=False, include_context=False)[0]
-    field, said = ".".join(map(str, fault["loc"])), str(fault["msg"]).removeprefix("Value error, ")
+    field, message = ".".join(map(str, fault["loc"])), str(fault["msg"]).removeprefix("Value error, ")
     if not field:
-        return said
+        return message
     if fault["type"] == "extra_forbidden":
         return f"{field}: there is no such field; there may be {', '.join(model.model_fields)}"
     if fault["type"] == "missing":
         return f"{field}: it is not given, and is needed"
     was = repr(fault["input"])
-    return f"{field}: {said}; it is {was if len(was) <= most else was[:most] + '...'}"
+    return f"{field}: {message}; it is {was if len(was) <= most else was[:most] + '...'}"
 
 
 def entries_as_text(schema: int, entries: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The best known, kept: a proven regression fails, noise does not, a proven gain raises it, and nothing lowers it by itself.
+"""The ratchet: the best measured ratios. A proven regression fails, noise does not, a proven gain raises an entry.
 
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
@@ -30,7 +30,7 @@ Ratio = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Key(NamedTuple):
-    """What one entry is about, and the order in which entries stand."""
+    """The key of an entry; entries are sorted by it."""
 
     gpu: str
     problem: str
@@ -53,7 +53,7 @@ class Accepted(Entry):
 
 
 class Kept(Entry):
-    """The best known of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
+    """The best ratio of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
 
     gpu: str
     problem: str
@@ -109,7 +109,7 @@ def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An entry beside what was measured now. ``kept`` is None for what is new, ``now`` where there is no number."""
+    """An entry compared with the measurement now. ``kept`` is None for what is new, ``now`` where there is no number."""
 
     outcome: Outcome
     kept: Kept | None
@@ -138,13 +138,13 @@ class Check:
         }
 
 
-def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
-    """Every entry beside the run that stands for it, then what has no entry yet. ``runs`` are what was measured now, ``known``
-    where the entries' own runs may be found, to hold them to those. Raises EntryError: an entry says another ratio."""
+def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], recorded: Sequence[JudgedRun]) -> list[Check]:
+    """Every entry compared with the run that counts for it, then what has no entry yet. ``runs`` are what was measured now,
+    ``recorded`` have the entries' own runs, to verify them. Raises EntryError: an entry has another ratio than its run."""
     standing = _standing(runs)
     of_rival = {rival: _standing([one for one in runs if rival in one.kernels]) for rival in {one.rival for one in kept}}
     judged = {one.key: _counting(one.key, standing, of_rival[one.rival]) for one in kept}
-    trusted = [(one, _trusted(one, known)) for one in kept]
+    trusted = [(one, _trusted(one, recorded)) for one in kept]
     now = {one.key: _against(_pairs(judged[one.key], one.key), one.rival) for one in kept}
     compared = sum(pair is not None for pair in now.values())
     checks = [_check(one, interval, now[one.key], compared, judged[one.key]) for one, interval in trusted]
@@ -155,7 +155,7 @@ def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[Judge
 
 
 def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
-    """The entries with proven gains and new problems taken in. A quick run raises nothing."""
+    """The entries updated by proven gains and new problems. A quick run raises nothing."""
     entries = {one.key: one for one in kept}
     for one in checks:
         if one.outcome in ("gained", "new") and one.now is not None and not one.now.quick:
@@ -165,7 +165,7 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
     """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises EntryError: there are
-    none, or only a quick run says so."""
+    none, or only a quick run has them."""
     entries = {one.key: one for one in kept}
     found = [one for one in checks if one.outcome == "regressed" and problem in (ALL, one.key.problem)]
     if not found:
@@ -181,7 +181,7 @@ def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason:
 
 
 def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, judged: JudgedRun | None) -> Check:
-    """One entry beside its pair now; ``judged`` are of the run that stands for its place, None where none does."""
+    """One entry compared with its pair now; ``judged`` is the run that counts for its place, None where there is none."""
     if judged is None:
         return Check("absent", kept, None, why="no run here measured it")
     torch = judged.run.header.environment.torch
@@ -232,10 +232,10 @@ def _against(pairs: Iterable[Comparison], rival: str) -> Comparison | None:
     return min((pair for pair in pairs if pair.rival == rival), key=lambda pair: pair.time_ns, default=None)
 
 
-def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
+def _trusted(kept: Kept, recorded: Sequence[JudgedRun]) -> Interval:
     """The entry's interval: of its run's samples where they are at hand, else as it is written. Raises EntryError: the run
     gives another ratio, or none."""
-    judged = next((one for one in known if one.run.header.run == kept.run), None)
+    judged = next((one for one in recorded if one.run.header.run == kept.run), None)
     if judged is None:
         return Interval(kept.ratio, kept.low, kept.high, pairs=0)
     wanted = (kept.key, kept.kernel, kept.config, kept.rival)
@@ -256,7 +256,7 @@ def _refusal(kept: Kept, judged: JudgedRun) -> str:
 
 
 def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
-    """The entry as it is written: with six digits that count, however slow the kernel is."""
+    """The entry as it is written: with six significant digits."""
     interval = pair.interval
     numbers = {name: float(f"{value:.6g}") for name, value in interval.ends.items()}
     names = {"rival": pair.rival, "kernel": pair.kernel, "config": pair.config, "run": pair.run, "torch": torch}

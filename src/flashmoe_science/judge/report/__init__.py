@@ -1,1 +1,1 @@
-"""Reports: what runs say as one HTML page, as Markdown and as CSV, from one model of tables."""
+"""Reports: verdicts of runs as one HTML page, as Markdown and as CSV, from one model of tables."""

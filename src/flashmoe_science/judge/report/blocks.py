@@ -17,7 +17,7 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple):
-    """``origin`` is that of the kernel the row is about: "ours" and "candidate" stand out."""
+    """``origin`` is that of the kernel the row is about: "ours" and "candidate" are highlighted."""
 
     cells: tuple[Cell, ...]
     origin: str = ""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gained
-from flashmoe_science.judge.diagnose.facts import NothingKnown
+from flashmoe_science.judge.diagnose.facts import NoRecord
 from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.formats import count, duration
 from flashmoe_science.judge.gate.claims import Claim, judge_claim
@@ -62,7 +62,7 @@ class Contents:
         self.candidates = candidates(self.runs, self.verdicts)
         self.claims = [judge_claim(claim, self.verdicts, judged) for claim in claims]
         self.diagnoses = _diagnoses(self.runs, found, self.verdicts)
-        # Whether the report is about users' kernels alone, beside which ours are peers.
+        # Whether the report is about users' kernels alone, compared with which ours are peers.
         self.of_candidates = bool(self.candidates) and not self.own
         self.titles = titles_of([*self.own, *self.tried])
 
@@ -81,8 +81,8 @@ def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Ver
     for problem, kernel, gpu in dict.fromkeys((row.problem, row.kernel, row.gpu) for row in chosen):
         try:
             made.append(diagnose(runs, problem, kernel, gpu))
-        except NothingKnown:
-            continue  # it was refused before anything of it was seen; the refusal says why
+        except NoRecord:
+            continue  # it was refused before anything was measured; the refusal has the reason
     return [one for one in made if any(cause.status != "untested" for cause in one.hypotheses)]
 
 

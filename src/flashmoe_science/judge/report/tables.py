@@ -12,7 +12,7 @@ from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
-from flashmoe_science.judge.summary import SAID, Candidate, Group
+from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
@@ -29,8 +29,8 @@ def group_table(groups: Sequence[Group]) -> Table:
     rows = []
     titles = titles_of(groups)
     for group in groups:
-        counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
-        state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
+        counts = ", ".join(f"{group.counts[word]} {word}" for word in JUDGEMENTS if group.counts[word])
+        state = next((word for word in JUDGEMENTS if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
         figures = [""] * 4
         if (mean := group.mean) is not None:
@@ -82,7 +82,7 @@ def _error_in_words(row: CorrectnessRow | None) -> str:
 
 
 def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
-    """The launch with the most threads, and how many there are beside it."""
+    """The launch with the most threads, and the number of others."""
     if not launches:
         return None
     one = max(launches, key=lambda seen: seen.threads)
@@ -106,16 +106,16 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     """What was found of a user's kernel, what was promised, and why it was refused, where it was."""
     yield Heading(one.name)
     lead, _, found = one.headline.partition(": ")
-    yield Paragraph(found, "big", f"{lead}:", one.said)
+    yield Paragraph(found, "big", f"{lead}:", one.verdict)
     if one.promise:
         yield Paragraph(one.promise)
-    whole = one.said == "refused"
+    whole = one.verdict == "refused"
     for reason in one.refusals[whole:][:_MOST_REASONS]:  # of one that was refused as a whole, the first is the headline
         yield Paragraph(reason, lead="refused:" if whole else "refused in part:", state="refused")
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
-    """Each claim beside what was measured, the runs that give its number, and what is wrong or lacking."""
+    """Each claim with its measurement, the runs that give its number, and what is wrong or missing."""
     rows = []
     for one in claims:
         details = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
@@ -160,15 +160,15 @@ def _controls_in_words(group: Group) -> str | None:
 
 
 def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
-    """What is known of a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
+    """The facts about a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
     changes that an earlier diagnosis called for gave."""
     facts, launch = one.facts, one.facts.launch
     yield Heading(facts.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {facts.problem}, {facts.machine}")
-    known = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
+    found = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
     if launch is not None:
         registers = "" if launch.registers is None else f", {launch.registers} registers a thread"
-        known.append(f"{facts.blocks} blocks of {facts.threads} threads{registers}, {launch.shared_bytes} B of shared memory")
-    yield Paragraph("; ".join(known) or "no time on record")
+        found.append(f"{facts.blocks} blocks of {facts.threads} threads{registers}, {launch.shared_bytes} B of shared memory")
+    yield Paragraph("; ".join(found) or "no time on record")
     yield from (Paragraph(refusal, lead="refused:", state="refused") for refusal in facts.refusals)
     if facts.counters_absent:
         yield Paragraph(f"no counters: {facts.counters_absent}", "dim")

@@ -16,7 +16,7 @@ from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
-from flashmoe_science.judge.summary import SAID
+from flashmoe_science.judge.summary import JUDGEMENTS
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import write_whole
 
@@ -43,7 +43,7 @@ def as_html(page: Page) -> str:
     environment.filters["kind"] = lambda block: type(block).__name__
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
-    constants = {"kinds": kinds, "states": SAID, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
+    constants = {"kinds": kinds, "states": JUDGEMENTS, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
     return environment.get_template("report.html.jinja").render(page=page, **constants)
 
 

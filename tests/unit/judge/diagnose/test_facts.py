@@ -6,7 +6,7 @@ import pytest
 from tests.unit.judge.diagnose.planted import Plant, causes
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
-from flashmoe_science.judge.diagnose.facts import NothingKnown, gather
+from flashmoe_science.judge.diagnose.facts import NoRecord, gather
 from flashmoe_science.problem import ProblemError
 
 PROBLEM = "attn b1 h1 q256 d64 fp16"
@@ -56,11 +56,11 @@ def test_one_machine_speaks() -> None:
 
 def test_nothing_known_is_one_line_with_what_is_known() -> None:
     run = Plant().time(PROBLEM, "k", 8.0).done()
-    with pytest.raises(NothingKnown, match=r"no record speaks of kernel 'q' on .*; they know k there"):
+    with pytest.raises(NoRecord, match=r"no record speaks of kernel 'q' on .*; they know k there"):
         gather([run], PROBLEM, "q")
-    with pytest.raises(NothingKnown, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
+    with pytest.raises(NoRecord, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
         gather([run], PROBLEM, "k", gpu="l4")
-    with pytest.raises(NothingKnown, match=r"they know none there$"):
+    with pytest.raises(NoRecord, match=r"they know none there$"):
         gather([run], "attn b9 h9 q9 d9 fp16", "k")
     with pytest.raises(ProblemError):
         gather([run], "attn b1", "k")
