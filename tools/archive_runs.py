@@ -1,4 +1,4 @@
-"""Move the runs that nothing rests on from evidence/runs to evidence/archive, gzipped: no verdict that stands, no claim and no
+"""Move the runs that nothing rests on from evidence/runs to evidence/archive, gzipped: no current verdict, no claim and no
 entry of the dispatch table is theirs (docs/design/0010). They are read and judged as before, and come back with gunzip.
 
 python tools/archive_runs.py            move them

@@ -20,14 +20,14 @@ def main(folder: Path) -> None:
     if len(wheels) != 1:
         sys.exit(f"wheel: {folder} holds {len(wheels)} wheels, not one")
     with zipfile.ZipFile(wheels[0]) as archive:
-        held = {name.removeprefix("flashmoe_science/") for name in archive.namelist()}
-    missing = sorted(_expected() - held)
+        files = {name.removeprefix("flashmoe_science/") for name in archive.namelist()}
+    missing = sorted(_expected() - files)
     if missing:
         sys.exit(f"wheel: {wheels[0].name} lacks {', '.join(missing)}")
     size = wheels[0].stat().st_size
     if size > MAX_BYTES:
         sys.exit(f"wheel: {wheels[0].name} is {size} bytes, above {MAX_BYTES}")
-    print(f"wheel: {wheels[0].name}, {len(held)} files, {size / 1024:.0f} KiB")
+    print(f"wheel: {wheels[0].name}, {len(files)} files, {size / 1024:.0f} KiB")
 
 
 def _expected() -> set[str]:

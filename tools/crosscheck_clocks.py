@@ -1,10 +1,10 @@
-"""Hold our graph clock beside other tools' clocks, like with like: the same call, tensors and process.
+"""Compare our graph clock with other tools' clocks, like with like: the same call, tensors and process.
 
     python tools/crosscheck_clocks.py [PROBLEM ...] [--kernel NAME] [--out FILE]
     python tools/crosscheck_clocks.py --recorded evidence
 
 The tools are ``triton.testing.do_bench_cudagraph``, which replays one set of tensors and so leaves the L2 cache warm, and
-NVIDIA's cuda-bench (``pip install "cuda-bench[cu13]"``), on a cold and on a warm cache. Our samples are taken before and after
+NVIDIA's cuda-bench (``pip install "cuda-bench[cu13]"``), on a cold and on a warm cache. Our samples come before and after
 each tool's. They agree within 3%; where our own clock moves by more meanwhile, nothing is decided. docs/notes/
 clocks-cross-checked.md holds what came of it. Exit code: 0 all agree, 2 a tool gave no number, 3 a tool differs.
 """
@@ -42,7 +42,7 @@ Outcome = Literal["agrees", "differs", "undecided", "no number"]
 
 
 class CrossCheckRow(BaseModel):
-    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
+    """A kernel's time by another tool, with samples of our graph clock on the same tensors in the same process: half of
     ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -76,7 +76,7 @@ def agreement(row: CrossCheckRow) -> Agreement:
     """Hold one comparison to the tolerance."""
     half = len(row.ours) // 2
     if row.time_ns is None or half == 0:
-        return Agreement("no number", why=row.reason or "the tool, or our clock beside it, gave no time")
+        return Agreement("no number", why=row.reason or "the tool, or our clock next to it, gave no time")
     before, after = statistics.median(row.ours[:half]), statistics.median(row.ours[half:])
     if not min(row.time_ns, before, after) > 0:
         return Agreement("no number", why="a time is zero")
@@ -126,7 +126,7 @@ class Prepared:
         about = {"run": run, "problem": problem, "kernel": self.kernel.name, "config": self.config, "cache": self.inputs.cache}
         return about | {"tool": tool, "tool_version": version, "method": method, "time_ns": None}
 
-    def beside(self, theirs: Callable[[], list[float]]) -> tuple[list[int], list[float]]:
+    def sampled_around(self, tool: Callable[[], list[float]]) -> tuple[list[int], list[float]]:
         """Our samples before and after what another tool measures, once the board has settled; and the tool's."""
 
         def settled(seconds: float) -> list[int]:
@@ -136,25 +136,25 @@ class Prepared:
             return [round(self.sampler.sample()) for _ in range(_SAMPLES)]
 
         before = settled(1.0)
-        found = theirs()
+        found = tool()
         return before + settled(0.2), found
 
 
 def triton_row(run: str, problem: str, kernel: str | None) -> CrossCheckRow:
-    """do_bench_cudagraph beside our clock, on one set of tensors."""
+    """do_bench_cudagraph compared with our clock, on one set of tensors."""
     import triton
     from triton.testing import do_bench_cudagraph
 
     made = Prepared(problem, kernel, cold=False)
     call = made.inputs.sets[0]
-    ours, theirs = made.beside(lambda: [one * 1e6 for one in do_bench_cudagraph(call, return_mode="all")])
+    ours, samples = made.sampled_around(lambda: [one * 1e6 for one in do_bench_cudagraph(call, return_mode="all")])
     fields = made.row(run, problem, TRITON, triton.__version__, "median of its replays of one set of tensors")
-    found = {"time_ns": statistics.median(theirs), "samples": [round(one) for one in theirs], "ours": ours}
+    found = {"time_ns": statistics.median(samples), "samples": [round(one) for one in samples], "ours": ours}
     return CrossCheckRow(**fields | found)
 
 
 def cuda_bench_rows(run: str, problems: Sequence[str], kernel: str | None) -> Iterator[CrossCheckRow]:
-    """cuda-bench beside our clock: isolated executions on a cold cache, batches on a warm one.
+    """cuda-bench compared with our clock: isolated executions on a cold cache, batches on a warm one.
 
     A short call would be paced by the host in a batch, and when isolated be drowned in its own start, so there an execution is
     one CUDA graph of some 2 ms of calls.
@@ -181,7 +181,7 @@ def cuda_bench_rows(run: str, problems: Sequence[str], kernel: str | None) -> It
 
         launch()  # fills the allocator's pool of this stream: cuda-bench blocks it, and an allocation would wait for it
         stream.synchronize()
-        ours, _ = made.beside(lambda: state.exec(launch, batched=way == "batch") or [])
+        ours, _ = made.sampled_around(lambda: state.exec(launch, batched=way == "batch") or [])
         method = f"{way} executions, each of {calls} call{'s' * (calls != 1)}"
         done[way, index] = made.row(run, problems[index], CUDA_BENCH, str(cuda_bench.__version__), method)
         done[way, index] |= {"ours": ours, "calls": calls}

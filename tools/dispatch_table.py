@@ -36,18 +36,16 @@ def promote(rows: Iterable[Verdict], faster: Peers = lambda row: []) -> dict[str
     """The dispatch table that verdicts support. ``faster`` gives the peers that were faster than the kernel of a verdict.
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
-    problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
+    problem, the run that counts is used, also where it refuses. Problems drawn at random do not enter: no later run measures
     them again. Nor does a problem on which the kernel was never measured that is chosen where there is no record: it may be
     newer than the record, or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None
-    where none was beside it."""
+    where it was paired with none."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
-    for (gpu, problem, _), row in counted.items():
-        if row.verdict == "refused" or row.time_ns is None or (gpu, problem, _first_guess(problem, gpu)) not in counted:
-            continue
-        if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
-            best[gpu, problem] = row
+    for (gpu, problem, _), row in sorted(counted.items(), key=lambda item: item[1].time_ns or 0.0):
+        if row.verdict != "refused" and row.time_ns and (gpu, problem, _first_guess(problem, gpu)) in counted:
+            best.setdefault((gpu, problem), row)
     ordered = sorted(best.items(), key=lambda item: (item[0][0], parse_problem(item[0][1]).order()))
     return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row, faster(row)) for (gpu, problem), row in ordered]}
 
@@ -73,8 +71,8 @@ def faster_peers(judged: JudgedRun, ours: Verdict) -> list[dict[str, Any]]:
         return []
     peers = operation(problem.op).peers()
     able = {peer.name for peer in peers if peer.replaces_ours != "never"}
-    beside = (ours.problem, ours.clock, ours.cache, ours.kernel, ours.config)
-    rows = [row for row in judged.verdicts if (row.problem, row.clock, row.cache, row.rival, row.rival_config) == beside]
+    conditions = (ours.problem, ours.clock, ours.cache, ours.kernel, ours.config)
+    rows = [row for row in judged.verdicts if (row.problem, row.clock, row.cache, row.rival, row.rival_config) == conditions]
     rows = [row for row in rows if row.kernel in able and row.low is not None and row.low > LEAST_LEAD]
     return [
         {"kernel": row.kernel, "config": row.config, "ratio": round(row.ratio or 0.0, 3), "problem": row.problem}

@@ -10,9 +10,9 @@ runs by default; attention is ours. All else is the same code.
 
 Prefill is one sequence of the context's length, eager. A decode step is one token a sequence after that many in a contiguous
 cache, once captured in a CUDA graph and once eager; it is the same step again and again, so that the length does not drift.
-Each implementation is first held to the logits of the first of PyTorch's. A mixture's differ by more: a rounding may flip which
-expert is the last. Samples alternate between implementations, forth and back. On the CPU the tiny sizes show that the script
-works.
+The logits of each implementation are first compared with those of the first of PyTorch's. A mixture's differ by more: a
+rounding may flip which expert is the last. Samples alternate between implementations, forth and back. On the CPU the tiny sizes
+show that the script works.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Way:
 
 
 def ways(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
-    """Those that can run, the one that the others are held to first; and of others, why not."""
+    """Those that can run, the reference first; and the reasons why others cannot."""
     if size.experts:
         after: dict[str, Callable[..., Tensor]] = {
             "grouped_mm": lambda *tensors: grouped_mm(Tensors(*tensors)),
@@ -275,7 +275,7 @@ def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
 @dataclass
 class Row:
     """``seconds`` is the median of ``samples``, each the seconds of a call; ``error`` the RMS of the logits' difference from
-    the first way's, over theirs."""
+    the first way's, relative to those."""
 
     work: str
     batch: int
@@ -332,14 +332,14 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, found: list
         except Exception as error:
             row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
             calls.pop(way.name, None)
-    taken: dict[str, list[float]] = {one: [] for one in calls}
+    sampled: dict[str, list[float]] = {one: [] for one in calls}
     for sample in range(samples):
         for one in calls if sample % 2 == 0 else reversed(calls):
-            taken[one].append(seconds(calls[one], device))
+            sampled[one].append(seconds(calls[one], device))
     for row in rows:
-        if taken.get(row.way):
-            row.samples = [round(one, 9) for one in taken[row.way]]
-            row.seconds = statistics.median(taken[row.way])
+        if sampled.get(row.way):
+            row.samples = [round(one, 9) for one in sampled[row.way]]
+            row.seconds = statistics.median(sampled[row.way])
             row.tokens_per_second = work.tokens / row.seconds
     return rows
 

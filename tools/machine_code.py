@@ -1,4 +1,4 @@
-"""Digests of machine code: a build's PTX without what only a debugger reads, held to the digest that is committed.
+"""Digests of machine code: a build's PTX without what only a debugger reads, compared with the committed digest.
 
 Each Triton generates other code, so each has its file. There a build is named by kernel, device function, GPU, problem and
 config, never by a module or a line: what moves or is renamed within a kernel changes no digest. `tests/compile` compares.

@@ -1,4 +1,4 @@
-"""Random problems of all features of attention and their combinations on this GPU, each held as the exam holds it.
+"""Random problems of all features of attention and their combinations on this GPU, each checked as the exam checks it.
 
     python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER] [--kernel NAME ...]
 
@@ -61,19 +61,9 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(first: int, jobs: int, seconds: float, kernels: Sequence[str]) -> dict[str, Any]:
-    """What so many processes find side by side."""
-    own = [
-        sys.executable,
-        __file__,
-        "--jobs",
-        str(jobs),
-        "--seconds",
-        str(seconds),
-        "--first",
-        str(first),
-        "--kernel",
-        *kernels,
-    ]
+    """The results of ``jobs`` processes in parallel."""
+    options = f"--jobs {jobs} --seconds {seconds} --first {first} --kernel".split()
+    own = [sys.executable, __file__, *options, *kernels]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     asked = [[*own, "--worker", str(place)] for place in range(jobs)]
     started = [subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for one in asked]

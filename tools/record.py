@@ -1,4 +1,4 @@
-"""The files in evidence/ that hold what a tool measured, beside what it was measured on."""
+"""Record files in evidence/: a tool's measurements and the machine they were made on."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python tools/sanitize.py --out FILE [--only WORD ...] [--jobs 8] [--most-s 50]
     python tools/sanitize.py --call NAME          # the call itself, as the tool runs it
 
-Every call is held to the same call on the CPU, which PyTorch's operators serve. It is made once without the tool, which also
-fills Triton's cache. Inputs come from the CPU, so that no kernel of others is looked at, and every tensor is an allocation of
-its own, so that a byte past its end is nobody's.
+Every call is compared with the same call on the CPU, which PyTorch's operators serve. It is made once without the tool, which
+also fills Triton's cache. Inputs come from the CPU, so that no kernel of others is looked at, and every tensor is an allocation
+of its own, so that a byte past its end is nobody's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLACES = "/usr/local/cuda*/bin/compute-sanitizer"
 
 
 def _apart() -> None:
-    """Give each part of what stands between two launches an allocation of its own."""
+    """Give each intermediate buffer of two launches an allocation of its own."""
     import torch
 
     from flashmoe_science.ops.moe.products import grouped
@@ -104,7 +104,7 @@ def _forward(kernel: str, queries: int = 200, keys: int = 333, fp32: bool = Fals
 
 
 def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
-    """A mask or a bias of each head, whose rows are of so many elements."""
+    """A mask or a bias of each head, whose rows have ``keys`` elements."""
     import torch
 
     import flashmoe_science as fms
@@ -148,7 +148,7 @@ def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
 
 
 def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
-    """Two sequences over a cache, in two pieces; with so many new keys, rotated as they are appended."""
+    """Two sequences over a cache, in two splits; with ``appended`` new keys, rotated as they are appended."""
     import torch
 
     import flashmoe_science as fms
@@ -227,7 +227,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
 
 
 def call_once(name: str) -> None:
-    """One call on the GPU, held to the CPU's; ends the process with 3 where it is wrong."""
+    """Compare one call on the GPU with the CPU's; ends the process with 3 where it is wrong."""
     import torch
 
     torch.manual_seed(0)
@@ -236,8 +236,8 @@ def call_once(name: str) -> None:
     found = call("cuda")
     torch.cuda.synchronize()
     worst = 0.0
-    for mine, right in zip(found, call("cpu"), strict=True):
-        square, wrong = right.double().square().mean(), (mine.cpu().double() - right.double()).square().mean()
+    for gpu, right in zip(found, call("cpu"), strict=True):
+        square, wrong = right.double().square().mean(), (gpu.cpu().double() - right.double()).square().mean()
         worst = max(worst, (wrong / square).sqrt().item())
     print(f"relative error {worst:.1e}")
     if not worst < _MOST_ERROR:

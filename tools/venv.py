@@ -63,7 +63,7 @@ def _steps(project: dict[str, Any], gpu: bool, system: dict[str, str]) -> list[t
     others = [*(line for line in core if _name(line) not in PINNED), *development, NUMPY_LIMIT]
     package = ("flashmoe-science", ["--no-deps", "--editable", str(ROOT)])
     if system:
-        return [(f"what runs beside the torch {system['torch']} already here", others), package]
+        return [(f"what runs with the torch {system['torch']} already here", others), package]
     if gpu:
         torch = [line for line in core if _name(line) == "torch"]
         return [("torch with its own Triton, and the rest (some minutes the first time)", [*torch, *others]), package]
@@ -91,7 +91,7 @@ def _system_versions() -> dict[str, str]:
     versions: dict[str, str] = json.loads(done.stdout)
     for name, oldest in OLDEST.items():
         if tuple(int(part) for part in re.findall(r"\d+", versions[name])[:2]) < oldest:
-            _say(f"{name} {versions[name]} is here, older than {'.'.join(map(str, oldest))}: installing another beside it")
+            _say(f"{name} {versions[name]} is here, older than {'.'.join(map(str, oldest))}: installing another next to it")
             return {}
     return versions
 
