@@ -47,7 +47,9 @@ def faster_peer(
     able: list[tuple[float, FasterPeer, str]] = []
     barred: list[tuple[str, str]] = []
     for kernel in peers:
-        found = [one for entry in entries for one in entry.peers if one.kernel == kernel.name and _alike(one, problem)]
+        measured = [one for entry in entries for one in entry.peers if one.kernel == kernel.name]
+        # In another memory order the peer would read or write otherwise.
+        found = [one for one in measured if one.problem.kind() == problem.kind()]
         if len(found) < len(entries):
             continue
         ratio, first = min(one.ratio for one in found), found[0]
@@ -72,11 +74,6 @@ def _near(problem: Problem, gpu: Gpu, table: Table) -> list[Entry]:
     near = [entry for entry in alike if entry.problem.distance(wanted) <= REACH]
     near.sort(key=lambda entry: (entry.problem.distance(wanted), str(entry.problem)))
     return near if len(near) >= _FEWEST else []
-
-
-def _alike(peer: FasterPeer, problem: Problem) -> bool:
-    """Whether it was measured in the problem's memory order: in another one it would read or write otherwise."""
-    return peer.problem.kind() == problem.kind()
 
 
 def _why_not(kernel: AnyKernel, peer: FasterPeer, problem: Problem, gpu: Gpu) -> str | None:

@@ -22,11 +22,11 @@ from flashmoe_science.judge.stats import Interval
 _ERROR = 0.05  # of a family of rows, together
 
 
-def holm(p_values: Sequence[float], error: float = _ERROR) -> list[bool]:
-    """Which hypotheses are rejected when the probability of rejecting any true one is to stay under ``error``."""
+def holm(p_values: Sequence[float]) -> list[bool]:
+    """Which hypotheses are rejected when the probability of rejecting any true one is to stay under 5%."""
     rejected = [False] * len(p_values)
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
-        if p_values[place] > error / (len(p_values) - rank):
+        if p_values[place] > _ERROR / (len(p_values) - rank):
             break
         rejected[place] = True
     return rejected

@@ -141,10 +141,10 @@ def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) 
     return _median_interval(np.log(times[1] / times[0]), _seed(times), bound)
 
 
-def call(interval: Interval, margin: float = MARGIN) -> Call:
-    """The verdict that an interval supports: equivalent where it is within the margin (two one-sided tests, at 2.5% each),
+def call(interval: Interval) -> Call:
+    """The verdict that an interval supports: equivalent where it is within MARGIN (two one-sided tests, at 2.5% each),
     else faster or slower where 1 is outside it, else undecided."""
-    if 1 / (1 + margin) <= interval.low and interval.high <= 1 + margin:
+    if interval.low >= 1 / (1 + MARGIN) and interval.high <= 1 + MARGIN:
         return "equivalent"
     if interval.low > 1:
         return "faster"

@@ -105,8 +105,7 @@ class Trust:
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
         """Whether the run refused samples of a kernel."""
-        rows = (row for row in self.refusals if row.stage in AT_THE_CLOCK)
-        return any((row.problem, row.kernel) == (problem, kernel) for row in rows)
+        return any(row.stage in AT_THE_CLOCK and (row.problem, row.kernel) == (problem, kernel) for row in self.refusals)
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
         """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run

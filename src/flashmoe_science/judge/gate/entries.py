@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flashmoe_science.printable import printable_values
 
 SCHEMA = 1  # of JSON files
+_MOST_SHOWN = 60  # characters of a wrong value
 
 
 class Entry(BaseModel):
@@ -63,7 +64,7 @@ def read_entries(
     return list(found.values())
 
 
-def _complaint(error: ValidationError, model: type[BaseModel], most: int = 60) -> str:
+def _complaint(error: ValidationError, model: type[BaseModel]) -> str:
     """The first field that is wrong, what is allowed and what it was, in one line."""
     fault = error.errors(include_url=False, include_context=False)[0]
     field, message = ".".join(map(str, fault["loc"])), str(fault["msg"]).removeprefix("Value error, ")
@@ -74,7 +75,7 @@ def _complaint(error: ValidationError, model: type[BaseModel], most: int = 60) -
     if fault["type"] == "missing":
         return f"{field}: it is not given, and is needed"
     was = repr(fault["input"])
-    return f"{field}: {message}; it is {was if len(was) <= most else was[:most] + '...'}"
+    return f"{field}: {message}; it is {was if len(was) <= _MOST_SHOWN else was[:_MOST_SHOWN] + '...'}"
 
 
 def entries_as_text(schema: int, entries: list[dict[str, Any]]) -> str:

@@ -66,12 +66,11 @@ class Chart(NamedTuple):
     frame: Frame
 
 
-Axis = Callable[[float], float]
 _SPEED = Frame(430.0, 250.0, 48.0, 418.0, 24.0, 214.0)
 _ROOF = Frame(720.0, 420.0, 62.0, 694.0, 22.0, 372.0)
 
 
-def _logarithmic(low: float, high: float, start: float, end: float) -> Axis:
+def _logarithmic(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     """The axis on which ``low`` is at ``start`` and ``high`` at ``end``, and equal factors are equally far apart."""
     return lambda value: start + (end - start) * math.log(value / low) / math.log(high / low)
 
