@@ -266,19 +266,18 @@ def contract_of(fn: Any) -> Contract:
         ValueError: ``fn.contract`` is neither a Contract nor the name of one.
     """
     held_to = getattr(fn, "contract", DEFAULT)
-    if isinstance(held_to, str) and is_operation(held_to):
-        return built_in(held_to)
-    if not isinstance(held_to, Contract):
-        names = ", ".join(one.name for one in OPERATIONS)
-        raise ValueError(f"contract is {held_to!r}; it must be an instance of Contract or one of {names}")
-    if not held_to.name:
-        raise ValueError(f"contract {type(held_to).__name__} has no name; give it the word that follows 'op' in its problems")
-    return held_to
+    one = held_to if isinstance(held_to, Contract) else built_in(held_to)
+    if not one.name:
+        raise ValueError(f"contract {type(one).__name__} has no name; give it the word that follows 'op' in its problems")
+    return one
 
 
-def built_in(name: str) -> Contract:
+def built_in(name: object) -> Contract:
     """The contract of an operation of the package. Raises ValueError where there is none of that name."""
-    return operation(name).contract()
+    if isinstance(name, str) and is_operation(name):
+        return operation(name).contract()
+    names = ", ".join(one.name for one in OPERATIONS)
+    raise ValueError(f"contract is {name!r}; it must be an instance of Contract or one of {names}")
 
 
 def is_built_in(one: Contract) -> bool:

@@ -186,8 +186,8 @@ class AttentionContract(SharedContract):
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
         return (result.out,) if result.lse is None else (result.out, result.lse)
 
-    def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
-        return replace(taken, options=taken.options._replace(return_lse=False))
+    def timed_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        return replace(inputs, options=inputs.options._replace(return_lse=False))
 
     def planned(
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
