@@ -52,7 +52,7 @@ def examine(
         else:
             reasons += check_output(name, got, one)[1]
     reasons += [f"{name} was changed" for name, one in around.items() if not same_bits(one.placed, made[name])]
-    reasons += [f"it wrote around {name}" for name, one in around.items() if one.touched()]
+    reasons += [f"it wrote around {name}" for name, one in around.items() if one.overwritten()]
     return reasons + (["it wrote past what it allocated"] if guards is not None and guards.overrun() else [])
 
 
