@@ -1,0 +1,23 @@
+"""tools/generate.py on the CPU with tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[3] / "tools" / "generate.py"
+
+
+def test_every_way_generates_the_same_tokens(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    options = ["--size", "tiny", "--prompt", "20", "--new", "6", "--batches", "1", "3", "--samples", "2", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(TOOL), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [(row["model"], row["batch"], row["way"]) for row in rows] == [
+        *(("llama", batch, way) for batch in (1, 3) for way in ("sdpa", "fms")),
+        *(("qwen3-moe", batch, way) for batch in (1, 3) for way in ("sdpa, grouped_mm", "fms attention", "fms")),
+    ]
+    assert all(row["same"] == row["new"] == 6 * row["batch"] and row["tokens_per_second"] > 0 for row in rows)
