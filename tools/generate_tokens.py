@@ -1,6 +1,6 @@
 """Time transformers' ``generate`` on models of random weights, with this package and without: tokens per second.
 
-    python tools/generate.py --out FILE [--models llama qwen3-moe] [--size small|tiny] [--batches 1 8] [--new 128]
+    python tools/generate_tokens.py --out FILE [--models llama qwen3-moe] [--size small|tiny] [--batches 1 8] [--new 128]
 
 The models have the shape of Llama 3.2 1B (16 layers of 2048, 32 heads over 8 of keys, head dimension 64), and eight layers of
 Qwen3-30B-A3B's (8 of 128 experts). A prompt is read and new tokens are generated greedily behind it, eagerly, in the cache that
@@ -41,7 +41,8 @@ SHAPES: dict[tuple[str, str], dict[str, int]] = {
     },
     ("qwen3-moe", "tiny"): {
         "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 97,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 97,
     },
 }  # fmt: skip
 WAYS: dict[str, dict[str, tuple[str, str]]] = {  # attention's and experts' implementation, by name

@@ -1,4 +1,4 @@
-"""tools/generate.py on the CPU with tiny models."""
+"""tools/generate_tokens.py on the CPU with tiny models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parents[3] / "tools" / "generate.py"
+TOOL = Path(__file__).parents[3] / "tools" / "generate_tokens.py"
 
 
 def test_every_way_generates_the_same_tokens(tmp_path: Path) -> None:
