@@ -5,8 +5,8 @@
 The models have the shape of Llama 3.2 1B (16 layers of 2048, 32 heads over 8 of keys, head dimension 64), and eight layers of
 Qwen3-30B-A3B's (8 of 128 experts). A prompt is read and new tokens are generated greedily behind it, eagerly, in the cache that
 ``generate`` makes by default: it grows by a token a step. The ways are transformers' defaults (``sdpa``, ``grouped_mm``) and
-"fms" for attention, and for experts. Samples alternate between the ways. ``same`` counts the generated tokens that equal those
-of the first way up to the first that differs: with random weights the two best logits of a step may be one rounding apart.
+"fms" for attention, and for experts. Samples alternate between the ways. The logits behind the prompt are compared with the
+first way's; tokens are not: of random weights the two best logits of a step are often one rounding apart.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ WAYS: dict[str, dict[str, tuple[str, str]]] = {  # attention's and experts' impl
 
 @dataclass
 class Row:
-    """``seconds`` is the median of ``samples``, a ``generate`` each; ``first`` the seconds of the first, which compiles."""
+    """``seconds`` is the median of ``samples``, a ``generate`` each; ``first`` is the first's, which compiles; ``error`` the
+    RMS of the logits' difference from the first way's, relative to those."""
 
     model: str
     batch: int
@@ -64,8 +65,7 @@ class Row:
     samples: list[float]
     seconds: float
     tokens_per_second: float
-    same: int
-    new: int
+    error: float
 
 
 def model_of(name: str, size: str, positions: int, device: str, dtype: torch.dtype) -> Any:
@@ -75,33 +75,47 @@ def model_of(name: str, size: str, positions: int, device: str, dtype: torch.dty
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
 
 
-def generated(model: Any, way: tuple[str, str], prompt: torch.Tensor, new: int) -> tuple[torch.Tensor, float]:
-    """The new tokens, and the seconds that they took."""
+def serve_by(model: Any, way: tuple[str, str]) -> None:
+    """Set the implementations of attention and experts."""
     attention, experts = way
     model.set_attn_implementation(attention)
     if experts:
         model.set_experts_implementation(experts)
+
+
+@torch.no_grad()
+def logits_of(model: Any, way: tuple[str, str], prompt: torch.Tensor) -> torch.Tensor:
+    """Logits of the token behind the prompt."""
+    serve_by(model, way)
+    logits: torch.Tensor = model(prompt, logits_to_keep=1).logits
+    return logits.double()
+
+
+def seconds(model: Any, way: tuple[str, str], prompt: torch.Tensor, new: int) -> float:
+    """Seconds of one ``generate``."""
+    serve_by(model, way)
     start = time.perf_counter()
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new, do_sample=False)
-    new_tokens: torch.Tensor = tokens[:, prompt.shape[1] :].cpu()  # waits for the GPU
-    return new_tokens, time.perf_counter() - start
+    tokens.cpu()  # waits for the GPU
+    return time.perf_counter() - start
 
 
 def timed(name: str, model: Any, batch: int, prompt: int, new: int, samples: int, device: str) -> list[Row]:
     """A row a way."""
     given = torch.randint(model.config.vocab_size, (batch, prompt), device=device)
     ways = WAYS[name]
-    firsts = {way: generated(model, ways[way], given, new) for way in ways}
+    firsts = {way: seconds(model, ways[way], given, new) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(samples):
         for way in [*ways] if turn % 2 else [*reversed(ways)]:
-            times[way].append(generated(model, ways[way], given, new)[1])
-    right = next(iter(firsts.values()))[0]
+            times[way].append(seconds(model, ways[way], given, new))
+    right = logits_of(model, next(iter(ways.values())), given)
     rows = []
-    for way, (tokens, first) in firsts.items():
-        same = int((tokens == right).long().cumprod(1).sum())
+    for way, first in firsts.items():
+        difference = logits_of(model, ways[way], given) - right
+        error = (difference.square().mean() / right.square().mean()).sqrt().item()
         median = statistics.median(times[way])
-        rows.append(Row(name, batch, way, first, times[way], median, batch * new / median, same, batch * new))
+        rows.append(Row(name, batch, way, first, times[way], median, batch * new / median, error))
     return rows
 
 
@@ -127,7 +141,7 @@ def main() -> None:
                 speedup = made[0].seconds / row.seconds
                 print(
                     f"{name:10s} batch {batch:2d}  {row.way:17s} {row.tokens_per_second:8.1f} tokens/s  {speedup:.2f}x  "
-                    f"first {row.first:5.1f} s  same {row.same}/{row.new}", flush=True,
+                    f"first {row.first:5.1f} s  error {row.error:.1e}", flush=True,
                 )  # fmt: skip
             rows += made
             given = {"size": options.size, "prompt": options.prompt, "new": options.new, "dtype": str(dtype)}

@@ -10,7 +10,7 @@ from pathlib import Path
 TOOL = Path(__file__).parents[3] / "tools" / "generate_tokens.py"
 
 
-def test_every_way_generates_the_same_tokens(tmp_path: Path) -> None:
+def test_every_way_is_timed_and_its_logits_are_those_of_the_first(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ["--size", "tiny", "--prompt", "20", "--new", "6", "--batches", "1", "3", "--samples", "2", "--out", str(out)]
     done = subprocess.run([sys.executable, str(TOOL), *options], capture_output=True, text=True)
@@ -20,4 +20,4 @@ def test_every_way_generates_the_same_tokens(tmp_path: Path) -> None:
         *(("llama", batch, way) for batch in (1, 3) for way in ("sdpa", "fms")),
         *(("qwen3-moe", batch, way) for batch in (1, 3) for way in ("sdpa, grouped_mm", "fms attention", "fms")),
     ]
-    assert all(row["same"] == row["new"] == 6 * row["batch"] and row["tokens_per_second"] > 0 for row in rows)
+    assert all(row["error"] < 1e-5 and len(row["samples"]) == 2 and row["tokens_per_second"] > 0 for row in rows)
