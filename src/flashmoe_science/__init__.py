@@ -9,6 +9,7 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.attention import flash_attn_func as flash_attn_func
     from flashmoe_science.attention import merge_attention as merge_attention
     from flashmoe_science.attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from flashmoe_science.checkpointing import checkpoint_context as checkpoint_context
     from flashmoe_science.moe import balance_loss as balance_loss
     from flashmoe_science.moe import expert_load as expert_load
     from flashmoe_science.moe import explain_moe as explain_moe
@@ -27,6 +28,7 @@ if _typing.TYPE_CHECKING:
 _MODULES = {  # of each public name
     "FlashMoELayer": "nn",
     "balance_loss": "moe",
+    "checkpoint_context": "checkpointing",
     "expert_load": "moe",
     "explain": "attention",
     "explain_moe": "moe",

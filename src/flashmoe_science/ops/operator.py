@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 from flashmoe_science.ops.calls import needs_grad
 
@@ -18,6 +19,7 @@ def register(
     forward: Callable[..., Any],
     fake: Callable[..., Any],
     differentiable: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Any:
     """Define ``flashmoe::<schema>`` and return its overload.
 
@@ -29,13 +31,17 @@ def register(
         fake: shapes, strides and dtypes of ``forward``'s results, without the work.
         differentiable: computes by operators that have derivatives, for inputs of which one may be asked for; None for an
             operator that has none.
+        flops: of the operator's arguments, and of its results as ``out_val``, for PyTorch's FlopCounterMode.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, forward, key)
     torch.library.register_fake(f"flashmoe::{name}", fake, lib=_LIBRARY)
-    operator = getattr(torch.ops.flashmoe, name).default
+    packet = getattr(torch.ops.flashmoe, name)
+    operator = packet.default
+    if flops is not None:
+        register_flop_formula(packet, get_raw=True)(flops)
     if differentiable is None:
         return operator
 

@@ -33,6 +33,7 @@ from flashmoe_science.ops.attention.front.choose import (
     measured_lengths,
     plan_call,
 )
+from flashmoe_science.ops.attention.front.flops import of_forward
 from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
@@ -377,4 +378,5 @@ _OPERATOR = register(
     _forward,
     _fake,
     _differentiable,
+    of_forward,
 )

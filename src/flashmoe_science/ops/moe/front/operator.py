@@ -110,10 +110,16 @@ def _differentiable(*args: Any) -> torch.Tensor:
     return pytorch_moe(Tensors(*args[:7]), Activation(function, gated, interleaved, alpha, limit))
 
 
+def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
+    """Of the two products of every pair of a token and an expert."""
+    return 2 * topk_weights.numel() * (w1[0].numel() + w2[0].numel())
+
+
 _OPERATOR = register(
     "moe_forward(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, "
     "Tensor? down_bias, str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name=None) -> Tensor",
     _forward,
     _fake,
     _differentiable,
+    _flops,
 )

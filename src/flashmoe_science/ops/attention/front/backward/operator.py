@@ -30,6 +30,7 @@ from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, unpacked
 from flashmoe_science.ops.attention.front.backward.choose import choose_backward
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.flops import of_backward
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
@@ -211,4 +212,5 @@ OPERATOR: Op = register(
     _backward,
     _fake,
     _differentiable,
+    of_backward,
 )
