@@ -25,6 +25,8 @@ def by_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def flops(call: object) -> int:
+    assert fms.flash_attn_func  # imported before the counter is made, as by whoever names it at the top of a script
+    assert fms.fused_moe
     with FlopCounterMode(display=False) as counter:
         call()  # type: ignore[operator]
     return counter.get_total_flops()
