@@ -1,4 +1,4 @@
-"""Write what can drift: the reference pages, and the numbers between marks in README.md.
+"""Write what can drift: the reference pages, the README's picture, and the numbers between marks in README.md.
 
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1, naming each page, if one is not as it would be written now
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import support_matrix
 from numbers_from_records import Numbers, fill
+from picture import picture
 
 import flashmoe_science
 from flashmoe_science import proof
@@ -99,6 +100,7 @@ def pages(numbers: Numbers) -> dict[Path, str]:
         reference / "api.md": api_page(),
         reference / "support.md": NOTICE + support_matrix.page(),
     }
+    written[ROOT / "docs" / "speed.svg"] = picture(numbers.cases)
     readme = ROOT / "README.md"
     written[reference / "results.md"] = NOTICE + numbers.results_page()
     written[readme] = fill(readme.read_text(encoding="utf-8"), numbers)

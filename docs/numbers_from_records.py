@@ -1,4 +1,4 @@
-"""The numbers that README.md and the results page show, computed from the committed records (see generate.py).
+"""The numbers of README.md, its picture and the results page, computed from the committed records (see generate.py).
 
 README.md holds them between ``<!-- generated:NAME -->`` and ``<!-- end generated:NAME -->``.
 """
@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.formats import microseconds, significant
+from flashmoe_science.judge.formats import count, microseconds, significant
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
+from flashmoe_science.judge.summary import JUDGEMENTS, NAMED, of_suites
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -40,14 +42,39 @@ of the fastest of our kernels and of the best peer, and the ratio of the peer's 
 95% interval. `flashmoe verdicts` prints the peers' own rows too.
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
-JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
-SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suites of the summary
-DECODE, PAGED = "decode", "decode-paged"
-BY_NAME = "custom"  # the suite of a run whose problems were named on the command line
-LONG_DRAWN, DECODE_DRAWN = ("long-draw",), ("decode-draw", "decode-paged-draw")
+EXPERTS_INTRODUCTION = """One layer of each model's experts from router logits (top-k, both products, combination): device time,
+and the ratio to the fastest of PyTorch's grouped products and batched matrix products, for Qwen3 also of SonicMoE. Where a cell
+is empty the baseline ran out of memory, or the result was rejected as unreliable.
+"""
+SHORT, LONG, LONG_DRAWN = "documents", "long", "long-draw"
+CASES = {  # by title, in the order in which they are shown: the suites whose problems they are
+    "short prompts, up to 512 tokens": (SHORT,),
+    "long prompts, 512 to 16k tokens": (LONG,),
+    "drawn at random around the long ones": (LONG_DRAWN,),
+    "fp32 prompts, 512 to 4096 tokens": ("fp32",),
+    "windows, soft caps, sinks, masks, biases": ("serving",),
+    "chunked prefill, 16 to 512 queries": ("chunked",),
+    "decoding, 1k to 128k keys": ("decode",),
+    "decoding from pages of 16 and 64 keys": ("decode-paged",),
+    "decoding drawn at random": ("decode-draw", "decode-paged-draw"),
+    "experts of Qwen3-30B-A3B": ("moe-qwen3",),
+    "experts of Mixtral-8x7B": ("moe-mixtral",),
+    "experts of DeepSeek-V3": ("moe-deepseek-v3",),
+    "experts of gpt-oss-20b": ("moe-gpt-oss",),
+    "experts drawn at random": ("moe-qwen3-draw", "moe-gpt-oss-draw"),
+}
 ROUTED = "logits"  # the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
+
+
+class Case(NamedTuple):
+    """Problems of one kind on one GPU, each with a ratio, and the geometric mean of those."""
+
+    gpu: str
+    title: str
+    rows: list[Verdict]
+    mean: Interval
 
 
 @dataclass(frozen=True)
@@ -78,7 +105,7 @@ class Numbers:
         ours = [row for row in self.verdicts if row.of_ours and self._speaks_of_today(row)]
         counting = latest(ours, _work)
         for row in ours:
-            if row.suite == BY_NAME and counting[_work(row)].suite != BY_NAME:
+            if row.suite == NAMED and counting[_work(row)].suite != NAMED:
                 continue
             key: tuple[Key, str] = ((row.gpu, row.suite, row.clock, row.cache), row.problem)
             if key not in best or _time(row) < _time(best[key]):
@@ -119,46 +146,27 @@ class Numbers:
             places[f"{what}, {run.header.started[:10]}: {', '.join(versions)}"].append(f"[{name}]({ABOVE}{path})")
         return "\n".join(f"- {place}. Records: {', '.join(runs)}." for place, runs in places.items())
 
+    @cached_property
+    def cases(self) -> list[Case]:
+        """What a reader asks first, by device time and by GPU; a case without a record is left out."""
+        found = []
+        for gpu in sorted({key[0] for key in self.groups}, reverse=True):
+            for title, suites in CASES.items():
+                keys = [key for key in self.groups if key[0] == gpu and key[1] in suites and key[2] == "graph"]
+                rows = [row for key in keys for row in self.groups[key] if row.interval is not None and _is_asked(row)]
+                if rows:
+                    found.append(Case(gpu, title, rows, geometric_mean(_intervals(rows))))
+        return found
+
     def summary(self) -> str:
-        """A row for each thing that a reader asks first; those without a record are left out."""
-        graph = {key: rows for key, rows in self.groups.items() if key[2] == "graph"}
-        short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
-        long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
-        experts = [(key[1], row) for key, rows in graph.items() for row in rows if _is_layer(key[1], row)]
-        drawn, drawn_decode = (
-            [row for key, rows in graph.items() if key[1] in suites for row in rows] for suites in (LONG_DRAWN, DECODE_DRAWN)
-        )
-        fp32, decode, paged, chunked = (
-            [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (FP32, DECODE, PAGED, CHUNKED)
-        )
-        suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) for row in rows] + drawn
+        """A row for each case, by device time; then eager calls and memory."""
         rows = [
-            _summarised(f"short, to {MOST_SHORT} tokens: device time", "best peer", _intervals(short)),
-            _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
-            _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
-            _summarised("fp32, 512 to 4096 tokens: device time", "best peer", _intervals(fp32)),
+            *(_summarised(f"{case.title} ({case.gpu})", "best peer", _intervals(case.rows)) for case in self.cases),
             *self._eager_latency(),
-            _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
-            _summarised("decoding from pages of 16 and 64 keys: device time", "best peer", _intervals(paged)),
-            _summarised("decoding drawn at random around both: device time", "best peer", _intervals(drawn_decode)),
-            _summarised(
-                "chunks of a prompt, 16 to 512 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
-            ),
-            _summarised(
-                "mixture of experts from router logits, 1 to 16k tokens: device time",
-                "best peer",
-                _intervals([row for suite, row in experts if not is_drawn(suite)]),
-            ),
-            _summarised(
-                "mixtures drawn at random around those: device time",
-                "best peer",
-                _intervals([row for suite, row in experts if is_drawn(suite)]),
-            ),
-            _memory(suites),
-            _slower([row for rows in graph.values() for row in rows]),
+            _memory([row for case in self.cases for row in case.rows if row.suite in (SHORT, LONG, LONG_DRAWN)]),
         ]
         head = "| | problems | against | ratio, geometric mean | min |\n|---|---|---|---|---|"
-        return "\n".join([head, *(row for row in rows if row)])
+        return "\n".join([head, *filter(None, rows)])
 
     def experts(self) -> str:
         """A mixture's layer from router logits, device time: a row a model, a column a number of tokens."""
@@ -182,13 +190,15 @@ class Numbers:
         found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
         for (_, suite, clock, _), rows in self.groups.items():
             for row in rows if clock == "eager" and suite in (SHORT, LONG) else ():
-                if suite == SHORT and _length(row) > MOST_SHORT:
+                if not _is_asked(row):
                     continue
                 fallback = operation(row.op).fallback()
                 beside = self._runs[row.run].comparisons_of(row) if row.run in self._runs else []
                 found[suite, fallback] += [pair.interval for pair in beside if pair.rival == fallback]
         for (suite, fallback), intervals in found.items():
-            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager calls: end-to-end latency", fallback, intervals)
+            yield _summarised(
+                f"{'short' if suite == SHORT else 'long'} prompts, end-to-end latency of eager calls", fallback, intervals
+            )
 
     def results(self) -> str:
         """One line a GPU, suite and clock."""
@@ -209,12 +219,35 @@ class Numbers:
             lines.append(f"| {gpu} | {suite} | {clock}, {cache} | {len(rows)} | {ratios} | {said} |")
         return "\n".join(lines)
 
+    def _measured(self, clock: str) -> list[Verdict]:
+        """Our rows with a ratio that count when losses are counted, the worst first: those of the suites."""
+        rows = [row for key, rows in self.groups.items() if key[2] == clock for row in rows if row.ratio is not None]
+        return sorted(of_suites(rows), key=lambda row: row.ratio or 0.0)
+
     def losses(self) -> str:
+        """How many of our rows a peer is faster on, by suite, and the worst."""
+        rows = self._measured("graph")
+        slower = [row for row in rows if row.verdict == "slower"]
+        if not slower:
+            return f"No peer is faster by device time on any of {count(len(rows), 'problem')}."
+        lines = [
+            f"By device time a peer is faster on {len(slower)} of {len(rows)} problems:\n",
+            "| | slower | our speed there over the peer's, mean | worst |\n|---|---|---|---|",
+        ]
+        for suite, all_there in Counter(row.suite for row in rows).most_common():
+            if lost := [row for row in slower if row.suite == suite]:
+                title = next((title for title, suites in CASES.items() if suite in suites), suite)
+                mean, least = geometric_mean(_intervals(lost)).ratio, lost[0].ratio or 0.0
+                worst = f"{_short(least)}x of {lost[0].rival}: `{lost[0].problem}`"
+                lines.append(f"| {title} | {len(lost)} of {all_there} | {_short(mean)}x | {worst} |")
+        return "\n".join(lines)
+
+    def worst(self) -> str:
         """The rows where a peer is faster, worst first, by clock; and what was refused."""
         lines = []
         for clock in ("graph", "eager"):
-            rows = [row for key, rows in self.groups.items() if key[2] == clock for row in rows]
-            if slower := _worst_first(rows):
+            rows = self._measured(clock)
+            if slower := [row for row in rows if row.verdict == "slower"]:
                 lines.append(
                     f"On the {clock} clock {len(slower)} of our {len(rows)} rows are slower than the best peer; the worst:\n"
                 )
@@ -248,8 +281,9 @@ class Numbers:
         about = (
             f"Each is a sentence with a threshold in [claims.toml]({ABOVE}evidence/claims.toml), computed anew by `make prove`."
         )
-        parts += ["## By suite\n", self.results(), "\n## Claims\n", about + "\n", self.claims()]
-        parts += ["\n## Where we lose\n", self.losses(), "\n## Measured on\n", self.evidence(), ""]
+        parts += ["## In short\n", self.summary(), "\n## Experts\n", EXPERTS_INTRODUCTION, self.experts()]
+        parts += ["\n## Where we lose\n", self.worst(), "\n## By suite\n", self.results()]
+        parts += ["\n## Claims\n", about + "\n", self.claims(), "\n## Measured on\n", self.evidence(), ""]
         for (gpu, suite, clock, cache), rows in self.groups.items():
             parts.append(f"## {gpu}, `{suite}`, {clock} clock, {cache} cache\n")
             parts.append(
@@ -263,8 +297,7 @@ class Numbers:
 def fill(text: str, numbers: Numbers) -> str:
     """``text`` with each marked block written anew; raises ValueError where a mark has no end or names nothing known."""
     writers: dict[str, Callable[[], str]] = {
-        "summary": numbers.summary,
-        "experts": numbers.experts,
+        "losses": numbers.losses,
     }
 
     def block(match: re.Match[str]) -> str:
@@ -274,9 +307,7 @@ def fill(text: str, numbers: Numbers) -> str:
         content = writers[name]() if numbers.runs else NO_RECORDS
         return f"<!-- generated:{name} -->\n{content}\n<!-- end generated:{name} -->"
 
-    filled, found = re.subn(
-        r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", block, text, flags=re.DOTALL
-    )
+    filled, found = BLOCK.subn(block, text)
     if found != len(re.findall(r"<!-- (?:end )?generated:", text)) / 2:
         raise ValueError("README.md has a generated block without its end, or an end without its block")
     return filled
@@ -317,6 +348,13 @@ def _summarised(what: str, against: str, intervals: Sequence[Interval]) -> str:
     return f"| {what} | {len(intervals)} | {against} | {ratios} | {_short(min(one.ratio for one in intervals))}x |"
 
 
+def _is_asked(row: Verdict) -> bool:
+    """Whether the row is of a case as its title has it: of few tokens, or of experts as the suite has them now."""
+    if row.suite == SHORT:
+        return _length(row) <= MOST_SHORT
+    return row.op != "moe" or _is_layer(row.suite, row)
+
+
 def _is_layer(suite: str, row: Verdict) -> bool:
     """Whether the row is of experts as the suite has them now, from router logits. Its older rows may be of others."""
     problem = parse_problem(row.problem)
@@ -338,21 +376,6 @@ def _memory(rows: Iterable[Verdict]) -> str:
         return ""
     middle, most = statistics.median(shares), max(shares)
     return f"| memory of a call | {len(shares)} | its results | {_short(middle)} (median) | {_short(most)} (the most) |"
-
-
-def _slower(rows: Sequence[Verdict]) -> str:
-    """Where we lose: the problems on which a peer is faster by device time."""
-    slower = _worst_first(rows)
-    if not slower:
-        return ""
-    worst, intervals = slower[0], _intervals(slower)
-    mean = f"{_short(geometric_mean(intervals).ratio)}x" if intervals else ""
-    where = f"where we lose (worst: `{worst.problem}`)"
-    return f"| {where} | {len(slower)} of {len(rows)} | {worst.rival} there | {mean} | {_short(worst.ratio or 0.0)}x |"
-
-
-def _worst_first(rows: Iterable[Verdict]) -> list[Verdict]:
-    return sorted((row for row in rows if row.verdict == "slower" and row.ratio), key=lambda row: row.ratio or 0.0)
 
 
 def _length(row: Verdict) -> int:

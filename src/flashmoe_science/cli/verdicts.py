@@ -16,7 +16,7 @@ from flashmoe_science.cli.judged import standing_under
 from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.judge.formats import count, times
 from flashmoe_science.judge.report.tables import titles_of, verdict_table
-from flashmoe_science.judge.summary import Group, disagreements, groups
+from flashmoe_science.judge.summary import Group, disagreements, groups, of_suites
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Clock
 
@@ -100,7 +100,7 @@ def _print_summary(out: Console, found: Sequence[Group]) -> None:
         cells = [cell for clock in _CLOCKS for cell in _cells(by_clock.get(clock))]
         grid.add_row(f"{where}{', warm' * (cache == 'warm')}", str(problems), *cells)
     out.print(grid)
-    ours = [row for group in found if not group.tried and group.clock == "graph" for row in group.measured]
+    ours = of_suites([row for group in found if not group.tried and group.clock == "graph" for row in group.measured])
     lost = [row for row in ours if row.verdict == "slower"]
     if lost:
         worst = min(lost, key=lambda row: row.ratio or 0.0)

@@ -17,6 +17,7 @@ from flashmoe_science.judge.verdicts import Judgement, Verdict, is_brought
 from flashmoe_science.records import Cache, Clock, PromiseRow, RefusalRow
 from flashmoe_science.store import Run
 
+NAMED = "custom"  # the suite of a run whose problems were named one by one
 JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
 _BY: dict[Clock, str] = {"graph": "by device time", "eager": "as a caller waits"}
 
@@ -100,6 +101,12 @@ def in_question(rows: Sequence[Verdict]) -> list[Verdict]:
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
     """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number."""
     return [min(own, key=_rank) for own in grouped(in_question(rows), lambda row: row.problem).values()]
+
+
+def of_suites(rows: Sequence[Verdict]) -> list[Verdict]:
+    """The rows that count when losses are counted: those of suites, which are samples of use, and all where there are none.
+    A problem was named by itself to try something, often on a kernel that is gone."""
+    return [row for row in rows if row.suite != NAMED] or list(rows)
 
 
 def _rank(row: Verdict) -> tuple[bool, float]:

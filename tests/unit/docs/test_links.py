@@ -25,3 +25,7 @@ def test_source_names_pages() -> None:
     named = {(path, name) for path in sources for name in NAMED.findall(path.read_text(encoding="utf-8"))}
     assert len(named) > 10
     assert [f"{path.relative_to(ROOT)}: {name}" for path, name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tests.unit.fabricated import Fabricate, verdicts
@@ -60,24 +62,41 @@ def test_ratios_average_geometrically_and_the_least_stands_beside(numbers) -> No
 def test_a_refused_row_is_counted_and_has_no_number(numbers) -> None:
     found = numbers(row("attn b1 h1 q64 d64 fp16", None), row("attn b1 h1 q65 d64 fp16", 2.0))
     assert found.results().splitlines()[2].endswith("| 1 | 0 | 0 | 0 | 1 |")
-    assert "1 row of ours was refused" in found.losses()
+    assert "1 row of ours was refused" in found.worst()
     assert "refused: wrong: its output is off by" in found.results_page()
 
 
 def test_losses_are_named_worst_first(numbers) -> None:
-    told = numbers(*(row(f"attn b1 h1 q{64 + i} d64 fp16", 0.9 - i / 100) for i in range(7))).losses()
-    listed = [line for line in told.splitlines() if line.startswith("- ")]
-    assert "7 of our 7 rows" in told
+    found = numbers(*(row(f"attn b1 h1 q{64 + i} d64 fp16", 0.9 - i / 100) for i in range(7)))
+    listed = [line for line in found.worst().splitlines() if line.startswith("- ")]
+    assert "7 of our 7 rows" in found.worst()
     assert len(listed) == 5
     assert listed[0].startswith("- 0.84 of fa4: `attn b1 h1 q70 d64 fp16`")
+
+
+def test_losses_are_counted_by_suite(numbers) -> None:
+    """The README's lines: problems that no suite has are none of a sample of use, unless there are no others."""
+    asked = row("attn b1 h1 q2048 d64 fp16", 0.1, suite="custom")
+    found = numbers(
+        row("attn b1 h1 q64 d64 fp16", 2.0),
+        row("attn b1 h1 q4096 d64 fp16", 0.5, suite="long"),
+        row("attn b1 h1 q8192 d64 fp16", 0.8, suite="long"),
+        row("attn b1 h1 q128 d64 fp16", None),
+        asked,
+    )
+    first, *_, lost = found.losses().splitlines()
+    assert first == "By device time a peer is faster on 2 of 3 problems:"
+    assert lost == "| long prompts, 512 to 16k tokens | 2 of 2 | 0.63x | 0.50x of fa4: `attn b1 h1 q4096 d64 fp16` |"
+    assert "a peer is faster on 1 of 1 problems" in numbers(asked).losses()
+    assert numbers(row("attn b1 h1 q64 d64 fp16", 2.0)).losses() == "No peer is faster by device time on any of 1 problem."
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("<!-- generated:nonsense -->\n<!-- end generated:nonsense -->", "'nonsense'"),
-        ("<!-- generated:summary -->\n", "without its end"),
-        ("<!-- end generated:summary -->\n", "without its block"),
+        ("<!-- generated:losses -->\n", "without its end"),
+        ("<!-- end generated:losses -->\n", "without its block"),
     ],
 )
 def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
@@ -85,7 +104,7 @@ def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, to
         numbers_module.fill(text, numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
 
 
-def test_the_summary_holds_what_is_on_record_and_where_we_lose(numbers: Callable[..., Any]) -> None:
+def test_the_summary_holds_what_is_on_record(numbers: Callable[..., Any]) -> None:
     table = numbers(
         row("attn b1 h1 q64 d64 fp16", 2.0),
         row("attn b1 h1 q2048 d64 fp16", 9.0),  # not short
@@ -93,23 +112,27 @@ def test_the_summary_holds_what_is_on_record_and_where_we_lose(numbers: Callable
         row("attn b1 h1 q4096 d96 fp16", 0.8, suite="long-draw"),
         row("attn b1 h1 q1 k4096 d64 fp16", 1.2, suite="decode-draw"),
     ).summary()
-    short, long, drawn, decode, memory, slower = table.splitlines()[2:]
-    assert short.startswith("| short, to 512 tokens: device time | 1 | best peer | 2.00x [")
+    short, long, drawn, decode, memory = table.splitlines()[2:]
+    assert short.startswith("| short prompts, up to 512 tokens (h200) | 1 | best peer | 2.00x [")
     assert (long.split("|")[2], long.endswith("| 0.50x |")) == (" 1 ", True)
-    assert drawn.startswith("| drawn at random around the long: device time | 1 | best peer | 0.80x [")
-    assert decode.startswith("| decoding drawn at random around both: device time | 1 | best peer | 1.20x [")
-    assert memory == "| memory of a call | 4 | its results | 1.00 (median) | 1.00 (the most) |"
-    assert slower == "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 5 | fa4 there | 0.63x | 0.50x |"
+    assert drawn.startswith("| drawn at random around the long ones (h200) | 1 | best peer | 0.80x [")
+    assert decode.startswith("| decoding drawn at random (h200) | 1 | best peer | 1.20x [")
+    assert memory == "| memory of a call | 3 | its results | 1.00 (median) | 1.00 (the most) |"
 
 
-def test_the_summary_and_the_page_count_the_same_losses(numbers: Callable[..., Any]) -> None:
-    found = numbers(
-        row("attn b1 h1 q64 d64 fp16", 2.0),
-        row("attn b1 h1 q4096 d64 fp16", 0.5, suite="fp32"),
-        row("attn b1 h1 q2048 d64 fp16", 0.8, suite="custom"),
+def test_the_picture_has_each_case_its_bars_and_its_worst(numbers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    drawn = importlib.import_module("picture").picture(
+        numbers(
+            row("attn b1 h1 q64 d64 fp16", 2.0),
+            row("attn b1 h1 q65 d64 fp16", 0.5),
+            row("attn b1 h1 q1 k4096 d64 fp16", 1.2, suite="decode-draw"),
+        ).cases
     )
-    assert "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 3 | fa4 there | 0.63x | 0.50x |" in found.summary()
-    assert "On the graph clock 2 of our 3 rows are slower than the best peer; the worst:\n\n- 0.50 of fa4" in found.losses()
+    ElementTree.fromstring(drawn)
+    for words in ("NVIDIA H200", "short prompts, up to 512 tokens", "FA4 (2)", "1.00x", "worst 0.50x of 2"):
+        assert f">{words}</text>" in drawn
+    assert "decoding" not in drawn  # one draw stands for all
 
 
 def test_a_problem_that_a_suite_measured_since_counts_there_alone(numbers: Callable[..., Any]) -> None:

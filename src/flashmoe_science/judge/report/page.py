@@ -24,12 +24,11 @@ from flashmoe_science.judge.report.tables import (
     titles_of,
 )
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.judge.summary import Group, candidates, groups
+from flashmoe_science.judge.summary import NAMED, Group, candidates, groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run
 
-_LAST = "custom"  # the suite of problems named one by one, after those that are a sample of use
 _MOST_DIAGNOSED = 6  # problems of one candidate, and of ours under one set of conditions
 _HOUR_S = 3600.0
 _CLAIMS = "A claim holds only if the whole interval reaches what it asks, and every problem that it is about has a number."
@@ -57,7 +56,7 @@ class Contents:
         self.runs = sorted((one.run for one in judged), key=lambda run: run.header.started, reverse=True)  # the latest first
         self.verdicts = standing(judged)
         found = groups(self.verdicts)
-        self.own = sorted((group for group in found if not group.tried), key=lambda group: group.suite == _LAST)
+        self.own = sorted((group for group in found if not group.tried), key=lambda group: group.suite == NAMED)
         self.tried = [group for group in found if group.tried]
         self.candidates = candidates(self.runs, self.verdicts)
         self.claims = [judge_claim(claim, self.verdicts, judged) for claim in claims]
