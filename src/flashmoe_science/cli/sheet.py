@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Paragraph, Row, Table
+from flashmoe_science.judge.report.blocks import Block, Definitions, Fold, Heading, Paragraph, Row, Table
 from flashmoe_science.printable import printable
 
 _PIPED_WIDTH = 100
@@ -98,6 +98,9 @@ def print_block(out: Console, block: Block) -> None:
                 print_wrapped(out, f"{term}: {text}", lead=f"{lead}  ", style=COLOURS.get(state, ""))
         case Table():
             print_table(out, block)
+        case Fold():
+            for inner in block.blocks:
+                print_block(out, inner)
 
 
 def print_wrapped(out: Console, words: str, indent: int = 0, lead: str = "", style: str = "") -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
 from flashmoe_science.judge.gate.claims import Claim
-from flashmoe_science.judge.report.blocks import Table
+from flashmoe_science.judge.report.blocks import Bars, Fold, Heading, Paragraph, Table
 from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, cost_line, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
@@ -189,8 +189,30 @@ def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run])
     sections = [section.anchor for section in page_of(Contents([JudgedRun(run) for run in runs])).sections]
     assert sections[-2:] == ["candidates", "runs"]
     first = page_of(Contents([JudgedRun(run) for run in runs])).sections[0]
-    summary = next(block for block in first.blocks if isinstance(block, Table))
-    assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
+    assert THEIRS not in str(first.blocks)
+
+
+def test_it_opens_on_what_won_and_lost() -> None:
+    """A number and the counts, a bar each suite, the losses worst first; all else on request."""
+    run = Fabricate(suite="long").control("fwd_triton")
+    for length, ratio in ((64, 2.0), (128, 0.9), (256, 0.5), (512, 1.6)):
+        problem = f"attn b2 h8 q{length} d64 fp16"
+        run.control("fwd_triton", problem=problem, noise=0)
+        run.timed("fwd_triton", 20_000, "fa3", 20_000 * ratio, problem=problem, noise=0)
+    blocks = page_of(Contents([JudgedRun(run.done())])).sections[0].blocks
+    number, bars, _, losses, table, rest, *_ = blocks
+    assert isinstance(number, Paragraph)
+    assert (number.style, number.lead, number.state) == ("big", "1.10x", "faster")
+    assert number.text.endswith("on average over 4 problems: 2 faster, 2 slower.")
+    assert isinstance(bars, Bars)
+    assert [(bar.label, f"{bar.ratio:.2f}", bar.note) for bar in bars.bars] == [
+        ("long, h200", "1.10", "worst 0.50x of 4 problems")
+    ]
+    assert isinstance(losses, Heading)
+    assert losses.text == "Slower than the best rival: 2 of 4"
+    assert isinstance(table, Table)
+    assert [row.cells[0].text.split()[3] for row in table.rows] == ["q256", "q128"]
+    assert isinstance(rest, Fold)
 
 
 def test_a_users_run_opens_on_the_users_kernel() -> None:

@@ -1,4 +1,7 @@
-"""The one model of a report that its writers and the terminal share: sections of paragraphs, definitions, tables and charts."""
+"""The one model of a report that its writers and the terminal share: sections of paragraphs, definitions, tables and charts.
+
+A ``Fold`` holds what a page shows on request.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,12 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """``kind`` is the same for tables of the same columns. With ``fold``, a page shows those words and the table on request;
-    Markdown leaves such a table out."""
+    """``kind`` is the same for tables of the same columns."""
 
     kind: str
     label: str
     columns: Sequence[Column]
     rows: Sequence[Row]
-    fold: str | None = None
 
 
 class Paragraph(NamedTuple):
@@ -59,7 +60,6 @@ class Definitions(NamedTuple):
     """Terms, each with its text and a state that colours the term. ``page_only`` leaves them out of Markdown."""
 
     items: tuple[tuple[str, str, str], ...]
-    fold: str | None = None
     page_only: bool = True
 
 
@@ -70,7 +70,33 @@ class Plots(NamedTuple):
     legend: tuple[tuple[str, int, str], ...]
 
 
-Block = Table | Paragraph | Heading | Definitions | Plots
+class Bar(NamedTuple):
+    """A ratio drawn from 0, beside 1. ``state`` is its verdict."""
+
+    label: str
+    ratio: float
+    note: str
+    state: str
+
+
+class Bars(NamedTuple):
+    bars: tuple[Bar, ...]
+
+    @property
+    def most(self) -> float:
+        """The ratio of a full width; what is longer is cut there."""
+        return min(max(1.5, *(bar.ratio for bar in self.bars)), 3.0)
+
+
+class Fold(NamedTuple):
+    """``page_only`` leaves it out of Markdown."""
+
+    title: str
+    blocks: tuple[Block, ...]
+    page_only: bool = False
+
+
+Block = Table | Paragraph | Heading | Definitions | Plots | Bars | Fold
 
 
 class Section(NamedTuple):

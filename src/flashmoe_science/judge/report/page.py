@@ -5,31 +5,37 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gained
 from flashmoe_science.judge.diagnose.facts import NoRecord
 from flashmoe_science.judge.diagnose.roofline import rooflines
-from flashmoe_science.judge.formats import count, duration
-from flashmoe_science.judge.gate.claims import Claim, judge_claim
+from flashmoe_science.judge.formats import count, duration, times
+from flashmoe_science.judge.gate.claims import Claim, ClaimResult, judge_claim
 from flashmoe_science.judge.grouped import grouped
-from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
+from flashmoe_science.judge.report.blocks import Block, Definitions, Fold, Heading, Page, Paragraph, Plots, Section
 from flashmoe_science.judge.report.charts import colours_of, roofline_chart, speed_charts
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
     claim_table,
+    counts_in_words,
     diagnosis_blocks,
+    group_bars,
     group_table,
     group_verdicts,
     titles_of,
+    verdict_table,
 )
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.judge.summary import NAMED, Group, candidates, groups
+from flashmoe_science.judge.stats import call, geometric_mean
+from flashmoe_science.judge.summary import NAMED, Group, candidates, groups, of_suites
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run
 
 _MOST_DIAGNOSED = 6  # problems of one candidate, and of ours under one set of conditions
+_MOST_FOLDS = 5  # runs or diagnoses that stand by themselves
+_MOST_LOST = 5  # rows that the summary shows, the worst first
 _HOUR_S = 3600.0
 _CLAIMS = "A claim holds only if the whole interval reaches what it asks, and every problem that it is about has a number."
 _OF_OURS = (
@@ -63,7 +69,7 @@ class Contents:
         self.diagnoses = _diagnoses(self.runs, found, self.verdicts)
         # Whether the report is about users' kernels alone, compared with which ours are peers.
         self.of_candidates = bool(self.candidates) and not self.own
-        self.titles = titles_of([*self.own, *self.tried])
+        self.titles = titles_of(self.tried)
 
 
 def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Verdict]) -> list[Diagnosis]:
@@ -94,8 +100,9 @@ def page_of(contents: Contents) -> Page:
     of_users = contents.of_candidates
     sections = [
         Section("summary", "Summary", tuple(_summary(contents))),
-        Section("claims", "Claims", (Paragraph(_CLAIMS), claim_table(contents.claims)) if contents.claims else ()),
-        *(_group(group, contents) for group in (contents.tried if of_users else contents.own)),
+        Section("claims", "Claims", tuple(_claims(contents.claims))),
+        *(Section(one.anchor, contents.titles[one.anchor], tuple(_group(one, contents))) for one in contents.tried if of_users),
+        Section("suites", "Suites", tuple(_suites(contents))),
         Section("roofline", "Roofline", tuple(_roofline(contents))),
         Section("diagnosis", "Diagnosis and plan", tuple(_diagnosis(contents))),
         Section("candidates", "Users' kernels and examples", () if of_users else tuple(_candidates(contents))),
@@ -110,16 +117,49 @@ def page_of(contents: Contents) -> Page:
 def _summary(contents: Contents) -> Iterator[Block]:
     for one in contents.candidates if contents.of_candidates else ():
         yield from candidate_summary(one)
-    leading = contents.tried if contents.of_candidates else contents.own
     if contents.own:
-        yield Paragraph(_OF_OURS)
-    elif not contents.of_candidates:
+        yield from _won_and_lost(contents.own)
+    elif contents.of_candidates:
+        yield group_table(contents.tried)
+    else:
         yield Paragraph("No verdict can be given: the runs hold no timings and no refusals of a kernel.")
-    if leading:
-        yield group_table(leading)
     if contents.runs:
         yield Paragraph("To repeat the latest run:", "dim")
         yield Paragraph(shlex.join(contents.runs[0].header.command), "code")
+
+
+def _won_and_lost(own: Sequence[Group]) -> Iterator[Block]:
+    """The verdicts on one clock in a sentence, a bar each suite, the worst losses; all groups on request."""
+    leading = _leading(own)
+    rows = of_suites([row for group in leading for row in group.measured])
+    if rows:
+        mean = geometric_mean([row.interval for row in rows if row.interval is not None])
+        counted = Counter[str](row.verdict for row in rows)
+        clock = "by device time" if leading[0].clock == "graph" else "as a caller waits"
+        found = f"the best rival's speed {clock}, on average over {count(len(rows), 'problem')}: {counts_in_words(counted)}."
+        yield Paragraph(found, "big", times(mean.ratio), call(mean))
+        yield group_bars(leading)
+    yield Paragraph(_OF_OURS, "dim")
+    if slower := sorted((row for row in rows if row.verdict == "slower"), key=lambda row: row.ratio or 0.0):
+        yield Heading(f"Slower than the best rival: {len(slower)} of {len(rows)}", "the worst first")
+        yield verdict_table("Slower than the best rival", slower[:_MOST_LOST])
+    yield Fold(f"Every suite, clock and cache: {len(own)}", (group_table(own),))
+
+
+def _leading(groups: Sequence[Group]) -> list[Group]:
+    """Those by device time, or all where there are none."""
+    return [group for group in groups if group.clock == "graph"] or list(groups)
+
+
+def _claims(claims: Sequence[ClaimResult]) -> Iterator[Block]:
+    """Those that hold on request, the others at once."""
+    if claims:
+        yield Paragraph(_CLAIMS)
+        others, holding = ([one for one in claims if (one.outcome == "holds") is holds] for holds in (False, True))
+        if others:
+            yield claim_table(others)
+        if holding:
+            yield Fold(f"{count(len(holding), 'claim')} of {len(claims)} that hold", (claim_table(holding),))
 
 
 def _candidates(contents: Contents) -> Iterator[Block]:
@@ -127,29 +167,41 @@ def _candidates(contents: Contents) -> Iterator[Block]:
     if not contents.candidates:
         return
     yield Paragraph("Some of these are examples that are slow or wrong on purpose.")
-    yield group_table(contents.tried)
+    yield Fold(f"By suite, clock and cache: {len(contents.tried)}", (group_table(contents.tried),))
     for one in contents.candidates:
-        yield from candidate_summary(one)
-        yield from _diagnosed(contents, {one.name})
-    for group in contents.tried:
-        yield from group_verdicts(group, contents.judged)
+        found = tuple(candidate_summary(one))[1:]
+        yield Fold(f"{one.name}: {one.headline}", (*found, *_diagnosed(contents, {one.name})))
+    yield from _folded(contents.tried, contents)
 
 
-def _diagnosed(contents: Contents, kernels: Collection[str]) -> Iterator[Block]:
+def _diagnosed(contents: Contents, kernels: Collection[str]) -> Iterator[Fold]:
     for one in contents.diagnoses:
         if one.facts.kernel in kernels:
-            yield from diagnosis_blocks(one, gained(one, contents.runs))
+            _, *found = diagnosis_blocks(one, gained(one, contents.runs))
+            yield Fold(f"{one.facts.kernel} on {one.facts.problem}, {one.facts.machine}: {one.cause}", tuple(found))
 
 
-def _group(group: Group, contents: Contents) -> Section:
+def _suites(contents: Contents) -> Iterator[Fold]:
+    leading = _leading(contents.own)
+    yield from _folded(leading, contents)
+    if others := [group for group in contents.own if group not in leading]:
+        yield Fold(f"As a caller waits (eager clock): {len(others)}", tuple(_folded(others, contents)))
+
+
+def _folded(groups: Iterable[Group], contents: Contents) -> Iterator[Fold]:
+    for group in groups:
+        mean = f"{times(group.mean.ratio)} on average; " if group.mean else ""
+        yield Fold(f"{group.title}: {mean}{counts_in_words(group.counts)}", tuple(_group(group, contents)))
+
+
+def _group(group: Group, contents: Contents) -> Iterator[Block]:
     """The speeds and the verdicts of one suite under one set of conditions."""
-    blocks: list[Block] = []
     colours = colours_of(group.rows)
     charts = speed_charts(group.rows, colours) if group.clock == "graph" or group.gpu == "cpu" else []
     if charts:
-        blocks.append(Heading("Speed against length, TFLOP/s"))
-        blocks.append(Plots(tuple(charts), _legend(colours, group.rows)))
-    return Section(group.anchor, contents.titles[group.anchor], (*blocks, *group_verdicts(group, contents.judged)))
+        yield Heading("Speed against length, TFLOP/s")
+        yield Plots(tuple(charts), _legend(colours, group.rows))
+    yield from group_verdicts(group, contents.judged)
 
 
 def _legend(colours: dict[str, int], rows: Sequence[Verdict]) -> tuple[tuple[str, int, str], ...]:
@@ -166,14 +218,16 @@ def _roofline(contents: Contents) -> Iterator[Block]:
     for one in drawn:
         present = {point.kernel for point in one.points}
         if (chart := roofline_chart(one, colours)) is not None:
-            yield Plots((chart,), tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
+            plots = Plots((chart,), tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
+            yield Fold(f"{chart.title}: {count(len(one.points), 'point')}", (plots,))
 
 
 def _diagnosis(contents: Contents) -> Iterator[Block]:
     if contents.diagnoses:
         yield Paragraph(_DIAGNOSIS)
     elsewhere = set() if contents.of_candidates else {one.name for one in contents.candidates}
-    yield from _diagnosed(contents, {one.facts.kernel for one in contents.diagnoses} - elsewhere)
+    found = _diagnosed(contents, {one.facts.kernel for one in contents.diagnoses} - elsewhere)
+    yield from _shortened(tuple(found), "more problem")
 
 
 def _runs(contents: Contents) -> Iterator[Block]:
@@ -181,12 +235,18 @@ def _runs(contents: Contents) -> Iterator[Block]:
     if contents.runs:
         yield Paragraph(f"{cost_line(contents.runs)}.")
     standing = {row.run for row in contents.verdicts}
+    folds = []
     for run in contents.runs:
-        yield Heading(
-            f"{run.header.suite}, {run.header.started}",
-            "" if run.header.run in standing else "superseded, or without verdicts",
-        )
-        yield from _run(run)
+        note = "" if run.header.run in standing else " (superseded, or without verdicts)"
+        folds.append(Fold(f"{run.header.suite}, {run.header.started}{note}", tuple(_run(run))))
+    yield from _shortened(folds, "earlier run")
+
+
+def _shortened(folds: Sequence[Fold], what: str) -> Iterator[Fold]:
+    """The first of them; the others in one."""
+    yield from folds[:_MOST_FOLDS]
+    if rest := tuple(folds[_MOST_FOLDS:]):
+        yield Fold(count(len(rest), what), rest)
 
 
 def _run(run: Run) -> Iterator[Block]:
@@ -213,7 +273,7 @@ def _run(run: Run) -> Iterator[Block]:
             notes[f"{row.kernel}: {row.text}" if row.kernel else row.text] += row.problem is not None
     if notes:
         listed = tuple((f"{problems} problems" if problems else "", text, "") for text, problems in notes.items())
-        yield Definitions(listed, count(len(notes), "note"))
+        yield Fold(count(len(notes), "note"), (Definitions(listed),))
 
 
 def cost_line(runs: Sequence[Run]) -> str:

@@ -9,9 +9,21 @@ from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
 from flashmoe_science.judge.formats import count, microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
 from flashmoe_science.judge.grouped import grouped
-from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
+from flashmoe_science.judge.report.blocks import (
+    Bar,
+    Bars,
+    Block,
+    Cell,
+    Definitions,
+    Fold,
+    Heading,
+    Paragraph,
+    Row,
+    Table,
+    columns,
+)
 from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.judge.stats import MARGIN
+from flashmoe_science.judge.stats import MARGIN, call
 from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
@@ -29,7 +41,6 @@ def group_table(groups: Sequence[Group]) -> Table:
     rows = []
     titles = titles_of(groups)
     for group in groups:
-        counts = ", ".join(f"{group.counts[word]} {word}" for word in JUDGEMENTS if group.counts[word])
         state = next((word for word in JUDGEMENTS if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
         figures = [""] * 4
@@ -37,7 +48,7 @@ def group_table(groups: Sequence[Group]) -> Table:
             extremes = (ratio(group.measured[place].ratio) for place in (0, -1))
             figures = [ratio(mean.ratio), within(mean.low, mean.high), *extremes]
         where = Cell(titles[group.anchor], _controls_in_words(group))
-        cell = Cell(counts, group.corrected if differs else None, state)
+        cell = Cell(counts_in_words(group.counts), group.corrected if differs else None, state)
         rows.append(Row((where, cell, *map(Cell, (*figures, str(len(group.front)))))))
     return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
@@ -48,9 +59,7 @@ def titles_of(groups: Sequence[Group]) -> dict[str, str]:
     return {one.anchor: one.title.removeprefix(f"{', '.join(one.tried)}: ") if of_one else one.title for one in groups}
 
 
-def verdict_table(
-    label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun] | None = None, fold: str | None = None
-) -> Table:
+def verdict_table(label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun] | None = None) -> Table:
     """One row a verdict. With the judged runs, by id, also the config, the launch of a kernel that is no peer, the error
     against the oracle, and every reason."""
     rows = []
@@ -71,7 +80,7 @@ def verdict_table(
         if run:
             cells += map(Cell, (significant(row.gbps), _error_in_words(run.error(row)), str(row.pairs or "")))
         rows.append(Row(tuple(cells), row.origin or ""))
-    return Table("verdicts", label, _VERDICTS + _DETAILS if judged else _VERDICTS, rows, fold)
+    return Table("verdicts", label, _VERDICTS + _DETAILS if judged else _VERDICTS, rows)
 
 
 def _error_in_words(row: CorrectnessRow | None) -> str:
@@ -94,12 +103,28 @@ def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
     return words + (f", and {more} more" if more else "")
 
 
-def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Table]:
+def group_bars(groups: Sequence[Group]) -> Bars:
+    """A bar each group: the geometric mean of its ratios, and the least of them."""
+    bars = []
+    for group in groups:
+        if group.mean is not None:
+            label = f"{', '.join(group.tried) or group.suite}, {group.gpu}{', warm' * (group.cache == 'warm')}"
+            note = f"worst {times(group.measured[0].ratio)} of {count(len(group.measured), 'problem')}"
+            bars.append(Bar(label, group.mean.ratio, note, call(group.mean)))
+    return Bars(tuple(bars))
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """Of each verdict that there is: "8 faster, 4 equivalent"."""
+    return ", ".join(f"{counts[word]} {word}" for word in JUDGEMENTS if counts[word])
+
+
+def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Block]:
     """The verdict of each problem, then those of every kernel, where there are more."""
     yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
     if len(group.rows) > len(group.front):
         every = f"Every kernel: {count(len(group.rows), 'verdict')}"
-        yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every)
+        yield Fold(every, (verdict_table(f"Every kernel, {group.title}", group.rows, judged),), page_only=True)
 
 
 def candidate_summary(one: Candidate) -> Iterator[Block]:
@@ -174,7 +199,7 @@ def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
         yield Paragraph(f"no counters: {facts.counters_absent}", "dim")
     if one.point is not None and one.point.needs:
         shares = tuple((need.ceiling.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
-        yield Definitions(shares, f"Shares of ceilings: {len(shares)}")
+        yield Fold(f"Shares of ceilings: {len(shares)}", (Definitions(shares),))
     for status in ("supported", "untested", "ruled out"):
         causes = [cause for cause in one.hypotheses if cause.status == status]
         if causes:
@@ -182,8 +207,10 @@ def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
             items = (
                 ("; ".join(cause.title for cause in some), evidence, status.split()[0]) for evidence, some in alike.items()
             )
-            folded = status != "supported"
-            yield Definitions(tuple(items), f"{status.capitalize()}: {len(causes)}" if folded else None, page_only=folded)
+            if status == "supported":
+                yield Definitions(tuple(items), page_only=False)
+            else:
+                yield Fold(f"{status.capitalize()}: {len(causes)}", (Definitions(tuple(items)),))
     yield Paragraph(one.cause, lead="cause:")
     yield from _plan(one)
     if gave is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2
 
 from flashmoe_science.judge.gate.claims import Claim
-from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Page, Paragraph, Table
+from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Fold, Heading, Page, Paragraph, Table
 from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.standing import JudgedRun
@@ -41,14 +41,19 @@ def as_html(page: Page) -> str:
     )
     environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
     environment.filters["kind"] = lambda block: type(block).__name__
-    tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
+    tables = [block for section in page.sections for block in _unfolded(section.blocks) if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
     constants = {"kinds": kinds, "states": JUDGEMENTS, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
     return environment.get_template("report.html.jinja").render(page=page, **constants)
 
 
+def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
+    for block in blocks:
+        yield from _unfolded(block.blocks) if isinstance(block, Fold) else (block,)
+
+
 def as_markdown(page: Page) -> str:
-    """The page without its charts and without what it shows on request only."""
+    """The page without its charts and without what is on the page alone."""
     lines = [f"# {_inline(page.title)}", "", page.lead, ""]
     for section in page.sections:
         written = [line for block in section.blocks for line in _markdown(block)]
@@ -68,7 +73,10 @@ def _markdown(block: Block) -> Iterator[str]:
             yield from (f"{lead}{_inline(block.text)}", "")
         case Definitions(page_only=False):
             yield from (*(f"- {_inline(term)}: {_inline(text)}" for term, text, _ in block.items), "")
-        case Table(fold=None):
+        case Fold(page_only=False):
+            if lines := [line for inner in block.blocks for line in _markdown(inner)]:
+                yield from (f"### {_inline(block.title)}", "", *lines)
+        case Table():
             yield _row(column.heading for column in block.columns)
             yield f"|{'|'.join('---:' if column.style == 'n' else '---' for column in block.columns)}|"
             yield from (_row(_text_of(cell) for cell in row.cells) for row in block.rows)
