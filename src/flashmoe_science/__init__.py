@@ -1,4 +1,4 @@
-"""Fast exact attention and mixture-of-experts kernels for PyTorch, each carrying its proof. See README.md."""
+"""Fast exact attention and mixture-of-experts kernels for PyTorch. See README.md."""
 
 import typing as _typing
 

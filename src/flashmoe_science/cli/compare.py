@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table as Grid
 
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, suite_named
 from flashmoe_science.cli.judged import Cached, cached
@@ -24,10 +23,11 @@ from flashmoe_science.store import Run
 _PIPED_WIDTH = 160  # room for the resources
 _COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
                    "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
+_TOTALS = columns("where", "k:version", "n:n", "n:counts", "nw:mean", "n:least", "n:most")
 
 
 def compare(
-    versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
+    versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="The first is what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
     evidence: Evidence = DEFAULT,
     rows: Rows = False,
@@ -88,21 +88,19 @@ def _print_rows(out: Console, versions: Sequence[str], rows: Sequence[dict[str, 
 
 def _print_totals(out: Console, first: str, totals: dict[str, list[dict[str, Any]]]) -> None:
     """A line a GPU, clock, cache and version."""
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    grid.add_column("where", overflow="fold")
-    grid.add_column(f"speed over {first}", overflow="fold")
-    for heading in ("n", "faster", "equivalent", "slower", "open", "mean, with its interval", "least", "most"):
-        grid.add_column(heading, justify="right", no_wrap=True)
+    lines = []
     for title, every in totals.items():
         for one in every:
             judged = one["counts"]
-            counts = [str(judged.get(word, 0)) for word in ("faster", "equivalent", "slower")]
-            rest = str(judged.get("undecided", 0) + judged.get("no ratio", 0))
+            counts = [judged.get(word, 0) for word in ("faster", "equivalent", "slower")]
+            counts.append(judged.get("undecided", 0) + judged.get("no ratio", 0))
             mean = with_interval(*one["mean"].values()) if one["mean"] else ""
-            grid.add_row(
-                title, one["version"], str(one["places"]), *counts, rest, mean, times(one["least"]), times(one["most"])
-            )
-    out.print(grid)
+            figures = (str(one["places"]), "/".join(map(str, counts)), mean, times(one["least"]), times(one["most"]))
+            lines.append(Row((Cell(title), Cell(one["version"]), *map(Cell, figures))))
+    print_table(out, Table("totals", f"speed over {first}", _TOTALS, lines))
+    print_wrapped(
+        out, "Counts are faster/equivalent/slower/open; mean is the geometric mean of the ratios, with its 95% interval."
+    )
 
 
 def _row(problem: str, version: str, of: dict[str, Any] | None) -> Row:

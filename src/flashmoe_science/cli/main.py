@@ -28,12 +28,12 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 COMMANDS = {
     "check": "Check that a function is right, in seconds.",
     "prove": "Prove kernels: call path, correctness, speed, verdicts, a report.",
-    "verdicts": "Print which kernel is faster than which, and how certainly.",
-    "report": "Write what the records say as a page, a table and a sheet.",
-    "claims": "Hold claims against the records.",
-    "compare": "Put versions side by side: commits, runs or kernels.",
-    "ratchet": "Fail where the best known has regressed.",
-    "diagnose": "Say what a kernel's time goes into, and what would change it.",
+    "verdicts": "Print which kernel is faster than which, with intervals.",
+    "report": "Write the records' verdicts as HTML, Markdown and CSV.",
+    "claims": "Compare claims with the records.",
+    "compare": "Compare commits, runs or kernels with each other.",
+    "ratchet": "Fail on a proven regression.",
+    "diagnose": "Say why a kernel is not faster, and what would help.",
     "explain": "Say which kernel would serve a problem, and why.",
     "fit": "Say whether kernels fit a GPU that need not be here.",
 }
@@ -72,14 +72,16 @@ def flashmoe(
     context: typer.Context,
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Exact attention kernels for PyTorch, each carrying its proof.
+    """Test and time kernels of attention and of mixtures of experts: the package's and your own.
 
-    A problem is written as text, sizes and flags in any order after "attn":
+    A problem is written as text, sizes and flags in any order after its operation:
 
     \b
       attn b2 h16 hk4 q4096 k4096 d128 bf16 causal
+      moe t64 e128 k8 d2048 f768 bf16 logits
 
-    b batch, h query heads, hk key/value heads, q queries, k keys, d head dimension.
+    Of attention: b batch, h query heads, hk key/value heads, q queries, k keys, d head dimension. Of experts: t tokens,
+    e experts, k experts a token, d hidden size, f intermediate size; logits: from the router on.
 
     \b
     Examples:

@@ -23,9 +23,9 @@ from flashmoe_science.records import Clock
 _CLOCKS: tuple[Clock, ...] = ("graph", "eager")
 _RATIO = "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster"
 _SUMMARY = (
-    "graph: device time; eager: what a caller waits. Counts are faster/equivalent/slower/no verdict, of our fastest kernel (or "
-    "yours) on each problem against the best rival there; mean is the geometric mean of the rival's time over the kernel's, "
-    "least the least of them: above 1 the kernel is faster"
+    "graph: device time; eager: end-to-end latency of a call. Counts: faster/equivalent/slower/no verdict, of our fastest "
+    "kernel (or yours) on each problem. mean, least: of the best rival's time over the kernel's, the mean geometric; above 1 "
+    "the kernel is faster"
 )
 
 
@@ -87,7 +87,7 @@ def _print_summary(out: Console, found: Sequence[Group]) -> None:
     """A line a GPU, suite and cache, both clocks side by side; then where ours, or yours, lose most."""
     by_place: dict[tuple[str, str, str], dict[Clock, Group]] = defaultdict(dict)
     several = len({group.gpu for group in found}) > 1
-    for group in found:
+    for group in sorted(found, key=lambda one: bool(one.tried)):
         name = ", ".join(group.tried) or group.suite
         where = f"{name} on {group.gpu}" if several else name
         by_place[where, group.cache, group.suite][group.clock] = group

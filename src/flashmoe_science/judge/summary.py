@@ -19,7 +19,7 @@ from flashmoe_science.store import Run
 
 NAMED = "custom"  # the suite of a run whose problems were named one by one
 JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
-_BY: dict[Clock, str] = {"graph": "by device time", "eager": "as a caller waits"}
+_BY: dict[Clock, str] = {"graph": "by device time", "eager": "by end-to-end latency"}
 
 
 class Group:
@@ -152,7 +152,7 @@ def _candidate(name: str, own: Sequence[Verdict], refusals: Iterable[RefusalRow]
         rivals = dict.fromkeys(row.rival for row in device or own if row.rival)
         found = f"{_with_range(measured)} against {', '.join(rivals)}"
         if waited is not None:
-            found = f"by device time {verdict}, {found}; as a caller waits {call(waited)}, {_with_range(waited)}"
+            found = f"by device time {verdict}, {found}; by end-to-end latency {call(waited)}, {_with_range(waited)}"
     lead: str = verdict
     if measured is not None and waited is not None and {call(measured), call(waited)} == {"faster", "slower"}:
         verdict, lead = "undecided", "the clocks disagree"

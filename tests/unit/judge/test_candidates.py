@@ -61,8 +61,8 @@ def test_what_a_caller_waits_is_told_beside_the_devices_time() -> None:
     found = only([both])
     assert found.verdict == "undecided"
     assert found.headline.startswith("the clocks disagree: by device time faster, 1.50x (")
-    assert "; as a caller waits slower, 0.50x (" in found.headline
-    assert "as a caller waits slower, 0.50x" in as_markdown(page_of(Contents([JudgedRun(both)])))
+    assert "; by end-to-end latency slower, 0.50x (" in found.headline
+    assert "by end-to-end latency slower, 0.50x" in as_markdown(page_of(Contents([JudgedRun(both)])))
 
 
 def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:

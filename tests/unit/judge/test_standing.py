@@ -91,9 +91,9 @@ def test_a_draw_moves_neither_the_table_nor_the_ratchet(drawn: list[JudgedRun]) 
 
 @pytest.mark.parametrize(("eager", "said"), [(0.8, 2), (1.0, 0), (1.2, 0)])
 def test_it_is_said_where_the_clocks_say_the_opposite(eager: float, said: int) -> None:
-    """Faster than sdpa by device time, by 1.5; and as a caller waits, by so much."""
+    """Faster than sdpa by device time, by 1.5; and by end-to-end latency, by so much."""
     run = Fabricate().control().control(clock="eager").timed("fwd_triton", 20_000, "sdpa", 30_000)
     found = disagreements(verdicts([run.timed("fwd_triton", 40_000, "sdpa", 40_000 * eager, clock="eager").done()]))
     assert len(found) == said
-    words = "the clocks disagree: faster by device time (1.50x of sdpa), slower as a caller waits (0.80x of sdpa)"
+    words = "the clocks disagree: faster by device time (1.50x of sdpa), slower by end-to-end latency (0.80x of sdpa)"
     assert not found or found[0] == f"fwd_triton on {PROBLEM}: {words}"

@@ -135,7 +135,7 @@ def _won_and_lost(own: Sequence[Group]) -> Iterator[Block]:
     if rows:
         mean = geometric_mean([row.interval for row in rows if row.interval is not None])
         counted = Counter[str](row.verdict for row in rows)
-        clock = "by device time" if leading[0].clock == "graph" else "as a caller waits"
+        clock = "by device time" if leading[0].clock == "graph" else "by end-to-end latency"
         found = f"the best rival's speed {clock}, on average over {count(len(rows), 'problem')}: {counts_in_words(counted)}."
         yield Paragraph(found, "big", times(mean.ratio), call(mean))
         yield group_bars(leading)
@@ -185,7 +185,7 @@ def _suites(contents: Contents) -> Iterator[Fold]:
     leading = _leading(contents.own)
     yield from _folded(leading, contents)
     if others := [group for group in contents.own if group not in leading]:
-        yield Fold(f"As a caller waits (eager clock): {len(others)}", tuple(_folded(others, contents)))
+        yield Fold(f"End-to-end latency (eager clock): {len(others)}", tuple(_folded(others, contents)))
 
 
 def _folded(groups: Iterable[Group], contents: Contents) -> Iterator[Fold]:
