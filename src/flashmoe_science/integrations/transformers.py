@@ -52,8 +52,7 @@ def register() -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
     except ImportError as error:
         raise ImportError(
-            f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer: "
-            "pip install 'flashmoe-science[transformers]'"
+            f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer: pip install 'transformers>={OLDEST}'"
         ) from error
     flags = inspect.signature(use_experts_implementation).parameters
     if not flags.keys() >= set(_FLAGS):
