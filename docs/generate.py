@@ -14,13 +14,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import support_matrix
-from numbers_from_records import Numbers, fill
+from numbers_from_records import NO_RECORDS, Numbers
 from picture import picture
 
 import flashmoe_science
@@ -30,6 +31,7 @@ from flashmoe_science.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parent.parent
 NOTICE = "<!-- Written by docs/generate.py; `make docs` writes it anew. -->\n\n"
 HELP_WIDTH = 100
+BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 
 
 def cli_page() -> str:
@@ -90,6 +92,21 @@ def _split_parameters(text: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts]
+
+
+def fill(text: str, numbers: Numbers) -> str:
+    """``text`` with its block "losses" written anew; raises ValueError where a mark has no end or another name."""
+
+    def block(match: re.Match[str]) -> str:
+        if match["name"] != "losses":
+            raise ValueError(f"README.md marks the block {match['name']!r}; it must be losses")
+        content = numbers.losses() if numbers.runs else NO_RECORDS
+        return f"<!-- generated:losses -->\n{content}\n<!-- end generated:losses -->"
+
+    filled, found = BLOCK.subn(block, text)
+    if found != len(re.findall(r"<!-- (?:end )?generated:", text)) / 2:
+        raise ValueError("README.md has a generated block without its end, or an end without its block")
+    return filled
 
 
 def pages(numbers: Numbers) -> dict[Path, str]:

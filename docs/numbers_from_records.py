@@ -1,15 +1,11 @@
-"""The numbers of README.md, its picture and the results page, computed from the committed records (see generate.py).
-
-README.md holds them between ``<!-- generated:NAME -->`` and ``<!-- end generated:NAME -->``.
-"""
+"""The numbers of README.md, its picture and the results page, computed from the committed records (see generate.py)."""
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +37,6 @@ RESULTS_INTRODUCTION = """# Results
 of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its
 95% interval. `flashmoe verdicts` prints the peers' own rows too.
 """
-BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 EXPERTS_INTRODUCTION = """One layer of each model's experts from router logits (top-k, both products, combination): device time,
 and the ratio to the fastest of PyTorch's grouped products and batched matrix products, for Qwen3 also of SonicMoE. Where a cell
 is empty the baseline ran out of memory, or the result was rejected as unreliable.
@@ -174,7 +169,7 @@ class Numbers:
         for (gpu, suite, clock, _), rows in self.groups.items():
             for row in rows if clock == "graph" and not is_drawn(suite) else ():
                 problem = parse_problem(row.problem)
-                if isinstance(problem, MoEProblem) and _is_layer(suite, row) and row.time_ns is not None:
+                if isinstance(problem, MoEProblem) and _is_layer(row) and row.time_ns is not None:
                     found[f"{suite}, {gpu}"][problem.tokens] = row
         if not found:
             return NO_RECORDS
@@ -294,25 +289,6 @@ class Numbers:
         return "\n".join(parts)
 
 
-def fill(text: str, numbers: Numbers) -> str:
-    """``text`` with each marked block written anew; raises ValueError where a mark has no end or names nothing known."""
-    writers: dict[str, Callable[[], str]] = {
-        "losses": numbers.losses,
-    }
-
-    def block(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name not in writers:
-            raise ValueError(f"README.md marks the block {name!r}; it must be one of {', '.join(writers)}")
-        content = writers[name]() if numbers.runs else NO_RECORDS
-        return f"<!-- generated:{name} -->\n{content}\n<!-- end generated:{name} -->"
-
-    filled, found = BLOCK.subn(block, text)
-    if found != len(re.findall(r"<!-- (?:end )?generated:", text)) / 2:
-        raise ValueError("README.md has a generated block without its end, or an end without its block")
-    return filled
-
-
 def _microseconds(nanoseconds: float | None) -> str:
     return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
 
@@ -350,17 +326,17 @@ def _summarised(what: str, against: str, intervals: Sequence[Interval]) -> str:
 
 def _is_asked(row: Verdict) -> bool:
     """Whether the row is of a case as its title has it: of few tokens, or of experts as the suite has them now."""
-    if row.suite == SHORT:
-        return _length(row) <= MOST_SHORT
-    return row.op != "moe" or _is_layer(row.suite, row)
+    series = parse_problem(row.problem).series()
+    short = row.suite != SHORT or (series is not None and series.length <= MOST_SHORT)
+    return short and (row.op != "moe" or _is_layer(row))
 
 
-def _is_layer(suite: str, row: Verdict) -> bool:
+def _is_layer(row: Verdict) -> bool:
     """Whether the row is of experts as the suite has them now, from router logits. Its older rows may be of others."""
     problem = parse_problem(row.problem)
     if not isinstance(problem, MoEProblem) or problem.routing != ROUTED:
         return False
-    near = [parse_problem(text) for text in SUITES.get(suite.removesuffix("-draw"), ())]
+    near = [parse_problem(text) for text in SUITES.get(row.suite.removesuffix("-draw"), ())]
     return problem.words() in [one.words() for one in near if isinstance(one, MoEProblem)]
 
 
@@ -376,11 +352,6 @@ def _memory(rows: Iterable[Verdict]) -> str:
         return ""
     middle, most = statistics.median(shares), max(shares)
     return f"| memory of a call | {len(shares)} | its results | {_short(middle)} (median) | {_short(most)} (the most) |"
-
-
-def _length(row: Verdict) -> int:
-    series = parse_problem(row.problem).series()
-    return 0 if series is None else series.length
 
 
 def _interval(row: Verdict) -> str:

@@ -55,3 +55,16 @@ def test_every_public_name_is_documented(name: str) -> None:
     told = getattr(flashmoe_science, name).__doc__
     assert told, f"{name} has no docstring"
     assert len(told.strip().splitlines()) > 1, f"{name}'s docstring gives no shapes"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("<!-- generated:nonsense -->\n<!-- end generated:nonsense -->", "'nonsense'"),
+        ("<!-- generated:losses -->\n", "without its end"),
+        ("<!-- end generated:losses -->\n", "without its block"),
+    ],
+)
+def test_a_wrong_mark_is_told(generate: ModuleType, tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        generate.fill(text, generate.Numbers([], [], [], tmp_path))

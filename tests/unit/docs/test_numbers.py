@@ -91,19 +91,6 @@ def test_losses_are_counted_by_suite(numbers) -> None:
     assert numbers(row("attn b1 h1 q64 d64 fp16", 2.0)).losses() == "No peer is faster by device time on any of 1 problem."
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("<!-- generated:nonsense -->\n<!-- end generated:nonsense -->", "'nonsense'"),
-        ("<!-- generated:losses -->\n", "without its end"),
-        ("<!-- end generated:losses -->\n", "without its block"),
-    ],
-)
-def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        numbers_module.fill(text, numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
-
-
 def test_the_summary_holds_what_is_on_record(numbers: Callable[..., Any]) -> None:
     table = numbers(
         row("attn b1 h1 q64 d64 fp16", 2.0),
