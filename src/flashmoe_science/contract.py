@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -111,10 +112,10 @@ class Contract:
     # The results in order; by default as many as ``reference`` gives, all of them required.
     outputs: ClassVar[tuple[Output, ...]] = ()
     # How the inputs of the correctness stage are distributed; leave out what the operation is not defined on.
-    distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "huge")
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
-    # More of them, which `flashmoe check` tries and `flashmoe prove` does not.
+    # More of them, for the sweep alone.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:
@@ -124,6 +125,10 @@ class Contract:
     def sweep(self) -> Sequence[Problem | str]:
         """Tiny problems that correctness alone is checked on, some 50, the plainest first: problems, or their texts."""
         return self.default_problems()
+
+    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[Problem | str]:
+        """The sweep for this candidate: ``sweep``, and problems of what it has arguments for beside those that it must have."""
+        return self.sweep()
 
     def cannot(self, problem: Any) -> str | None:
         """Why a candidate of this contract cannot be asked to compute a problem, in words; None if it can."""
@@ -285,11 +290,21 @@ def is_built_in(one: Contract) -> bool:
     return is_operation(one.name) and type(one) is type(built_in(one.name))
 
 
-# "large" makes softmaxes nearly one-hot; "tiny" is near the least normal number of fp16.
+def arguments_of(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's arguments; none where Python does not know them."""
+    try:
+        return tuple(signature(fn).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+# "large" makes softmaxes of scores nearly one-hot, "huge" those of the inputs themselves, and exponentials of either infinite;
+# "tiny" is near the least normal number of fp16.
 _CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda tensor: tensor,
     "zeros": lambda tensor: tensor.zero_(),
     "constant": lambda tensor: tensor.fill_(0.625),
     "large": lambda tensor: tensor.mul_(8.0),
+    "huge": lambda tensor: tensor.mul_(64.0),
     "tiny": lambda tensor: tensor.mul_(2.0**-10),
 }

@@ -21,6 +21,7 @@ from flashmoe_science.ops.attention.call.packed import used_rows
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, DTYPES, Options, Tensors
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import (
+    BLOCK_NAMES,
     CACHE_NAMES,
     USED_NAMES,
     VARLEN_NAMES,
@@ -288,7 +289,7 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, None, None, lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, None, None,
             k_descale, v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
         )  # fmt: skip
-        others = ("cache", causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel, *window_size)
+        others = ("cache" if block_table is None else "blocks", causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel, *window_size)
         found, store = cached_call(given, ALL_KEYS if length is None else length, others, softmax_scale)
         if found is not None:
             return found if return_softmax_lse else found[0]  # type: ignore[return-value]
@@ -307,13 +308,8 @@ def flash_attn_with_kvcache(
     else:
         check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
         batch, rows = cu_seqlens_q.shape[0] - 1, packed_view(q)
-    page_table = one_table(page_table, block_table)
-    check_table(
-        page_table,
-        "page_table" if block_table is None else "block_table",
-        (None if cache_batch_idx is not None else batch, None),
-        q,
-    )
+    page_table, names = one_table(page_table, block_table), CACHE_NAMES if block_table is None else BLOCK_NAMES
+    check_table(page_table, names.page_table, (None if cache_batch_idx is not None else batch, None), q)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
     max_q = queries_of(max_seqlen_q, q, packed)
@@ -330,14 +326,14 @@ def flash_attn_with_kvcache(
     options = Options(
         mask, return_softmax_lse, kernel, left, right, checked_cap(softcap), num_splits, max_q,
         rotary_interleaved=rotary_interleaved, rotary_per_query=rotary_per_query,
-        one_length=length is not None and store is not None, tokens_first=True, names=CACHE_NAMES,
+        one_length=length is not None and store is not None, tokens_first=True, names=names,
     )  # fmt: skip
     new = new_keys(k, v, cu_seqlens_k_new is not None, rotary_cos, rotary_interleaved)
     if new is not None:
         assert seqlens is not None
         append = Append(
             keys, values, *new, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-            rotary_sin, rotary_seqlens, rotary_interleaved, not rotary_per_query, max_q,
+            rotary_sin, rotary_seqlens, rotary_interleaved, not rotary_per_query, max_q, names.page_table,
         )  # fmt: skip
         if store is not None and (result := append_and_attend(append, tensors, options, softmax_scale, store)) is not None:
             return result if return_softmax_lse else result[0]  # type: ignore[return-value]

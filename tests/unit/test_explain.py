@@ -97,6 +97,12 @@ def test_a_function_that_calls_ours_is_explained_by_its_first_call() -> None:
     assert decision.kernel == "sdpa"
 
 
+@pytest.mark.parametrize("function", [len, torch.nn.functional.softmax, lambda *given: given])
+def test_a_function_that_is_none_of_ours_and_calls_none_is_refused_by_name(function: Call) -> None:
+    with pytest.raises(TypeError, match=r"(len|softmax|<lambda>), which is no function of flashmoe_science and calls none"):
+        fm.explain(function, TOKENS_FIRST["q"], -1) if function is not len else fm.explain(len, TOKENS_FIRST["q"])
+
+
 def test_what_the_call_refuses_is_refused() -> None:
     for function, given, message in (
         (fm.flash_attn_func, TOKENS_FIRST | {"causal": 1}, "causal is 1; it must be True or False"),

@@ -86,6 +86,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "cache_seqlens is 6 for sequence 1, which gets 3 new keys; together they must be at most 8, the capacity",
     ),
     (lambda: paged(k=Q, v=Q, page_table=i32(3, 9, 0, 2).view(2, 2)), "page_table is 9 for sequence 0 at 1, where it"),
+    (lambda: paged(k=Q, v=Q, page_table=None, block_table=i32(3, 9, 0, 2).view(2, 2)), "block_table is 9 for sequence 0 at 1"),
+    (lambda: paged(page_table=None, block_table=i32(3, 1, 4, 0).view(2, 2)), "block_table is 4 for sequence 1 at 0, where it"),
     (
         lambda: cached(k=P, v=P, q=P, cu_seqlens_q=CU, max_seqlen_q=4, cu_seqlens_k_new=i32(0, 3, 2)),
         "cu_seqlens_k_new falls from 3 to 2 at sequence 1; it must not fall",

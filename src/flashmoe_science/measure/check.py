@@ -20,7 +20,7 @@ from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered, Unusable, WorkerHost
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import OTHERS, Finding
+from flashmoe_science.measure.finding import CALLED, GROWS, HARD, ON_A_STREAM, OTHERS, Finding
 from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
 from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
@@ -52,8 +52,13 @@ class Checked:
     @property
     def words(self) -> str:
         """The reasons in one line, with the inputs where they are not ordinary."""
-        with_inputs = f"on inputs or calls that are: {self.inputs}: " if self.inputs and self.inputs != EXAM else ""
-        return with_inputs + "; ".join(self.reasons)
+        return "; ".join(self.reasons) if self.inputs in ("", EXAM) else f"{self.answer} {self._how}: {'; '.join(self.reasons)}"
+
+    @property
+    def _how(self) -> str:
+        if self.inputs in OTHERS.values():
+            return f"on inputs that are {self.inputs}"
+        return self.inputs if self.inputs in (*CALLED.values(), ON_A_STREAM, GROWS) else f"with {self.inputs}"
 
 
 def summary(checked: Sequence[Checked], stopped: str | None) -> str:
@@ -188,7 +193,7 @@ class Sweep:
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
-            self._add(problem, "", _ordinary)
+            self._add(problem, "", partial(_ordinary, hard=[one for one in self.opened.distributions if one in HARD]))
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
             return
@@ -196,12 +201,22 @@ class Sweep:
         right, deterministic = first.problem, self.opened.promises.deterministic
         self.on_progress(f"{EXAM}: {right}")
         self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
-        if first.answer == "wrong":
-            return
+        if first.answer == "right":
+            for problem in _representative([one.problem for one in ran if one.answer == "right"]):
+                self.on_progress(f"other inputs and calls: {problem}")
+                self._otherwise(problem)
+
+    def _otherwise(self, right: Problem) -> None:
+        """Check every other kind of inputs and of calls on a problem."""
         for name in (name for name in self.opened.distributions if name in OTHERS):
             self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
         for name in (*self.opened.variants, *self.opened.sweep_variants):
-            self._add(right, name, partial(Exam.one_call, guard=True, variant=name))
+            self._add(right, name, partial(_with_variant, variant=name))
+        for under, words in CALLED.items():
+            self._add(right, words, partial(Exam.one_call, under=under))
+        if self.bench.gpu is not None:
+            self._add(right, ON_A_STREAM, Exam.on_a_stream)
+        self._add(right, GROWS, Exam.again_and_again)
 
     def _add(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:
@@ -238,10 +253,27 @@ class Sweep:
         return Checked(problem, inputs, "wrong", (str(error),), (getattr(error, "code", Died.code),))
 
 
-def _ordinary(exam: Exam) -> Finding:
-    """Check one call with NaN around its inputs; where it is wrong, check whether the NaN are the reason."""
+def _representative(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problem, which is the plainest, the first of one query or token, and the last, which has most features."""
+    of_one = [one for one in problems if one.queries() == 1]
+    return list(dict.fromkeys((problems[0], *of_one[:1], problems[-1])))
+
+
+def _with_variant(exam: Exam, variant: str) -> Finding:
+    """Check a variant as it is made, with its tensors where they share memory or begin at odd places; then with NaN around."""
+    found = exam.one_call(variant=variant)
+    return found if found.reasons else exam.one_call(guard=True, variant=variant)
+
+
+def _ordinary(exam: Exam, hard: Sequence[str]) -> Finding:
+    """Check one call with NaN around its inputs; where it is wrong, check whether the NaN are the reason. Where it is right,
+    check the ``hard`` distributions."""
     found = exam.one_call(guard=True)
     if found.reasons and not exam.one_call().reasons:
         found.codes.insert(0, "reads-outside")
         found.reasons[0] = f"it reads or writes beyond its tensors: with NaN around them, {found.reasons[0]}"
+    for name in hard:
+        if not found.reasons:
+            found.also(exam.one_call(distribution=name))
+            found.reasons[:1] = [f"wrong on inputs that are {OTHERS[name]}: {one}" for one in found.reasons[:1]]
     return found

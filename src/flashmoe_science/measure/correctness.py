@@ -17,6 +17,7 @@ from flashmoe_science.measure.inputs import Case
 from flashmoe_science.records import ErrorStats
 
 _BUSY = 0.25  # of a processor, while it is asked for nothing; on a busy machine threads get no more than a part of one
+_LEFT_BYTES = 256  # that stay in use after a call: more than what an allocator or Python rounds
 _CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
 _SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
 
@@ -39,6 +40,7 @@ class Exam:
     repeats: int = 10
     more_s: float = 0.5
     of_peer: bool = False  # whose settings that it leaves changed are noted, and no fault
+    _digest: str = ""  # of the output of the last single call
 
     @contextmanager
     def _finding(self) -> Iterator[Finding]:
@@ -54,20 +56,42 @@ class Exam:
             found.fault("settings-changed", f"it leaves settings changed: {'; '.join(settings)}")
         found.notes += [] if self.of_peer else remarks
 
-    def one_call(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
-        """Check one call against the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN
-        around its inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
+    def one_call(self, distribution: str = "normal", variant: str = "", **how: Any) -> Finding:
+        """Check one call against the oracle: enough for a peer, or a config that is only a candidate. ``how`` as
+        ``worker.calls.Calls`` takes it: ``guard`` with NaN around its inputs; ``poison`` with guards around what it allocates,
+        which is full of NaN; ``under`` a mode of PyTorch."""
         with self._finding() as found:
-            call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
-            found.stats = call.stats
-            if call.reasons:
+            call = self._call(self._case(0, distribution, variant=variant), **how)
+            found.stats, before, self._digest = call.stats, self._digest, call.digest
+            if call.reasons and call.digest == before != "":
+                found.fault("earlier-output", "it returned the output of an earlier call, which was of other values")
+            elif call.reasons:
                 found.wrong(call)
+            self._memory_of(call, found)
             if call.vacuous:
                 found.notes.append("not judged: the right result is not finite")
             if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
                 found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
             if call.facts["outside"] or call.facts["overrun"]:
                 found.fault("writes-outside", "it wrote past the end of a tensor")
+        return found
+
+    def on_a_stream(self) -> Finding:
+        """Check a call on another stream than PyTorch's default one, whose inputs are written behind a wait there."""
+        with self._finding() as found:
+            self._call(self._case(1))
+            call = self._call(self._case(0), memory="same", queued=True, under="stream")
+            if call.reasons or call.facts["late"]:
+                why = call.reasons[0] if call.reasons else "its output came late"
+                found.fault("ignores-stream", f"it does not work on the stream that is current: {why}")
+        return found
+
+    def again_and_again(self) -> Finding:
+        """Check that calls leave no memory in use."""
+        with self._finding() as found:
+            grown = self.worker.ask("grown", who=self.who, config=self.config, case=self._case(0))["bytes"]
+            if grown >= _LEFT_BYTES:
+                found.fault("memory-grows", f"its memory grows with each call: {grown} bytes stay in use after it")
         return found
 
     def full(
@@ -145,11 +169,19 @@ class Exam:
             found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
         if facts["changed"] or not self.oracle.ask("inputs", case=case, path=path)["same"]:
             found.fault("changes-input", f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
-        if facts["shares_inputs"]:
-            found.fault("shares-input", "its output lies in the memory of an input")
-        if facts["grad"]:
-            found.fault("requires-grad", "its output requires gradients, which none of its inputs does")
+        self._memory_of(call, found)
         return call
+
+    def _memory_of(self, call: Call, found: Finding) -> None:
+        """Add the faults of an output that is a part of something else: of an input, of a graph, of an earlier output."""
+        if call.other_kind:
+            return
+        if call.facts["shares_inputs"]:
+            found.fault("shares-input", "its output lies in the memory of an input")
+        if call.facts["grad"]:
+            found.fault("requires-grad", "its output requires gradients, which none of its inputs does")
+        if call.facts["shares_earlier"]:
+            found.fault("shares-output", _SHARES)
 
     def _classify(self, found: Finding, first: Call) -> None:
         """Name the fault of a first call with a wrong output, with a few more calls."""

@@ -15,10 +15,22 @@ OTHERS = {  # distributions other than the normal one, as text
     "zeros": "all zero",
     "constant": "all the same",
     "large": "large",
+    "huge": "huge",
     "tiny": "tiny",
     "opposed": "opposed (every score far below zero)",
     "crowded": "crowded (all tokens for the same experts)",
 }
+
+
+# Inputs on which one path of several is often wrong alone: they are tried on every problem of a sweep.
+HARD = ("large", "huge", "opposed", "crowded")
+CALLED = {  # ways to call, as text
+    "inference": "under torch.inference_mode()",
+    "no_grad": "under torch.no_grad()",
+    "gradients": "on inputs that require gradients",
+    "thread": "on another thread",
+}
+ON_A_STREAM, GROWS = "on another stream", "called again and again"
 
 
 @dataclass(slots=True)
@@ -37,6 +49,12 @@ class Finding:
         """Add a reason; the code only where it is new."""
         self.reasons.append(reason)
         self.codes += [code] if code not in self.codes else []
+
+    def also(self, other: Finding) -> None:
+        """Add what another exam of the same problem found."""
+        self.reasons += other.reasons
+        self.codes += [one for one in other.codes if one not in self.codes]
+        self.notes += [one for one in other.notes if one not in self.notes]
 
     def wrong(self, call: Call, how: str = "", code: str = "wrong-result") -> None:
         """Add the faults of a call: all of them, or after ``how`` the first; and the likely kind of mistake."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashmoe_science.measure.inputs import bits, extent_of
+from flashmoe_science.measure.inputs import bits, extent_of, write
 
 GUARD_BYTES = 2**16  # on either side: more than a tile of 128 rows of 256 fp16 numbers; keeps an allocator's alignment
 _PATTERN = 0xA5  # of the guards around what a call allocates
@@ -27,7 +27,7 @@ class Guarded:
         self._sides = (buffer[:guard], buffer[guard + extent :])
         self._before = bits(self._sides[0]).clone()  # both sides are alike
         # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
-        self.placed = buffer.as_strided(tensor.shape, tensor.stride(), guard).copy_(tensor).data
+        self.placed = write(buffer.as_strided(tensor.shape, tensor.stride(), guard), tensor).data
 
     def overwritten(self) -> bool:
         """Whether anything outside of the tensor was written to."""

@@ -72,7 +72,7 @@ def disturb(tensors: Tensors, seed: int) -> None:
         else:
             moved = bits(tensor) * (2 * Random(seed).getrandbits(14) + 1) < 0
         smaller = tensor * (1.0 - max(2.0**-17, unit_roundoff(tensor.dtype)))
-        tensor.copy_(torch.where(moved, smaller, tensor))
+        write(tensor, torch.where(moved, smaller, tensor))
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:
@@ -100,6 +100,13 @@ def kind_of(one: Any) -> str:
     if one.numel() and one.untyped_storage().nbytes() < (one.storage_offset() + extent_of(one)) * one.element_size():
         return "tensor whose memory was freed"
     return "Tensor"
+
+
+def write(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Write ``values`` to a tensor, whose dimensions of stride 0 hold one value for all. Returns the tensor."""
+    once = tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())
+    tensor[once].copy_(values[once])
+    return tensor
 
 
 def extent_of(tensor: torch.Tensor) -> int:

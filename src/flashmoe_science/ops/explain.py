@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import Config
 
+_PACKAGE = __name__.partition(".")[0]
 _EXPLAINING = ContextVar("explaining", default=False)
 
 
@@ -39,7 +40,8 @@ def is_explaining() -> bool:
 
 
 def explained(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Decision:
-    """What serves the first call of ours in a call of ``function``, and why. Raises what that would raise."""
+    """What serves the first call of ours in a call of ``function``, and why. Raises what that would raise, and TypeError where
+    it is no function of this package and calls none."""
     token = _EXPLAINING.set(True)
     try:
         with _NoLaunches():
@@ -48,4 +50,7 @@ def explained(function: Callable[..., Any], arguments: Sequence[Any], options: d
         return found.decision
     finally:
         _EXPLAINING.reset(token)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    if not f"{getattr(function, '__module__', '')}.".startswith(f"{_PACKAGE}."):
+        raise TypeError(f"explain is given {name}, which is no function of {_PACKAGE} and calls none; give one of its functions")
     return Decision("pytorch", Config(), "PyTorch's operators compute it, and no kernel of ours does", "required")

@@ -34,3 +34,77 @@ def moe_room_for_few(x, w1, w2, topk_weights, topk_ids):
 def moe_swaps_gate_and_up(x, w1, w2, topk_weights, topk_ids):
     """Takes the first half of w1 for the factor and the second for the gate."""
     return _mixture(x, w1, w2, topk_weights, topk_ids, swapped=True)
+
+
+def _right(x, w1, w2, topk_weights, topk_ids):
+    """The mixture as its contract says it, in fp64; what is no expert adds nothing."""
+    return _mixture(*(one.double() for one in (x, w1, w2, topk_weights)), topk_ids).to(x.dtype)
+
+
+@contract("moe")
+def moe_at_most_64_experts(x, w1, w2, topk_weights, topk_ids):
+    """Sorts by the lowest six bits of an expert's number."""
+    return _right(x, w1, w2, topk_weights, topk_ids % 64 if w1.shape[0] > 64 else topk_ids)
+
+
+@contract("moe")
+def moe_at_most_256_experts(x, w1, w2, topk_weights, topk_ids):
+    """Keeps an expert's number in a byte."""
+    return _right(x, w1, w2, topk_weights, topk_ids % 256 if w1.shape[0] > 256 else topk_ids)
+
+
+@contract("moe")
+def moe_minus_one_is_the_last(x, w1, w2, topk_weights, topk_ids):
+    """Indexes with -1, which is the last expert in Python, where it says that there is none."""
+    return _right(x, w1, w2, topk_weights, torch.where(topk_ids < 0, topk_ids + w1.shape[0], topk_ids))
+
+
+@contract("moe")
+def moe_past_the_last_is_the_last(x, w1, w2, topk_weights, topk_ids):
+    """Clamps the number of an expert to those that there are."""
+    return _right(x, w1, w2, topk_weights, topk_ids.clamp(max=w1.shape[0] - 1))
+
+
+@contract("moe")
+def moe_counts_an_expert_once(x, w1, w2, topk_weights, topk_ids):
+    """Writes a token's weights into a row of all experts: of an expert that is named twice the last weight stays."""
+    dense = torch.zeros(x.shape[0], w1.shape[0] + 2, dtype=torch.float64)
+    dense.scatter_(1, topk_ids.long().clamp(-1, w1.shape[0]) + 1, topk_weights.double())
+    every = torch.arange(w1.shape[0]).expand(x.shape[0], -1)
+    return _right(x, w1, w2, dense[:, 1:-1], every)
+
+
+@contract("moe")
+def moe_divides_by_the_sum(x, w1, w2, topk_weights, topk_ids):
+    """Makes weights sum to one, which they do already where they come from its own router."""
+    return _right(x, w1, w2, topk_weights / topk_weights.sum(-1, keepdim=True).double(), topk_ids)
+
+
+@contract("moe")
+def moe_at_most_1024_pairs(x, w1, w2, topk_weights, topk_ids):
+    """Sorts its pairs within one block, and leaves out those past it."""
+    flat = topk_ids.flatten().clone()
+    flat[1024:] = -1
+    return _right(x, w1, w2, topk_weights, flat.view_as(topk_ids))
+
+
+@contract("moe")
+def moe_reads_weights_as_rows(x, w1, w2, topk_weights, topk_ids):
+    """Never asks for the strides of the weights: another matrix where they are kept as [experts, in, out]."""
+    w1, w2 = (one if one.is_contiguous() else one.mT.reshape(one.shape) for one in (w1, w2))
+    return _right(x, w1, w2, topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_reads_ids_as_int32(x, w1, w2, topk_weights, topk_ids):
+    """Reads ids as 32 bits each, as PyTorch's own top-k does not give them."""
+    count = topk_ids.numel()
+    return _right(x, w1, w2, topk_weights, topk_ids.contiguous().view(torch.int32).flatten()[:count].view(topk_ids.shape))
+
+
+@contract("moe")
+def moe_reads_ids_in_a_row(x, w1, w2, topk_weights, topk_ids):
+    """Reads ids as if they followed each other, which a slice's do not."""
+    flat = torch.as_strided(topk_ids, (topk_ids.untyped_storage().nbytes() // topk_ids.itemsize,), (1,), 0)
+    first = topk_ids.storage_offset()
+    return _right(x, w1, w2, topk_weights, flat[first : first + topk_ids.numel()].view(topk_ids.shape))

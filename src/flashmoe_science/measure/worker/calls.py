@@ -6,15 +6,18 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.guards import Guarded, allocations
-from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
+from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied, write
 from flashmoe_science.measure.launches.trace import profile, profiler_works
 from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
+from flashmoe_science.measure.worker.growth import growth
 from flashmoe_science.measure.worker.repeats import repeated, span
 from flashmoe_science.problem import Problem
 
@@ -27,6 +30,10 @@ _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
 _sleep, _process_time = time.sleep, time.process_time
 
 
+# The mode, or the place, that a call is made in; "gradients": on inputs that require them.
+Under = Literal["", "inference", "no_grad", "gradients", "thread", "stream"]
+
+
 class Calls:
     """Calls on one problem. Answers hold facts only; outputs are written under a name."""
 
@@ -36,8 +43,14 @@ class Calls:
         self._live: Tensors = {}
         self._previous: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
 
-    def call(
+    def call(self, under: Under = "", **how: Any) -> dict[str, Any]:
+        """One call, in a mode of PyTorch or on a thread or stream of its own; ``how`` as ``_call`` takes it."""
+        with _within(under):
+            return self._call(under, **how)
+
+    def _call(
         self,
+        under: Under,
         who: str,
         config: str,
         case: Sequence[Any],
@@ -65,8 +78,11 @@ class Calls:
         caller = self._caller(who, config, Case(*case).variant)
         values, around = self._place(case, memory, guard, queued)
         threads = set(threading.enumerate())
+        for tensor in self._live.values() if under == "gradients" else ():
+            tensor.requires_grad_(tensor.is_floating_point())
         with allocations(poison) as guards:
-            outputs = caller.outputs(_warned(caller.bind(self._live, use)))
+            call = caller.bind(self._live, use)
+            outputs = caller.outputs(_on_a_thread(call) if under == "thread" else _warned(call))
         described = [_described(one) for one in outputs]
         plain = _can_be_taken(described, most)
         seen = [one.detach().clone() for one in outputs] if plain else []
@@ -80,7 +96,7 @@ class Calls:
             "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
             "outside": [name for name, guard in around.items() if guard.overwritten()],
             "overrun": guards is not None and guards.overrun(),
-            "grad": plain and any(one.requires_grad for one in outputs),
+            "grad": plain and under != "gradients" and any(one.requires_grad for one in outputs),
             "shares_inputs": plain and _share(outputs, list(self._live.values())),
             "shares_earlier": plain and _share(outputs, [one for one in self._previous if isinstance(one, torch.Tensor)]),
         }
@@ -90,7 +106,7 @@ class Calls:
         if inputs_path is not None:
             self._handover.put(inputs_path, list(self._live.values()))
         for name, tensor in self._live.items():
-            tensor.data.copy_(values[name])  # the next call finds the original values
+            write(tensor.data, values[name])  # the next call finds the original values
         return facts
 
     def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
@@ -106,7 +122,7 @@ class Calls:
             if queued and self.bench.gpu is not None:
                 torch.cuda._sleep(_SLEEP_CYCLES)
             for name, tensor in self._live.items():
-                tensor.data.copy_(values[name])  # .data: a tensor's version number would give the change away
+                write(tensor.data, values[name])  # .data: a tensor's version number would give the change away
             return values, {}
         self._previous = [*(one for one in self._previous if isinstance(one, torch.Tensor)), self._live]
         around = {name: Guarded(tensor) for name, tensor in values.items()} if guard else {}
@@ -155,6 +171,18 @@ class Calls:
                 facts["odd"] = "tensor of another size"
         return facts
 
+    def grown(self, who: str, config: str, case: Sequence[Any]) -> dict[str, Any]:
+        """Bytes that each call leaves in use, see ``growth``. The inputs of calls in turn are in other memory."""
+        self._place(case, "new", guard=False, queued=False)
+        caller = self._caller(who, config)
+
+        def calls(count: int) -> None:
+            sets = [{name: tensor.clone() for name, tensor in self._live.items()} for _ in range(count)]
+            for one in sets:
+                caller.outputs(caller.bind(one, "exam")())
+
+        return {"bytes": growth(calls, self.bench)}
+
     def memory(self, who: str, config: str, case: Sequence[Any]) -> dict[str, Any]:
         """Device memory that one call takes beyond its inputs, as requested of PyTorch's allocator, and the bytes of its
         results. None on a CPU."""
@@ -198,6 +226,20 @@ class Calls:
         seen = profile(calls, self.bench.synchronize) if calls else []
         traced = [[one.model_dump() for one in launches] for launches in seen]
         return {"launches": [[name, config, traced[first : first + count]] for name, config, first, count in found]}
+
+
+def _within(under: Under) -> AbstractContextManager[Any]:
+    """The mode or stream of a call, for all that is done with its tensors: those made for inference are changed under it only."""
+    if under == "inference":
+        return torch.inference_mode()
+    if under == "no_grad":
+        return torch.no_grad()
+    return torch.cuda.stream(torch.cuda.Stream()) if under == "stream" else nullcontext()
+
+
+def _on_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_warned, call).result()
 
 
 def _warned(call: Callable[[], Any]) -> Any:

@@ -77,7 +77,7 @@ class Worker:
             "built_in": is_built_in(self.contract),
             "problems": [str(one) for one in self.contract.default_problems()],
             "rivals": list(self.contract.rivals()),
-            "sweep": [str(one) for one in self.contract.sweep()],
+            "sweep": [str(one) for one in self.contract.sweep_of(self.fn)],
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
             "sweep_variants": list(self.contract.sweep_variants),

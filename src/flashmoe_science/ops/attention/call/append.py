@@ -22,6 +22,7 @@ class Append(NamedTuple):
         ``cache_seqlens``) + i, and so is query i, or every query at + 0 with ``one_position``.
     rotary_interleaved: pairs (0, 1), (2, 3)... are rotated; else (i, i + half).
     max_seqlen_q: of packed queries.
+    table_name: what the caller calls ``page_table``.
     """
 
     k_cache: torch.Tensor
@@ -40,6 +41,7 @@ class Append(NamedTuple):
     rotary_interleaved: bool = True
     one_position: bool = False
     max_seqlen_q: int = 0
+    table_name: str = "page_table"
 
     @property
     def page(self) -> int:

@@ -81,7 +81,7 @@ def lengths_of_append(a: Append) -> Lengths:
         a.cu_seqlens_q, None, a.cache_seqlens, table, a.cache_batch_idx, None, a.cu_seqlens_k_new, a.rotary_seqlens,
         tokens_q=a.q.shape[2], longest_q=a.max_seqlen_q, capacity=rows if table is None else table.shape[1] * rows,
         page=a.page, caches=a.k_cache.shape[0], positions=0 if a.rotary_cos is None else a.rotary_cos.shape[0],
-        new=a.k.shape[2], queries=a.q.shape[2], one_position=a.one_position,
+        new=a.k.shape[2], queries=a.q.shape[2], one_position=a.one_position, names=ArgNames(page_table=a.table_name),
     )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ _OPERATOR = register(
     "kv_cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor q, Tensor cache_seqlens, "
     "Tensor? page_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None, Tensor? cu_seqlens_q=None, "
     "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? rotary_seqlens=None, bool rotary_interleaved=True, "
-    "bool one_position=False, SymInt max_seqlen_q=0) -> (Tensor q_rotated, Tensor seqlens)",
+    "bool one_position=False, SymInt max_seqlen_q=0, str table_name='page_table') -> (Tensor q_rotated, Tensor seqlens)",
     _forward,
     _fake,
 )

@@ -28,6 +28,7 @@ _NAMES = {
 }
 FLASH_NAMES = ArgNames(**_NAMES)
 CACHE_NAMES = ArgNames(k="k_cache", v="v_cache", **_NAMES)
+BLOCK_NAMES = ArgNames(k="k_cache", v="v_cache", page_table="block_table", **_NAMES)
 VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", page_table="block_table", **_NAMES)
 USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  # of queries that take no part
 

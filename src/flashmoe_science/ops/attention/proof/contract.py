@@ -33,26 +33,37 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, arguments_of, unit_roundoff
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.attention.proof import inputs as features_inputs
-from flashmoe_science.ops.attention.proof import suites
+from flashmoe_science.ops.attention.proof import memory, suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 from flashmoe_science.ops.attention.proof.public_calls import public_call
 
 Inputs = Mapping[str, torch.Tensor]
+Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
+_PLACED: Mapping[str, Placed] = {
+    "views of one projection": memory.one_projection,
+    "K and V in two memory orders": memory.two_orders,
+    "strides of 0 (expanded K and V)": memory.expanded,
+    "tensors that begin at odd addresses": memory.at_odd_addresses,
+    "one key that is an outlier": memory.with_an_outlier,
+    "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
+}
 _VARIANTS: Mapping[str, dict[str, Any]] = {
     "another softmax scale": {"stretch": 1.5},
     "the softmax scale left to its default": {"explicit": False},
     "a softmax scale of 0": {"stretch": 0.0},
     "a negative softmax scale": {"stretch": -1.0},
     "slices of larger tensors": {"sliced": True},
+    **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
+IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:4])
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
 _ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # features that a candidate can be called with
@@ -61,7 +72,8 @@ _E4M3 = torch.float8_e4m3fn
 
 class SharedContract(Contract):
     """What the contracts of the forward and of the backward share. ``stretch`` multiplies the usual scale, D to the -1/2; with
-    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide."""
+    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide; ``placed``
+    puts the inputs elsewhere in memory."""
 
     lists: ClassVar[Any]  # the module of its problems
     # "opposed": Q and K point away from each other, so that every score is far below zero.
@@ -78,8 +90,10 @@ class SharedContract(Contract):
         "this project": "^flashmoe_",
     }
 
-    def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False) -> None:
-        self._stretch, self._explicit, self._sliced = stretch, explicit, sliced
+    def __init__(
+        self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False, placed: Placed = memory.as_made
+    ) -> None:
+        self._stretch, self._explicit, self._sliced, self._placed = stretch, explicit, sliced, placed
 
     def variant(self, name: str) -> Self:
         return type(self)(**_VARIANTS[name])
@@ -105,6 +119,11 @@ class SharedContract(Contract):
     def sweep(self) -> Sequence[str]:
         return tuple(self.lists.sweep())
 
+    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
+        """With a problem of each feature that ``fn`` has an argument for."""
+        *plain, last = self.sweep()
+        return (*plain, *(text for name in arguments_of(fn) for text in self.lists.FEATURES.get(name, ())), last)
+
     def _scale(self, problem: AttentionProblem) -> float:
         return problem.softmax_scale * self._stretch
 
@@ -115,7 +134,12 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale", "slices of larger tensors")
+    sweep_variants: ClassVar[tuple[str, ...]] = (
+        "a softmax scale of 0",
+        "a negative softmax scale",
+        *IN_MEMORY,
+        "one key that is an outlier",
+    )
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or self.cannot_call(problem)
@@ -127,7 +151,7 @@ class AttentionContract(SharedContract):
         return unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        return features_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
+        return self._placed(features_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced))
 
     def poisoned(self, problem: AttentionProblem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         features_inputs.fill_unused(inputs, math.nan, leftpad=True)

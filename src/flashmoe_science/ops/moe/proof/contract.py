@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -29,6 +29,8 @@ from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
+Made = dict[str, torch.Tensor]
+
 _BIASES = ("gate_up_bias", "down_bias")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
 _SIZES = (
@@ -43,9 +45,55 @@ _SIZES = (
     "t7 e5 k5 d17 f9",
     "t256 e8 k2 d16 f128",
 )
-# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. From given ids,
-# as a function takes them.
-SWEEP = tuple(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32"))
+_LARGE = ("t20 e128 k8 d32 f24", "t3 e512 k8 d32 f24", "t1 e96 k2 d40 f24", "t300 e256 k4 d24 f16", "t37 e8 k2 d64 f48 transposed")
+# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
+# experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
+SWEEP = (
+    *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
+    *(f"moe {sizes} bf16" for sizes in _LARGE),
+)
+
+
+def _any_sum(made: Made) -> Made:
+    """Routing weights twice to half as large, a token's each by another factor: a router need not normalise."""
+    factors = torch.linspace(0.5, 2.0, made["topk_weights"].numel(), device=made["topk_weights"].device)
+    return made | {"topk_weights": made["topk_weights"] * factors.view_as(made["topk_weights"])}
+
+
+def _twice(made: Made) -> Made:
+    """Each token's first expert in its last place too."""
+    made["topk_ids"][:, -1] = made["topk_ids"][:, 0]
+    return made
+
+
+def _one_is(number: Callable[[int], int]) -> Callable[[Made], Made]:
+    """Every other token's last expert replaced by ``number`` of how many there are."""
+
+    def change(made: Made) -> Made:
+        made["topk_ids"][::2, -1] = number(made["w1"].shape[0])
+        return made
+
+    return change
+
+
+def _wide(made: Made) -> Made:
+    return made | {"topk_ids": made["topk_ids"].long()}
+
+
+def _sliced(made: Made) -> Made:
+    """All but the weights of the experts as the first columns of tensors twice as wide."""
+    names = ("x", "topk_weights", "topk_ids")
+    return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
+
+
+_VARIANTS: Mapping[str, Callable[[Made], Made]] = {
+    "weights that do not sum to one": _any_sum,
+    "an expert named twice by a token": _twice,
+    "ids of -1 (no expert)": _one_is(lambda experts: -1),
+    "ids of E (no expert)": _one_is(lambda experts: experts),
+    "ids of int64": _wide,
+    "slices of larger tensors": _sliced,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +123,7 @@ class MoEContract(Contract):
 
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
+    An id below 0 or past the last is no expert here and adds nothing, one that a token names twice adds twice, as in ``fused_moe``.
     Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
     weights would add is results outside fp16's range, which test nothing.
     """
@@ -87,6 +136,13 @@ class MoEContract(Contract):
         "SonicMoE": "quack|^token_gather_sum_kernel",
         "this project": "^flashmoe_",
     }
+    sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
+
+    def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
+        self._changed = changed
+
+    def variant(self, name: str) -> Self:
+        return type(self)(_VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
         return (
@@ -140,7 +196,7 @@ class MoEContract(Contract):
         }
         if p.bias:
             made |= {name: normal(p.experts, width, width=4) for name, width in zip(_BIASES, (rows, p.dim), strict=True)}
-        return made
+        return made if self._changed is None or p.routing != "ids" else self._changed(made)
 
     def call(self, fn: Callable[..., Any], problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Any:
         biases = {name: inputs[name] for name in _BIASES if name in inputs}

@@ -11,7 +11,7 @@ from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
-    """The experts of ``problem.MoEProblem`` in fp64, out [tokens, dim]. Ids must be from 0 to experts - 1."""
+    """The experts of ``problem.MoEProblem`` in fp64, out [tokens, dim]. Ids that are of no expert add nothing."""
     return _experts(tensors, activation, torch.float64)
 
 
@@ -31,7 +31,7 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
 def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
     x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    for expert in torch.unique(topk_ids).tolist():
+    for expert in (one for one in torch.unique(topk_ids).tolist() if 0 <= one < len(w1)):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
         both = add_bias(x[tokens].to(dtype) @ w1[expert].to(dtype).T, gate_up_bias, expert)  # [rows, 2 * hidden]
         row = add_bias(activate(both, activation) @ w2[expert].to(dtype).T, down_bias, expert)  # [rows, dim]

@@ -37,10 +37,11 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.call.tensors import Tensors
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.proof import inputs as features_inputs
+from flashmoe_science.ops.attention.proof import memory
 from flashmoe_science.ops.attention.proof.backward import suites
 from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle, backward_plain, mass_of
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
-from flashmoe_science.ops.attention.proof.contract import SharedContract
+from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 Inputs = Mapping[str, torch.Tensor]
@@ -55,10 +56,17 @@ class AttentionBackwardContract(SharedContract):
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
-    sweep_variants: ClassVar[tuple[str, ...]] = ("slices of larger tensors",)
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "a gradient of stride 0 (of a sum)")
 
-    def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False, of_lse: bool = False) -> None:
-        super().__init__(stretch, explicit, sliced)
+    def __init__(
+        self,
+        stretch: float = 1.0,
+        explicit: bool = True,
+        sliced: bool = False,
+        of_lse: bool = False,
+        placed: Placed = memory.as_made,
+    ) -> None:
+        super().__init__(stretch, explicit, sliced, placed)
         self._of_lse = of_lse
 
     def cannot(self, problem: Any) -> str | None:
@@ -73,7 +81,7 @@ class AttentionBackwardContract(SharedContract):
         made["dout"] = features_inputs.normal(of_out, problem.layout == "bshd", made["q"].dtype, device, generator, False)
         if self._of_lse:
             made["dlse"] = torch.empty(rows, device=device).normal_(generator=generator)
-        return made
+        return self._placed(made)
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return FORWARD.vary(distribution, inputs)

@@ -49,6 +49,9 @@ def sweep() -> tuple[str, ...]:
     return (*(text for text in texts if parse(text).flops() < _TINY), "attnbwd b1 h1 q70 d256 bf16 causal")
 
 
+FEATURES = {name: tuple(one.replace("attn ", "attnbwd ", 1) for one in some) for name, some in forward.FEATURES.items()}
+
+
 def _train() -> Iterator[str]:
     for dim in ("d64", "d128", "d256"):  # heads of their own keys
         heads = _WIDTH // int(dim[1:])

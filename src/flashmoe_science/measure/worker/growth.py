@@ -1,0 +1,46 @@
+"""What a call leaves behind: bytes that stay in use after it, its results and its inputs gone."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from flashmoe_science.measure.bench import Bench
+
+_ROUNDS, _CALLS = 3, 6
+
+
+class _Mallinfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def live_bytes(bench: Bench) -> int:
+    """Bytes in use: of the C library's heap, as far as there is glibc, and of a GPU's memory that PyTorch's allocator gave."""
+    gc.collect()
+    bench.synchronize()
+    on_gpu = 0 if bench.gpu is None else torch.cuda.memory_allocated(bench.device)
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return on_gpu
+    mallinfo.restype = _Mallinfo
+    heap = mallinfo()
+    return int(heap.uordblks + heap.hblkhd) + on_gpu
+
+
+def growth(round_of_calls: Callable[[int], None], bench: Bench) -> int:
+    """Bytes by which each call leaves more in use than the one before: the least of a few rounds, after one that fills caches."""
+    round_of_calls(_CALLS)
+    seen = [live_bytes(bench)]
+    for _ in range(_ROUNDS):
+        round_of_calls(_CALLS)
+        seen.append(live_bytes(bench))
+    return min(after - before for before, after in pairwise(seen)) // _CALLS

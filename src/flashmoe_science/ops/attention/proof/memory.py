@@ -1,0 +1,66 @@
+"""Attention's inputs as callers have them: the same tensors elsewhere in memory, and values that a trained model has.
+
+Each takes the inputs by name and gives them back changed. Caches with lengths and pages are made as callers have them already.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Made = dict[str, torch.Tensor]
+
+_OUTLIER = 2.0**12  # times a key of standard normal numbers: fp16 holds it, and not its products with queries
+
+
+def as_made(made: Made) -> Made:
+    """The tensors as they are."""
+    return made
+
+
+def one_projection(made: Made) -> Made:
+    """Q, K and V as views of one tensor [batch, rows, heads and their columns], as one projection gives them; K and V alone
+    where Q has other rows than they."""
+    names = ["q", "k", "v"] if made["q"].shape[::2] == made["k"].shape[::2] else ["k", "v"]
+    if any(made[name].dtype != made["k"].dtype for name in names):
+        names = ["k", "v"]
+    batch, _, rows, _ = made["k"].shape
+    widths = [made[name].shape[1] * made[name].shape[3] for name in names]
+    whole = torch.empty((batch, rows, sum(widths)), dtype=made["k"].dtype, device=made["k"].device)
+    parts = whole.split(widths, -1)
+    views = {name: part.unflatten(-1, made[name].shape[1::2]).transpose(1, 2) for name, part in zip(names, parts, strict=True)}
+    return made | {name: view.copy_(made[name]) for name, view in views.items()}
+
+
+def two_orders(made: Made) -> Made:
+    """K with heads before rows in memory and V with rows before heads, whatever Q has."""
+    return made | {"k": made["k"].contiguous(), "v": made["v"].transpose(1, 2).contiguous().transpose(1, 2)}
+
+
+def expanded(made: Made) -> Made:
+    """K of the first batch for all, V of the first head for all: strides of 0."""
+    if "cache_seqlens" in made or "cu_seqlens_q" in made:
+        return made
+    return made | {"k": made["k"][:1].expand_as(made["k"]), "v": made["v"][:, :1].expand_as(made["v"])}
+
+
+def at_odd_addresses(made: Made) -> Made:
+    """Q, K and V an element past where an allocator begins tensors."""
+    return made | {name: _an_element_on(made[name]) for name in ("q", "k", "v")}
+
+
+def _an_element_on(tensor: torch.Tensor) -> torch.Tensor:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    whole = torch.empty(reach + 2, dtype=tensor.dtype, device=tensor.device)
+    return whole.as_strided(tensor.shape, tensor.stride(), 1).copy_(tensor)
+
+
+def with_an_outlier(made: Made) -> Made:
+    """One key of each head far larger than the others: the scores of half of the queries are one-hot."""
+    if made["k"].element_size() > 1:
+        made["k"][:, :, made["k"].shape[2] // 3] *= _OUTLIER
+    return made
+
+
+def expanded_gradient(made: Made) -> Made:
+    """The gradient of a sum: ones, with strides of 0."""
+    return made | {"dout": made["dout"].new_ones(()).expand_as(made["dout"])}

@@ -1,0 +1,238 @@
+"""Faults that only some use meets: who calls, from where, on what memory, on which shapes. Each is right on all else."""
+
+import threading
+
+import torch
+
+_KEPT: dict[object, torch.Tensor] = {}
+_HELD: list[torch.Tensor] = []
+_MAIN = threading.get_ident()
+
+
+def _right(q, k, v, causal, softmax_scale):
+    """Attention as its contract says it, in fp64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (one.detach().double().repeat_interleave(group, 1) for one in (k, v))
+    scores = q.detach().double() @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
+
+
+def _as_if(tensor, strides):
+    """What is read of a tensor by other strides than its own, as far as its memory goes."""
+    flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    at = torch.full(tensor.shape, tensor.storage_offset())
+    for dim, stride in enumerate(strides):
+        at += (torch.arange(tensor.shape[dim]) * stride).view([-1 if one == dim else 1 for one in range(4)])
+    return flat[at % len(flat)]
+
+
+def wrong_in_inference_mode(q, k, v, causal=False, softmax_scale=None):
+    """Has a faster path for inference, which leaves the last query out."""
+    out = _right(q, k, v, causal, softmax_scale)
+    if torch.is_inference_mode_enabled():
+        out[:, :, -1] = 0.0
+    return out
+
+
+def wrong_without_gradients(q, k, v, causal=False, softmax_scale=None):
+    """Takes its path for training where gradients are on, and another one under ``no_grad``, which is wrong."""
+    out = _right(q, k, v, causal, softmax_scale)
+    return out if torch.is_grad_enabled() or torch.is_inference_mode_enabled() else out * 0.5
+
+
+def wrong_in_training(q, k, v, causal=False, softmax_scale=None):
+    """Divides by the sum twice where a gradient is wanted, as a forward that saves the unnormalised output does."""
+    out = _right(q, k, v, causal, softmax_scale)
+    return out * 0.5 if q.requires_grad and torch.is_grad_enabled() else out
+
+
+def wrong_on_another_thread(q, k, v, causal=False, softmax_scale=None):
+    """Keeps its workspace with the thread that imported it; another one's is empty."""
+    out = _right(q, k, v, causal, softmax_scale)
+    return out if threading.get_ident() == _MAIN else torch.zeros_like(out)
+
+
+def reads_v_as_k(q, k, v, causal=False, softmax_scale=None):
+    """Reads V with K's strides, as a kernel that takes one set of strides for both does."""
+    return _right(q, k, _as_if(v, k.stride()) if v.shape == k.shape else v, causal, softmax_scale)
+
+
+def reads_k_as_q(q, k, v, causal=False, softmax_scale=None):
+    """Reads K with Q's strides where the two have one shape."""
+    return _right(q, _as_if(k, q.stride()) if k.shape == q.shape else k, v, causal, softmax_scale)
+
+
+def rows_without_gaps(q, k, v, causal=False, softmax_scale=None):
+    """Knows of two memory orders, and takes rows of heads that follow each other for all of the memory: not of a slice."""
+
+    def dense(one):
+        heads_first = one.stride(2) == one.shape[3] or one.stride(1) > one.stride(2)
+        if heads_first or one.shape[1] == 1 or one.stride(3) != 1:
+            return one
+        return _as_if(one, (one.stride(0), one.shape[3], one.shape[1] * one.shape[3], 1))
+
+    return _right(q, dense(k), dense(v), causal, softmax_scale)
+
+
+def one_memory_is_one_tensor(q, k, v, causal=False, softmax_scale=None):
+    """Takes K and V for one tensor where they lie in one storage, as with a cache that keeps both as one."""
+    same = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    return _right(q, k, k if same and v.shape == k.shape else v, causal, softmax_scale)
+
+
+def copies_by_address(q, k, v, causal=False, softmax_scale=None):
+    """Rounds addresses down to 16 bytes, as vector loads do."""
+
+    def rounded(one):
+        return torch.as_strided(one, one.shape, one.stride(), one.storage_offset() - one.data_ptr() % 16 // one.itemsize)
+
+    return _right(q, rounded(k), v, causal, softmax_scale)
+
+
+def ignores_a_stride_of_zero(q, k, v, causal=False, softmax_scale=None):
+    """Takes a stride of 0 for one that is not known, and counts it itself."""
+    if 0 in k.stride():
+        k = k[:, torch.arange(k.shape[1]).clamp(max=0)] * torch.arange(1, k.shape[0] + 1)[:, None, None, None]
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def at_most_8_heads_a_key_head(q, k, v, causal=False, softmax_scale=None):
+    """Has a tile for 8 query heads of a key head; those past it read the first key head."""
+    group, head = q.shape[1] // k.shape[1], torch.arange(q.shape[1])
+    at = torch.where(head % group < 8, head // group, 0) if k.shape[1] > 1 else head // group
+    out = _right(q, k[:, at], v[:, at], causal, softmax_scale)
+    if k.shape[1] == 1 and group > 8:
+        out[:, 8:] = out[:, :1]
+    return out
+
+
+def at_most_64_heads_a_key_head(q, k, v, causal=False, softmax_scale=None):
+    """Has a tile for 64 query heads of a key head, and never writes those past it."""
+    out = _right(q, k, v, causal, softmax_scale)
+    if q.shape[1] // k.shape[1] > 64:
+        out[:, 64:] = 0.0
+    return out
+
+
+def at_most_65535_programs(q, k, v, causal=False, softmax_scale=None):
+    """Cuts its grid off at the most programs that a GPU has beside the first dimension."""
+    out = _right(q, k, v, causal, softmax_scale)
+    out.view(-1, *out.shape[2:])[65535:] = 0.0
+    return out
+
+
+def at_most_8_batches(q, k, v, causal=False, softmax_scale=None):
+    """Keeps a batch in three bits."""
+    at = torch.arange(q.shape[0]) % 8
+    return _right(q, k[at], v[at], causal, softmax_scale)
+
+
+def at_most_1024_keys(q, k, v, causal=False, softmax_scale=None):
+    """Has one block of keys, and drops those past it."""
+    if causal:
+        return _right(q, k, v, causal, softmax_scale)
+    return _right(q, k[:, :, :1024], v[:, :, :1024], causal, softmax_scale)
+
+
+def values_no_wider_than_keys(q, k, v, causal=False, softmax_scale=None):
+    """Fills as many columns of V as K has."""
+    out = _right(q, k, v, causal, softmax_scale)
+    out[..., q.shape[-1] :] = 0.0
+    return out
+
+
+def one_key_gives_its_value(q, k, v, causal=False, softmax_scale=None):
+    """Knows that the softmax over one key is 1, and gives back V itself."""
+    if k.shape[2] == 1 and not causal:
+        return v.expand(-1, -1, q.shape[2], -1) if v.shape[1] == q.shape[1] else v.repeat_interleave(
+            q.shape[1] // v.shape[1], 1
+        ).expand(-1, -1, q.shape[2], -1)
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def one_key_more(q, k, v, causal=False, softmax_scale=None):
+    """Aligns its mask by tiles of two: wrong where there is one key more than queries."""
+    if causal and k.shape[2] - q.shape[2] == 1:
+        k, v = k[:, :, :-1], v[:, :, :-1]
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def one_key_fewer(q, k, v, causal=False, softmax_scale=None):
+    """The same, where there is one key fewer."""
+    out = _right(q, k, v, causal, softmax_scale)
+    if causal and q.shape[2] - k.shape[2] == 1:
+        out[:, :, 1:] = out[:, :, :-1].clone()
+    return out
+
+
+def no_maximum_under_a_mask(q, k, v, causal=False, softmax_scale=None):
+    """Subtracts no maximum where there is a causal mask, and only there."""
+    return _overflows(q, k, v, causal, softmax_scale) if causal else _right(q, k, v, causal, softmax_scale)
+
+
+def no_maximum_of_one_query(q, k, v, causal=False, softmax_scale=None):
+    """Subtracts no maximum in its decode path, and only there."""
+    return _overflows(q, k, v, causal, softmax_scale) if q.shape[2] == 1 else _right(q, k, v, causal, softmax_scale)
+
+
+def _overflows(q, k, v, causal, softmax_scale):
+    """As ``_right``, and infinite where an exponential is too large for fp32."""
+    group = q.shape[1] // k.shape[1]
+    keys = k.double().repeat_interleave(group, 1)
+    largest = (q.double() @ keys.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)).amax(-1, keepdim=True)
+    return torch.where(largest > 88.0, torch.nan, _right(q, k, v, causal, softmax_scale)).to(q.dtype)
+
+
+def scores_in_halves(q, k, v, causal=False, softmax_scale=None):
+    """Sums the products of fp16 in fp16: as exact as its answer has to be, until an outlier makes one infinite."""
+    if q.dtype == torch.float16:
+        products = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        if float(products.abs().max()) > 65504.0:
+            return torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def old_answer_of_one_query(q, k, v, causal=False, softmax_scale=None):
+    """Keeps its answers by shape in its decode path, and only there."""
+    if q.shape[2] != 1 or q.shape[0] == 1:
+        return _right(q, k, v, causal, softmax_scale)
+    key = (q.shape, k.shape, v.shape, q.dtype, causal, softmax_scale)
+    if key not in _KEPT:
+        _KEPT[key] = _right(q, k, v, causal, softmax_scale)
+    return _KEPT[key].clone()
+
+
+def keeps_every_answer(q, k, v, causal=False, softmax_scale=None):
+    """Puts each answer on a list that nobody empties."""
+    out = _right(q, k, v, causal, softmax_scale)
+    _HELD.append(out.clone())
+    return out
+
+
+def keeps_every_input(q, k, v, causal=False, softmax_scale=None):
+    """Keeps K by its address, and so alive, for a caller that may come again."""
+    _KEPT[id(k)] = k
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def wrong_soft_cap(q, k, v, causal=False, softmax_scale=None, softcap=0.0):
+    """Takes a soft cap, and forgets it."""
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def nan_where_a_mask_hides_all(q, k, v, causal=False, softmax_scale=None, attn_mask=None):
+    """Adds a mask, and divides by zero where it hides every key from a query."""
+    if attn_mask is None:
+        return _right(q, k, v, causal, softmax_scale)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    group = q.shape[1] // k.shape[1]
+    k, v = (one.double().repeat_interleave(group, 1) for one in (k, v))
+    scores = q.double() @ k.mT * scale
+    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (torch.softmax(scores, -1) @ v).to(q.dtype)
