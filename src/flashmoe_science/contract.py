@@ -115,7 +115,9 @@ class Contract:
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "huge")
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
-    # More of them, for the sweep alone.
+    # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALLED).
+    calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
+    # More variants, for the sweep alone.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:

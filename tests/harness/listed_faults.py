@@ -146,6 +146,49 @@ GPU = (
     fault("gpu/races", "correctness", "promised the same bits", problem="attn b1 h2 q100 d64 fp32"),
 )
 
+# Faults that only the sweep of ``flashmoe check`` and ``flashmoe prove`` meets: the problem of the sweep, None for its first.
+ONE_QUERY = "attn b2 h2 q1 k200 d64"
+SWEPT = (
+    fault("wrong_in_inference_mode", "", r"wrong under torch.inference_mode\(\)", problem=None),
+    fault("wrong_without_gradients", "", r"wrong under torch.no_grad\(\)", problem=None),
+    fault("wrong_in_training", "", "wrong on inputs that require gradients", problem=None),
+    fault("wrong_on_another_thread", "", "wrong on another thread", problem=None),
+    fault("reads_v_as_k", "", "wrong with K and V in two memory orders", problem=None),
+    fault("reads_k_as_q", "", "wrong with K and V in two memory orders|wrong with strides of 0", problem="attn b2 h3 q70 d64 bshd"),
+    fault("rows_without_gaps", "", "wrong with views of one projection", problem=None),
+    fault("one_memory_is_one_tensor", "", "wrong with views of one projection", problem=None),
+    fault("copies_by_address", "", "wrong with tensors that begin at odd addresses", problem=None),
+    fault("ignores_a_stride_of_zero", "", "wrong with strides of 0", problem=None),
+    fault("at_most_8_heads_a_key_head", "", "maximum error", problem="attn b1 h16 hk1 q20 d64"),
+    fault("at_most_64_heads_a_key_head", "", "maximum error", problem="attn b1 h128 hk1 q1 k40 d64"),
+    fault("at_most_65535_programs", "", "maximum error", problem="attn b64 h1025 q1 k2 d8"),
+    fault("at_most_8_batches", "", "maximum error", problem="attn b9 h2 q33 d32 causal"),
+    fault("at_most_1024_keys", "", "maximum error", problem="attn b1 h2 q3 k1100 d64"),
+    fault("values_no_wider_than_keys", "", "maximum error", problem="attn b1 h2 q70 d64 dv128"),
+    fault("one_key_gives_its_value", "", "memory of an input", problem="attn b1 h2 q70 k1 d64"),
+    fault("one_key_more", "", "maximum error", problem="attn b1 h2 q64 k65 d64 causal"),
+    fault("one_key_fewer", "", "maximum error", problem="attn b1 h2 q65 k64 d64 causal"),
+    fault("no_maximum_under_a_mask", "", "wrong on inputs that are large", problem="attn b1 h2 q24 k40 d64 causal"),
+    fault("no_maximum_of_one_query", "", "wrong on inputs that are large", problem=ONE_QUERY),
+    fault("scores_in_halves", "", "wrong with one key that is an outlier", problem=None),
+    fault("old_answer_of_one_query", "", "the output of an earlier call", problem=ONE_QUERY),
+    fault("keeps_every_answer", "", "its memory grows with each call", problem=None),
+    fault("keeps_every_input", "", "its memory grows with each call", problem=None),
+    fault("wrong_soft_cap", "", "it is right for no soft cap", problem="attn b2 h2 q40 k60 d64 bf16 causal softcap2"),
+    fault("nan_where_a_mask_hides_all", "", "see no key", problem="attn b2 h2 q40 k33 d64 bf16 causal boolmask"),
+    fault("moe_at_most_64_experts", "", "maximum error", problem="moe t20 e128 k8 d32 f24"),
+    fault("moe_at_most_256_experts", "", "maximum error", problem="moe t64 e512 k8 d32 f24"),
+    fault("moe_minus_one_is_the_last", "", r"wrong with ids of -1", problem=None),
+    fault("moe_past_the_last_is_the_last", "", r"wrong with ids of E", problem=None),
+    fault("moe_counts_an_expert_once", "", "wrong with an expert named twice", problem=None),
+    fault("moe_divides_by_the_sum", "", "wrong with weights that do not sum to one", problem=None),
+    fault("moe_at_most_1024_pairs", "", "maximum error", problem="moe t300 e256 k4 d24 f16"),
+    fault("moe_reads_weights_as_rows", "", "maximum error", problem="moe t37 e8 k2 d64 f48 transposed"),
+    fault("moe_reads_ids_as_int32", "", "wrong with ids of int64", problem=None),
+    fault("moe_reads_ids_in_a_row", "", "wrong with slices of larger tensors", problem=None),
+    fault("no_maximum_of_the_inputs", "", "on inputs that are huge", problem=None),
+)
+
 
 HARMLESS = {"floods_its_output", "leaves_an_idle_thread", "moves_the_random_state"}
 

@@ -212,8 +212,8 @@ class Sweep:
             self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
         for name in (*self.opened.variants, *self.opened.sweep_variants):
             self._add(right, name, partial(_with_variant, variant=name))
-        for under, words in CALLED.items():
-            self._add(right, words, partial(Exam.one_call, under=under))
+        for under in self.opened.calls:
+            self._add(right, CALLED[under], partial(Exam.one_call, under=under))
         if self.bench.gpu is not None:
             self._add(right, ON_A_STREAM, Exam.on_a_stream)
         self._add(right, GROWS, Exam.again_and_again)

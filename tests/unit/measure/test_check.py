@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.harness.listed_faults import PLANTED
+from tests.harness.listed_faults import PLANTED, SWEPT, Fault
 
-from flashmoe_science.contract import built_in
+from flashmoe_science.contract import built_in, contract_of
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, check_function
 from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
+from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
@@ -50,7 +52,7 @@ def swept(spec: str, *problems: str, child: Callable[[Any], Any] = lambda home: 
     handover = Memory()
     worker, oracle = Worker(CPU, handover, trusted=False), Oracle(handover, CPU.device)
     opened = Opened.model_validate(worker.open(spec, ""))
-    oracle.open(opened.contract)
+    oracle.open(opened.contract if opened.built_in else spec)
     home = Here(worker.command)
     sweep = Sweep(CPU, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
     sweep.go(parse_problem(text) for text in problems)
@@ -116,6 +118,17 @@ def test_a_fault_has_words_and_a_code(name: str, code: str, words: str) -> None:
     found = [one for one in swept(PLANTED[name], "attn b1 h2 q16 d16 fp32").checked if code in one.codes]
     assert found
     assert words in "; ".join(found[0].reasons)
+
+
+@pytest.mark.parametrize("one", SWEPT, ids=lambda one: one.name)
+def test_a_fault_of_real_use_is_named(one: Fault) -> None:
+    """On the problem of the contract's sweep that meets it."""
+    contract, fn = contract_of(load(one.spec)), load(one.spec)
+    sweep = [str(text) for text in contract.sweep_of(fn)]
+    problem = sweep[0] if one.problem is None else next(text for text in sweep if text.startswith(one.problem))
+    result = result_of(swept(one.spec, problem))
+    wrong = [checked.words for checked in result.of("wrong")]
+    assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
 
 
 def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:

@@ -81,15 +81,15 @@ _SWEPT = (
     "b1 h2 q65 k64 d64 causal",
     "b2 h4 hk2 q1 k1 d64",
     "b1 h2 q257 d32",
-    "b1 h2 q3 k1025 d64",
-    "b1 h2 q1 k2049 d64",
+    "b1 h2 q3 k1100 d64",
+    "b1 h2 q1 k2200 d64",
     # Many query heads of a key head, many batches, more programs than a grid's second dimension has, values wider than keys.
     "b1 h16 hk1 q20 d64",
     "b2 h32 hk2 q3 k70 d64 causal",
     "b1 h64 hk2 q5 k33 d64",
     "b1 h128 hk1 q1 k40 d64",
     "b9 h2 q33 d32 causal",
-    "b2048 h33 q1 k2 d8",
+    "b64 h1025 q1 k2 d8",
     "b1 h2 q70 d64 dv128",
     # [batch, seq, heads, head_dim] in memory, alone and with the rest.
     "b3 h8 hk2 q1 k129 d64 causal bshd",

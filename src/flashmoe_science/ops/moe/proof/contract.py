@@ -45,7 +45,7 @@ _SIZES = (
     "t7 e5 k5 d17 f9",
     "t256 e8 k2 d16 f128",
 )
-_LARGE = ("t20 e128 k8 d32 f24", "t3 e512 k8 d32 f24", "t1 e96 k2 d40 f24", "t300 e256 k4 d24 f16", "t37 e8 k2 d64 f48 transposed")
+_LARGE = ("t20 e128 k8 d32 f24", "t64 e512 k8 d32 f24", "t1 e256 k8 d40 f24", "t300 e256 k4 d24 f16", "t37 e8 k2 d64 f48 transposed")
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
 # experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
 SWEEP = (

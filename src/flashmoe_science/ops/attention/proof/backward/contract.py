@@ -10,8 +10,13 @@ each. Scores accumulated in fp32 err by ``s`` as in the forward, and sums of fp3
 ``e = 6 u + 2 s + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by
 ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums.
 RMS and mean are held to half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts:
-gradients as small as that are lost without a loss scale. ``f`` alone is added to the rounding floor: where all else is exact,
-as with inputs that are all alike, sums in fp32 differ with their order.
+gradients as small as that are lost without a loss scale.
+
+To the rounding floor is added what the plain maths may be spared by luck, as on inputs that are all alike: ``f``, as sums in
+fp32 differ with their order, and that O is rounded to the input dtype before it comes. Delta then errs by ``u sum(|dO| |O|)``,
+with one sign where all elements of O are alike, and through it dQ by ``scale`` times that times ``|P K|``, dK by ``scale`` times
+the sum over queries of that times ``P |Q|``, a sink's gradient by the sum of that times the sink's probability, dS by ``P``
+times that.
 """
 
 from __future__ import annotations
@@ -39,7 +44,13 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 from flashmoe_science.ops.attention.proof import inputs as features_inputs
 from flashmoe_science.ops.attention.proof import memory
 from flashmoe_science.ops.attention.proof.backward import suites
-from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle, backward_plain, mass_of
+from flashmoe_science.ops.attention.proof.backward.oracle import (
+    backward_oracle,
+    backward_plain,
+    expansion_of,
+    mass_of,
+    of_rounded_out,
+)
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
 from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
@@ -56,6 +67,7 @@ class AttentionBackwardContract(SharedContract):
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
+    calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
     sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "a gradient of stride 0 (of a sum)")
 
     def __init__(
@@ -116,7 +128,8 @@ class AttentionBackwardContract(SharedContract):
         )
 
     def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
-        return _errors(self._for_backward(problem, inputs), _sums(problem))
+        given, unit = self._for_backward(problem, inputs), unit_roundoff(inputs["q"].dtype)
+        return tuple(map(sum, zip(_errors(given, _sums(problem)), (unit * one for one in of_rounded_out(given)), strict=True)))
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         given = self._for_backward(problem, inputs)
@@ -157,7 +170,7 @@ def _errors(given: BackwardInputs, relative: float) -> tuple[float, ...]:
     if given.wanted.dsinks:
         every.append(mass.sink)
     if given.wanted.dbias and x.bias is not None:
-        every.append(mass.element * math.prod(x.bias.shape[dim] for dim in range(4) if x.bias.stride(dim) == 0))
+        every.append(mass.element * expansion_of(x.bias))
     return tuple(relative * one for one in every)
 
 

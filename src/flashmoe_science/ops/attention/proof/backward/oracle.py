@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,6 +72,36 @@ def mass_of(inputs: BackwardInputs) -> Mass:
         if masses.numel():
             found[:2] = (max(old, new.max().item()) for old, new in zip(found, masses, strict=False))
     return Mass(found[0], found[3], found[1], found[2], of_sinks.max().item())
+
+
+def of_rounded_out(inputs: BackwardInputs) -> tuple[float, ...]:
+    """The most that each wanted gradient moves by, in fp64, where every element of O in delta moves by a part of itself of 1."""
+    call, x = _call(inputs, torch.float64), inputs.tensors
+    sinks = x.q.new_zeros(x.q.shape[1], dtype=torch.float64)
+    of_q = of_k = of_bias = 0.0
+    for one in sequences(call):
+        keys = torch.zeros_like(one.k)
+        for chunk in chunks_of(call, one, CHUNK_SCORES, False):
+            weights, _ = _weights(call, one, chunk, torch.float64)
+            rows = slice(one.row + chunk.first, one.row + chunk.last)
+            visible = (chunk.heads, None, slice(chunk.low, chunk.high))
+            dout = grouped(inputs.saved.dout[one.place, :, rows].double(), one)[chunk.heads]
+            delta = (dout * (weights @ one.v[visible])).abs().sum(-1, keepdim=True)  # what it moves by
+            queries = grouped(one.q[:, chunk.first : chunk.last], one)[chunk.heads]
+            keys[chunk.heads, chunk.low : chunk.high] += ((weights * delta).mT @ queries.abs()).sum(1)
+            grouped(sinks, one)[chunk.heads] += ((1.0 - weights.sum(-1)) * delta[..., 0]).sum(-1)
+            if weights.numel():
+                of_q = max(of_q, ((weights @ one.k[visible]).abs() * delta).max().item())
+                of_bias = max(of_bias, (weights * delta).max().item())
+        of_k = max(of_k, keys.max().item() if keys.numel() else 0.0)
+    scale = abs(inputs.softmax_scale)
+    every = (of_q * scale, of_k * scale, 0.0, sinks.max().item(), of_bias * expansion_of(x.bias))
+    return tuple(one for one, wanted in zip(every, inputs.wanted, strict=True) if wanted)
+
+
+def expansion_of(bias: torch.Tensor | None) -> int:
+    """Over how many elements of a bias each of what is expanded to it is spread."""
+    return 1 if bias is None else math.prod(size for size, stride in zip(bias.shape, bias.stride(), strict=True) if not stride)
 
 
 def _inputs_of(inputs: BackwardInputs) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ COMMON = ("attnbwd b8 h8 q512 d64 fp16 causal", "attnbwd b4 h16 q4096 d128 bf16"
 COMMON_CPU = ("attnbwd b1 h1 q64 d64 fp32", "attnbwd b1 h4 q128 d64 fp32 causal", "attnbwd b1 h4 q128 d64 bf16 causal")
 
 _TINY = 20_000_000  # operations
+_MOST_SHARING = 64
 _TOKENS, _WIDTH = 16384, 2048  # of a problem, over all batches; heads times head_dim
 _DTYPES = ("fp16", "bf16", "fp32")
 _SMALL = (
@@ -44,9 +45,11 @@ def small() -> tuple[str, ...]:
 
 
 def sweep() -> tuple[str, ...]:
-    """The forward's tiny problems, but those that the products of a backward make larger than tiny, and the widest head."""
-    texts = (text.replace("attn ", "attnbwd ", 1) for text in forward.sweep())
-    return (*(text for text in texts if parse(text).flops() < _TINY), "attnbwd b1 h1 q70 d256 bf16 causal")
+    """The forward's tiny problems, but those that the products of a backward make larger than tiny and those with more heads of
+    a key head than models are trained with; and the widest head."""
+    problems = (parse(text.replace("attn ", "attnbwd ", 1)) for text in forward.sweep())
+    tiny = (one for one in problems if one.flops() < _TINY and one.heads <= _MOST_SHARING * one.heads_kv)
+    return (*map(str, tiny), "attnbwd b1 h1 q70 d256 bf16 causal")
 
 
 FEATURES = {name: tuple(one.replace("attn ", "attnbwd ", 1) for one in some) for name, some in forward.FEATURES.items()}
