@@ -289,7 +289,8 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, None, None, lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, None, None,
             k_descale, v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
         )  # fmt: skip
-        others = ("cache" if block_table is None else "blocks", causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel, *window_size)
+        form = "cache" if block_table is None else "blocks"
+        others = (form, causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel, *window_size)
         found, store = cached_call(given, ALL_KEYS if length is None else length, others, softmax_scale)
         if found is not None:
             return found if return_softmax_lse else found[0]  # type: ignore[return-value]

@@ -89,11 +89,17 @@ def pytorch(
     return out.nan_to_num(nan=0.0)
 
 
+def _of_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids as indices and weights, of an id that is no expert the first one with a weight of 0."""
+    ours = (topk_ids >= 0) & (topk_ids < experts)
+    return torch.where(ours, topk_ids, 0).long(), torch.where(ours, topk_weights, 0.0)
+
+
 def token_by_token(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
     """Each pair of a token and an expert alone, products added up as a warp does it, in fp32 to the end."""
-    ids = topk_ids.long()
+    ids, topk_weights = _of_experts(topk_ids, topk_weights, len(w1))
     gate, up = (w1[ids].float() * x[:, None, None, :].float()).sum(-1).chunk(2, -1)  # [tokens, top_k, hidden]
     down = (w2[ids].float() * (silu(gate) * up)[:, :, None, :]).sum(-1)
     return (down * topk_weights[..., None]).sum(1).to(x.dtype)
@@ -104,7 +110,8 @@ def in_halves(
 ) -> torch.Tensor:
     """Every expert on every token, both products in two halves of what they sum over, and the activation rounded between."""
     tokens, dim = x.shape
-    shares = x.new_zeros(tokens, w1.shape[0], dtype=torch.float32).scatter_(1, topk_ids.long(), topk_weights)
+    shares = x.new_zeros(tokens, w1.shape[0], dtype=torch.float32)
+    shares.scatter_add_(1, *_of_experts(topk_ids, topk_weights, len(w1)))
 
     def product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         half = rows.shape[-1] // 2

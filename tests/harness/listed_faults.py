@@ -154,7 +154,9 @@ SWEPT = (
     fault("wrong_in_training", "", "wrong on inputs that require gradients", problem=None),
     fault("wrong_on_another_thread", "", "wrong on another thread", problem=None),
     fault("reads_v_as_k", "", "wrong with K and V in two memory orders", problem=None),
-    fault("reads_k_as_q", "", "wrong with K and V in two memory orders|wrong with strides of 0", problem="attn b2 h3 q70 d64 bshd"),
+    fault(
+        "reads_k_as_q", "", "wrong with K and V in two memory orders|wrong with strides of 0", problem="attn b2 h3 q70 d64 bshd"
+    ),
     fault("rows_without_gaps", "", "wrong with views of one projection", problem=None),
     fault("one_memory_is_one_tensor", "", "wrong with views of one projection", problem=None),
     fault("copies_by_address", "", "wrong with tensors that begin at odd addresses", problem=None),

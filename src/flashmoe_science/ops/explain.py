@@ -52,5 +52,7 @@ def explained(function: Callable[..., Any], arguments: Sequence[Any], options: d
         _EXPLAINING.reset(token)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     if not f"{getattr(function, '__module__', '')}.".startswith(f"{_PACKAGE}."):
-        raise TypeError(f"explain is given {name}, which is no function of {_PACKAGE} and calls none; give one of its functions")
+        raise TypeError(
+            f"explain is given {name}, which is no function of {_PACKAGE} and calls none; give one of its functions"
+        )
     return Decision("pytorch", Config(), "PyTorch's operators compute it, and no kernel of ours does", "required")

@@ -147,9 +147,11 @@ def values_no_wider_than_keys(q, k, v, causal=False, softmax_scale=None):
 def one_key_gives_its_value(q, k, v, causal=False, softmax_scale=None):
     """Knows that the softmax over one key is 1, and gives back V itself."""
     if k.shape[2] == 1 and not causal:
-        return v.expand(-1, -1, q.shape[2], -1) if v.shape[1] == q.shape[1] else v.repeat_interleave(
-            q.shape[1] // v.shape[1], 1
-        ).expand(-1, -1, q.shape[2], -1)
+        return (
+            v.expand(-1, -1, q.shape[2], -1)
+            if v.shape[1] == q.shape[1]
+            else v.repeat_interleave(q.shape[1] // v.shape[1], 1).expand(-1, -1, q.shape[2], -1)
+        )
     return _right(q, k, v, causal, softmax_scale)
 
 

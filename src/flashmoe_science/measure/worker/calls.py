@@ -229,7 +229,7 @@ class Calls:
 
 
 def _within(under: Under) -> AbstractContextManager[Any]:
-    """The mode or stream of a call, for all that is done with its tensors: those made for inference are changed under it only."""
+    """The mode or stream of a call, for all that is done with its tensors: those made for inference change under it only."""
     if under == "inference":
         return torch.inference_mode()
     if under == "no_grad":

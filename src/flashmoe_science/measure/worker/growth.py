@@ -19,7 +19,7 @@ class _Mallinfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
     ]
 
 
@@ -37,7 +37,7 @@ def live_bytes(bench: Bench) -> int:
 
 
 def growth(round_of_calls: Callable[[int], None], bench: Bench) -> int:
-    """Bytes by which each call leaves more in use than the one before: the least of a few rounds, after one that fills caches."""
+    """Bytes that each call leaves in use beyond the one before: the least of a few rounds, after one that fills caches."""
     round_of_calls(_CALLS)
     seen = [live_bytes(bench)]
     for _ in range(_ROUNDS):

@@ -72,8 +72,8 @@ _E4M3 = torch.float8_e4m3fn
 
 class SharedContract(Contract):
     """What the contracts of the forward and of the backward share. ``stretch`` multiplies the usual scale, D to the -1/2; with
-    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide; ``placed``
-    puts the inputs elsewhere in memory."""
+    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide;
+    ``placed`` puts the inputs elsewhere in memory."""
 
     lists: ClassVar[Any]  # the module of its problems
     # "opposed": Q and K point away from each other, so that every score is far below zero.

@@ -45,7 +45,13 @@ _SIZES = (
     "t7 e5 k5 d17 f9",
     "t256 e8 k2 d16 f128",
 )
-_LARGE = ("t20 e128 k8 d32 f24", "t64 e512 k8 d32 f24", "t1 e256 k8 d40 f24", "t300 e256 k4 d24 f16", "t37 e8 k2 d64 f48 transposed")
+_LARGE = (
+    "t20 e128 k8 d32 f24",
+    "t64 e512 k8 d32 f24",
+    "t1 e256 k8 d40 f24",
+    "t300 e256 k4 d24 f16",
+    "t37 e8 k2 d64 f48 transposed",
+)
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
 # experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
 SWEEP = (
@@ -123,7 +129,7 @@ class MoEContract(Contract):
 
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
-    An id below 0 or past the last is no expert here and adds nothing, one that a token names twice adds twice, as in ``fused_moe``.
+    An id below 0 or past the last is no expert here and adds nothing, one that a token names twice adds twice.
     Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
     weights would add is results outside fp16's range, which test nothing.
     """

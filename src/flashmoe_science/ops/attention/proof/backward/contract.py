@@ -14,9 +14,9 @@ gradients as small as that are lost without a loss scale.
 
 To the rounding floor is added what the plain maths may be spared by luck, as on inputs that are all alike: ``f``, as sums in
 fp32 differ with their order, and that O is rounded to the input dtype before it comes. Delta then errs by ``u sum(|dO| |O|)``,
-with one sign where all elements of O are alike, and through it dQ by ``scale`` times that times ``|P K|``, dK by ``scale`` times
-the sum over queries of that times ``P |Q|``, a sink's gradient by the sum of that times the sink's probability, dS by ``P``
-times that.
+with one sign where all elements of O are alike, and through it dQ by ``scale`` times that times ``|P K|``, dK by ``scale``
+times the sum over queries of that times ``P |Q|``, a sink's gradient by the sum of that times the sink's probability, dS by
+``P`` times that.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def mass_of(inputs: BackwardInputs) -> Mass:
 
 
 def of_rounded_out(inputs: BackwardInputs) -> tuple[float, ...]:
-    """The most that each wanted gradient moves by, in fp64, where every element of O in delta moves by a part of itself of 1."""
+    """The most that each wanted gradient moves by, in fp64, where every element of O in delta moves by as much as it is."""
     call, x = _call(inputs, torch.float64), inputs.tensors
     sinks = x.q.new_zeros(x.q.shape[1], dtype=torch.float64)
     of_q = of_k = of_bias = 0.0
