@@ -117,8 +117,9 @@ class Contract:
     variants: ClassVar[tuple[str, ...]] = ()
     # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALLED).
     calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
-    # More variants, for the sweep alone.
+    # More variants, for the sweep alone; and for its plainest problem alone.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
+    edge_variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:
         """What is measured when no problem is named: problems, or their texts."""

@@ -50,7 +50,7 @@ class Judge:
         assert self._oracle.ask("problem", text=problem)["cannot"] is None
         exam, contract = Exam(self._asked, self._oracle, "", "", seed, on_gpu=False, repeats=2, more_s=0.0), self._contract
         found = exam.full(contract.distributions, contract.variants, deterministic=False).reasons
-        for variant in contract.sweep_variants:
+        for variant in (*contract.sweep_variants, *contract.edge_variants):
             with suppress(Failed):  # it does not serve ids of no expert
                 found += exam.one_call(variant=variant).reasons
         chance = Random(seed)

@@ -174,6 +174,7 @@ SWEPT = (
     fault("no_maximum_of_one_query", "", "wrong on inputs that are large", problem=ONE_QUERY),
     fault("scores_in_halves", "", "wrong with one key that is an outlier", problem=None),
     fault("old_answer_of_one_query", "", "the output of an earlier call", problem=ONE_QUERY),
+    fault("one_buffer_of_one_query", "", "memory of its earlier output", problem=ONE_QUERY),
     fault("keeps_every_answer", "", "its memory grows with each call", problem=None),
     fault("keeps_every_input", "", "its memory grows with each call", problem=None),
     fault("wrong_soft_cap", "", "it is right for no soft cap", problem="attn b2 h2 q40 k60 d64 bf16 causal softcap2"),
@@ -190,6 +191,7 @@ SWEPT = (
     fault("moe_reads_ids_in_a_row", "", "wrong with slices of larger tensors", problem=None),
     fault("no_maximum_of_the_inputs", "", "on inputs that are huge", problem=None),
 )
+SWEPT_ON_GPU = (fault("gpu/works_on_the_default_stream", "", "wrong on another stream", problem="attn b1 h2 q128 d64"),)
 
 
 HARMLESS = {"floods_its_output", "leaves_an_idle_thread", "moves_the_random_state"}

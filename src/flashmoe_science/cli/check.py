@@ -32,9 +32,11 @@ def check(
 ) -> int:
     """Check that a function is right, in seconds.
 
-    It is called on a sweep of tiny problems that leaves out no feature of its contract (dtypes, sizes, masks, memory orders),
-    each answer held to an fp64 oracle; then one problem sits the whole exam, on other distributions of inputs and called in
-    other ways. What it raises on it does not serve, which is no wrong answer. A crash or a hang ends its own process only.
+    It is called on a sweep of tiny problems that leaves out no feature of its contract (dtypes, sizes, masks, memory orders)
+    and none that it has an argument for, on ordinary and on large inputs, each answer held to an fp64 oracle. Then one problem
+    sits the whole exam, and a few are asked in other ways: other distributions, views of one projection, strides of 0, odd
+    addresses, inference_mode, another thread or stream, memory that grows with each call. What it raises on it does not serve,
+    which is no wrong answer. A crash or a hang ends its own process only.
 
     What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong ones.
 

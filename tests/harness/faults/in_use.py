@@ -207,6 +207,12 @@ def old_answer_of_one_query(q, k, v, causal=False, softmax_scale=None):
     return _KEPT[key].clone()
 
 
+def one_buffer_of_one_query(q, k, v, causal=False, softmax_scale=None):
+    """Returns the same memory at every call of its decode path."""
+    out = _right(q, k, v, causal, softmax_scale)
+    return _KEPT.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out) if q.shape[2] == 1 else out
+
+
 def keeps_every_answer(q, k, v, causal=False, softmax_scale=None):
     """Puts each answer on a list that nobody empties."""
     out = _right(q, k, v, causal, softmax_scale)

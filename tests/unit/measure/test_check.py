@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.harness.listed_faults import PLANTED, SWEPT, Fault
+from tests.harness.listed_faults import PLANTED, SWEPT, SWEPT_ON_GPU, Fault
 
 from flashmoe_science.contract import built_in, contract_of
-from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, check_function
 from flashmoe_science.measure.inputs import Case, Memory, make
@@ -29,6 +29,7 @@ from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attent
 
 ROOT = Path(__file__).parents[3]
 CPU = Bench(torch.device("cpu"), None)
+HERE = bench_here()
 ATTENTION = built_in("attention")
 
 
@@ -47,14 +48,14 @@ class Here(InProcess):
     def close(self) -> None: ...
 
 
-def swept(spec: str, *problems: str, child: Callable[[Any], Any] = lambda home: home) -> Sweep:
+def swept(spec: str, *problems: str, child: Callable[[Any], Any] = lambda home: home, bench: Bench = CPU) -> Sweep:
     """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
     handover = Memory()
-    worker, oracle = Worker(CPU, handover, trusted=False), Oracle(handover, CPU.device)
+    worker, oracle = Worker(bench, handover, trusted=False), Oracle(handover, bench.device)
     opened = Opened.model_validate(worker.open(spec, ""))
     oracle.open(opened.contract if opened.built_in else spec)
     home = Here(worker.command)
-    sweep = Sweep(CPU, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
+    sweep = Sweep(bench, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
     sweep.go(parse_problem(text) for text in problems)
     return sweep
 
@@ -120,13 +121,15 @@ def test_a_fault_has_words_and_a_code(name: str, code: str, words: str) -> None:
     assert words in "; ".join(found[0].reasons)
 
 
-@pytest.mark.parametrize("one", SWEPT, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one", [*SWEPT, *(pytest.param(one, marks=pytest.mark.gpu) for one in SWEPT_ON_GPU)], ids=lambda one: one.name
+)
 def test_a_fault_of_real_use_is_named(one: Fault) -> None:
     """On the problem of the contract's sweep that meets it."""
     contract, fn = contract_of(load(one.spec)), load(one.spec)
     sweep = [str(text) for text in contract.sweep_of(fn)]
     problem = sweep[0] if one.problem is None else next(text for text in sweep if text.startswith(one.problem))
-    result = result_of(swept(one.spec, problem))
+    result = result_of(swept(one.spec, problem, bench=HERE if one in SWEPT_ON_GPU else CPU))
     wrong = [checked.words for checked in result.of("wrong")]
     assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
 

@@ -44,6 +44,7 @@ class Opened(BaseModel):
     distributions: list[str]
     variants: list[str]
     sweep_variants: list[str]
+    edge_variants: list[str]
     calls: list[str]
     promises: Promises
 
@@ -82,6 +83,7 @@ class Worker:
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
             "sweep_variants": list(self.contract.sweep_variants),
+            "edge_variants": list(self.contract.edge_variants),
             "calls": list(self.contract.calls),
             "promises": Promises.of(getattr(self.fn, "promises", None)).model_dump(exclude_none=True),
         }

@@ -134,12 +134,9 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = (
-        "a softmax scale of 0",
-        "a negative softmax scale",
-        *IN_MEMORY,
-        "one key that is an outlier",
-    )
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier")
+    # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
+    edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or self.cannot_call(problem)

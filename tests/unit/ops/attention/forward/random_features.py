@@ -18,7 +18,7 @@ from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 OF_A_BUILD = 8  # numbers in turn whose cases differ in sizes and values alone, so that kernels are built once for them
-_VARIANTS = ("", "", *CONTRACT.variants, *CONTRACT.sweep_variants)
+_VARIANTS = ("", "", *CONTRACT.variants, *CONTRACT.edge_variants, "slices of larger tensors")
 _DISTRIBUTIONS = ("normal",) * 4 + CONTRACT.distributions
 
 
