@@ -202,16 +202,17 @@ class Sweep:
         self.on_progress(f"{EXAM}: {right}")
         self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
         if first.answer == "right":
-            edge = self.opened.edge_variants
+            for name in (name for name in self.opened.distributions if name in OTHERS):
+                self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
+            for name in self.opened.edge_variants:
+                self._add(right, name, partial(_with_variant, variant=name))
             for problem in _representative([one.problem for one in ran if one.answer == "right"]):
                 self.on_progress(f"other inputs and calls: {problem}")
-                self._otherwise(problem, edge if problem is right else ())
+                self._otherwise(problem)
 
-    def _otherwise(self, right: Problem, edge: Sequence[str]) -> None:
-        """Check every other kind of inputs and of calls on a problem, and its ``edge`` variants."""
-        for name in (name for name in self.opened.distributions if name in OTHERS):
-            self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
-        for name in (*self.opened.variants, *self.opened.sweep_variants, *edge):
+    def _otherwise(self, right: Problem) -> None:
+        """Check other ways to give the inputs of a problem and to call."""
+        for name in (*self.opened.variants, *self.opened.sweep_variants):
             self._add(right, name, partial(_with_variant, variant=name))
         for under in self.opened.calls:
             self._add(right, CALLED[under], partial(Exam.one_call, under=under))

@@ -73,7 +73,8 @@ class Oracle:
         """Begin a problem. The answer has the reason where it cannot be run, and the bytes of its inputs. ``by_function``: it
         is for a function, called as the contract calls one, and not for a kernel of the package."""
         contract, problem = self._contract, parse_problem(text)
-        self._references.clear()
+        if problem != getattr(self, "_problem", None):
+            self._references.clear()
         self._problem = problem
         reason = contract.cannot(problem) if by_function else None
         if reason is None and problem.flops() != contract.flops(problem):
