@@ -22,6 +22,12 @@ def template(tile: Tile, dtype: str) -> TensorDescriptor:
     return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
 
 
+def vector(elements: int) -> TensorDescriptor:
+    """A descriptor of so many fp32 numbers of one dimension, over no tensor in particular."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return TensorDescriptor(Pointer(torch.float32), [elements], [1], [elements], layout)
+
+
 def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of [..., rows, width] for 16-bit numbers whose rows end where a copy says.
 

@@ -20,6 +20,7 @@ def ours() -> tuple[BackwardKernel, ...]:
     """Our kernels; none where Triton is missing: PyTorch's operators serve every call then."""
     if TRITON_MISSING:
         return ()
+    from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_triton.KERNEL,)
+    return (bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)

@@ -1,0 +1,81 @@
+"""Attention backward for Hopper in Gluon, split: dS to a workspace by one kernel, with dK and dV; dQ from it by another.
+
+Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq];
+fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only. Full and causal masks.
+
+A kernel first sums delta = rowsum(dO O) - dLSE (rows.py). The first kernel (keys.py) has a program for each tile of keys: P and
+dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; dS = P (dP - delta) goes to the
+workspace, in tiles of 64 keys. The second (queries.py) is a product, dQ = scale dS^T K. No two programs add to one result: all
+sums are fp32, in one order, and equal calls give equal bits. A design that computes scores twice takes seven products for five.
+
+The workspace has at most 1 GiB (config.py): heads go by in waves. Where it does not hold a head, a wave has some of its queries,
+and dK and dV, unrounded, are kept from wave to wave, so that the bits are those of one wave.
+"""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import Config, Launch
+from flashmoe_science.ops.attention.backward.split_sm90.config import (
+    BUDGET,
+    ROWS,
+    ROWS_WARPS,
+    configs,
+    grids_of,
+    sizes_of,
+    suits,
+    supports,
+    waves_in_order,
+    waves_of,
+    widths,
+)
+from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, run_planned
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+
+NAME = "bwd_gluon_sm90"
+
+
+def plan(inputs: BackwardInputs, config: Config) -> SplitBackwardLauncher:
+    gpu = current_gpu(inputs.tensors.q.device)
+    assert gpu is not None
+    return SplitBackwardLauncher(inputs, config, gpu)
+
+
+def run(inputs: BackwardInputs, config: Config) -> Gradients:
+    return run_planned(KERNEL, inputs, config)
+
+
+def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
+    """Bytes of delta, of the log-sum-exp as it is taken, and of dS at the most."""
+    rows = problem.batch * problem.heads * (problem.seqlen_q + 128)
+    return 8 * rows + BUDGET
+
+
+def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    sizes = sizes_of(problem, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    waves = waves_in_order(waves_of(sizes, config, sum(widths(problem)), gpu.sm_count), sizes)
+    grids = {grids_of(wave, sizes, config) for wave in waves}
+    of_keys, of_queries = grids.pop() if len(grids) == 1 else (None, None)
+    of_rows = sizes.padded // ROWS * problem.heads * problem.batch
+    return (
+        Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, 384),
+        Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, 32 * config["warps_dq"] + 128),
+        Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS),
+    )
+
+
+KERNEL = BackwardKernel(
+    name=NAME,
+    origin="ours",
+    op="attention_backward",
+    about="warp-specialised Gluon for Hopper: dK, dV and dS in one kernel, dQ in another; deterministic",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    suits=suits,
+)

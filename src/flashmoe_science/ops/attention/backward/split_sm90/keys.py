@@ -1,0 +1,291 @@
+"""dK and dV of a tile of keys, and dS of it and every query that sees it, which goes to a workspace: the first kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
+from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
+
+SIZES = (
+    "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "end_step",
+)  # fmt: skip
+KEYS = gl.constexpr(64)  # of a tile of dS, and of a consumer
+QUERIES = gl.constexpr(128)  # of a tile of dQ, all of whose dS is written
+_SLOTS = gl.constexpr(2)  # of a consumer's dS: one is copied out while the next is made
+
+
+class Tensors(NamedTuple):
+    """Of each tensor its TMA descriptor, or its tiles in shared memory."""
+
+    q: Any  # [STAGES, 1, 1, BLOCK_M, D]
+    dout: Any  # [STAGES, 1, 1, BLOCK_M, DV]
+    lse: Any  # [STAGES, BLOCK_M]
+    delta: Any  # [STAGES, BLOCK_M]
+    k: Any  # [CONSUMERS, 1, 1, KEYS, D], then dK
+    v: Any  # [CONSUMERS, 1, 1, KEYS, DV], then dV
+    ds: Any  # [CONSUMERS * _SLOTS, KEYS, BLOCK_M]
+    p: Any  # [KEYS, BLOCK_M], of a lone consumer alone, whose warps share rows: else it stays in registers
+
+
+class Barriers(NamedTuple):
+    full: Any
+    empty: Any
+    keys: Any
+
+
+class Kept(NamedTuple):
+    """What holds dK and dV from a wave to the next, or None: every step is in one wave. The row of the program's first key."""
+
+    dk: Any
+    dv: Any
+    row: Any
+
+
+class Work(NamedTuple):
+    """What a program works on. Steps are tiles of queries of one head after another that shares the key head, ``tiles_m`` each;
+    the wave has those from ``first_step`` to ``end_step``. Tiles of a head before ``low`` do not see the keys, and from ``whole``
+    on every query sees all of them."""
+
+    batch: Any
+    head: Any  # of keys, in its batch
+    head_all: Any  # over all batches
+    group: Any
+    first_key: Any
+    seqlen_k: Any
+    offset: Any  # query i sees keys up to i + offset
+    tiles_m: Any
+    first_step: Any
+    end_step: Any
+    low: Any
+    whole: Any
+    rows: Any  # of the workspace, at which the program's first tile of dS is
+
+
+@gluon.jit
+def _heads(work):
+    """The first head of the group that the wave has steps of, and the end."""
+    return work.first_step // work.tiles_m, (work.end_step + work.tiles_m - 1) // work.tiles_m
+
+
+@gluon.jit
+def _tiles(work, head):
+    """The tiles of queries of a head of the group in this wave: the first, the first without a mask, the end."""
+    before = head * work.tiles_m
+    low = gl.maximum(work.low, work.first_step - before)
+    high = gl.maximum(gl.minimum(work.tiles_m, work.end_step - before), low)
+    return low, gl.minimum(gl.maximum(work.whole, low), high), high
+
+
+@gluon.jit
+def _load(descs, smem, barriers, work):
+    """The producer: Q, dO and the numbers of their rows, a tile of queries a stage."""
+    STAGES: gl.constexpr = smem.q.shape[0]
+    BLOCK_M: gl.constexpr = smem.q.shape[3]
+    state = first_stage()
+    first, end = _heads(work)
+    for one in range(first, end):
+        low, _, high = _tiles(work, one)
+        head = work.head * work.group + one
+        numbers = (work.head_all * work.group + one) * (work.tiles_m * BLOCK_M)
+        origin = Origin((work.batch, head))
+        for tile in range(low, high):
+            row = tile * BLOCK_M
+            mbarrier.wait(barriers.empty.index(state.stage), state.phase ^ 1)
+            full = barriers.full.index(state.stage)
+            mbarrier.expect(full, descs.q.block_type.nbytes + descs.dout.block_type.nbytes + 8 * BLOCK_M)
+            tma_load(descs.q, coordinates(origin, row, 0), full, smem.q.index(state.stage))
+            tma_load(descs.lse, [numbers + row], full, smem.lse.index(state.stage))
+            tma_load(descs.dout, coordinates(origin, row, 0), full, smem.dout.index(state.stage))
+            tma_load(descs.delta, [numbers + row], full, smem.delta.index(state.stage))
+            state = advance(state, STAGES)
+
+
+@gluon.jit
+def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART: gl.constexpr, MASKED: gl.constexpr):
+    """dK and dV with a tile of queries added, whose dS goes out.
+
+    dV is started before dP is waited for: the assembler would else move that wait above all of the exponentials, and nothing
+    would run beside them.
+    """
+    STAGES: gl.constexpr = smem.q.shape[0]
+    BLOCK_M: gl.constexpr = smem.q.shape[3]
+    CONSUMERS: gl.constexpr = smem.k.shape[0]
+    s_layout: gl.constexpr = _layout(BLOCK_M, CONSUMERS)
+    stage = step % STAGES
+    q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [BLOCK_M, D], [BLOCK_M, DV]
+    k, v = as_matrix(smem.k, PART), as_matrix(smem.v, PART)  # [KEYS, D], [KEYS, DV]
+    mbarrier.wait(barriers.full.index(stage), step // STAGES & 1)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
+    dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    lse = smem.lse.index(stage).load(gl.SliceLayout(0, s_layout))  # [BLOCK_M]
+    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if MASKED:
+        key = work.first_key + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
+        last = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout)) + work.offset
+        p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+    ds_smem = smem.ds.index(PART * _SLOTS + step % _SLOTS)
+    p16 = p.to(smem.dout.dtype)
+    if CONSUMERS == 2:
+        operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+        dv = warpgroup_mma(gl.convert_layout(p16, operand), dout, dv, is_async=True)
+    else:
+        smem.p.store(p16)
+        fence_async_shared()
+        barrier()
+        dv = warpgroup_mma(smem.p, dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp])
+    delta = smem.delta.index(stage).load(gl.SliceLayout(0, s_layout))
+    ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
+    ds_smem.store(ds)
+    fence_async_shared()
+    barrier()
+    dk = warpgroup_mma(ds_smem, q, dk, is_async=True)
+    tma_store(descs.ds, [space_row, 0], ds_smem)
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    tma.store_wait(_SLOTS - 1)  # the slot that the next step takes; the barrier of the arrival tells all warps
+    mbarrier.arrive(barriers.empty.index(stage))
+    return dk, dv
+
+
+@gluon.constexpr_function
+def _layout(columns: int, consumers: int) -> Any:
+    """The layout of an accumulator of 64 rows: of a lone consumer of two warpgroups each has half of the columns."""
+    halves = 2 if consumers == 1 else 1
+    return gl.NVMMADistributedLayout([3, 0], [4, halves], [16, columns // halves, 16])
+
+
+@gluon.jit
+def _kept(base, row, x):
+    """The addresses of a consumer's sums between waves, [KEYS, width]."""
+    layout: gl.constexpr = x.type.layout
+    rows = row + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    return base + rows.to(gl.int64)[:, None] * x.shape[1] + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS: gl.constexpr):
+    """A consumer: KEYS keys."""
+    CONSUMERS: gl.constexpr = smem.k.shape[0]
+    BLOCK_M: gl.constexpr = smem.q.shape[3]
+    scale_log2 = scale * 1.4426950408889634
+    D: gl.constexpr = smem.k.shape[4]
+    DV: gl.constexpr = smem.v.shape[4]
+    dk = gl.zeros([KEYS, D], gl.float32, _layout(D, CONSUMERS))
+    dv = gl.zeros([KEYS, DV], gl.float32, _layout(DV, CONSUMERS))
+    if kept.dk is not None:
+        resumes = (work.first_step > work.low) & (work.low < work.tiles_m)
+        dk = gl.load(_kept(kept.dk, kept.row + PART * KEYS, dk), mask=resumes, other=0.0)
+        dv = gl.load(_kept(kept.dv, kept.row + PART * KEYS, dv), mask=resumes, other=0.0)
+    mbarrier.wait(barriers.keys, 0)
+    step = gl.to_tensor(0)
+    first, end = _heads(work)
+    for one in range(first, end):
+        low, whole, high = _tiles(work, one)
+        space_row = work.rows + PART * KEYS + (one * work.tiles_m + low - work.first_step) * (CONSUMERS * KEYS)
+        if MASKS:
+            for tile in range(low, whole):
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, True)
+                step += 1
+                space_row += CONSUMERS * KEYS
+        for tile in range(whole, high):
+            dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, False)
+            step += 1
+            space_row += CONSUMERS * KEYS
+    if kept.dk is not None:
+        if work.end_step < work.tiles_m * work.group:
+            gl.store(_kept(kept.dk, kept.row + PART * KEYS, dk), dk)
+            gl.store(_kept(kept.dv, kept.row + PART * KEYS, dv), dv)
+        else:
+            _write(dk, dv, descs, smem, work, scale, PART)
+    else:
+        _write(dk, dv, descs, smem, work, scale, PART)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr):
+    """Write dK and dV, by way of the memory of K and V."""
+    barrier()
+    as_matrix(smem.k, PART).store((dk * scale).to(smem.k.dtype))
+    as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
+    fence_async_shared()
+    barrier()
+    origin, row = Origin((work.batch, work.head)), work.first_key + PART * KEYS
+    tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
+    tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flashmoe_bwd_dkdv_gluon_sm90(
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, ds_desc, dk_desc, dv_desc, dk_kept, dv_kept, softmax_scale,
+    heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The grid: heads of a set, tiles of keys, sets of heads of keys. Without MASKS every query sees every key of a tile."""
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_N: gl.constexpr = CONSUMERS * KEYS
+    head_of_wave, tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0), gl.program_id(1)
+    head_all, first_key = first_head + head_of_wave, tile * BLOCK_N
+    low = gl.minimum(gl.maximum(first_key - offset, 0) // QUERIES * (QUERIES // BLOCK_M), tiles_m)
+    whole = (gl.maximum(first_key + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M
+    whole = gl.where(first_key + BLOCK_N > seqlen_k, tiles_m, whole)
+    place = head_of_wave * gl.num_programs(1) + tile
+    work = Work(
+        head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step, end_step,
+        low, whole, place * (end_step - first_step) * BLOCK_N,
+    )  # fmt: skip
+
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
+    k_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS * _SLOTS, KEYS, BLOCK_M], ds_desc.layout)
+    p_smem = ds_smem
+    if CONSUMERS == 1:
+        p_smem = gl.allocate_shared_memory(q_desc.dtype, [KEYS, BLOCK_M], ds_desc.layout)
+    full, empty = make_barriers(STAGES, CONSUMERS)
+    keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys, count=1)
+    fence_async_shared()
+    mbarrier.expect(keys, (k_desc.block_type.nbytes + v_desc.block_type.nbytes) * CONSUMERS)
+    origin = Origin((work.batch, work.head))
+    for part in gl.static_range(CONSUMERS):
+        tma_load(k_desc, coordinates(origin, first_key + part * KEYS, 0), keys, k_smem.index(part))
+        tma_load(v_desc, coordinates(origin, first_key + part * KEYS, 0), keys, v_smem.index(part))
+
+    smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, p_smem)
+    sources = Tensors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, ds_desc, ds_desc)
+    results = Tensors(q_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, ds_desc, ds_desc)
+    barriers = Barriers(full, empty, keys)
+    kept = Kept(dk_kept, dv_kept, place * BLOCK_N)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)), (_load, (sources, smem, barriers, work))],
+            [1], [PRODUCER_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, 1, MASKS)),
+                (_load, (sources, smem, barriers, work)),
+            ],
+            [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""dQ = scale dS^T K of a tile of queries, over ascending keys, from the workspace of dS: the second kernel."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashmoe_science.ops.attention.backward.split_sm90.keys import KEYS, QUERIES
+from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
+from flashmoe_science.ops.gluon_bridge import barrier, reinterpret, tma_load, tma_store
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
+
+SIZES = (
+    "heads_kv", "group", "seqlen_k", "tiles_m", "tiles_n", "offset", "first_head", "first_tile",
+)  # fmt: skip
+
+
+class Work(NamedTuple):
+    """What a program works on: ``count`` tiles of keys; their dS from ``rows`` of the workspace on, ``pitch`` to the next."""
+
+    batch: Any
+    head: Any  # of keys, in its batch
+    first_query: Any
+    count: Any
+    rows: Any
+    pitch: Any
+
+
+@gluon.jit
+def _load(ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N: gl.constexpr):
+    """The producer: dS of tiles of queries side by side, and K, of KEYS keys a stage."""
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_M: gl.constexpr = ds_desc.block_type.shape[1]
+    TILES: gl.constexpr = QUERIES // BLOCK_M
+    state = first_stage()
+    for i in range(work.count):
+        mbarrier.wait(empty.index(state.stage), state.phase ^ 1)
+        arrived = full.index(state.stage)
+        mbarrier.expect(arrived, k_desc.block_type.nbytes + ds_desc.block_type.nbytes * TILES)
+        row = work.rows + i * KEYS // BLOCK_N * work.pitch + i * KEYS % BLOCK_N
+        for n in gl.static_range(TILES):
+            ds = ds_smem.index(state.stage)
+            if TILES > 1:
+                ds = ds.slice(n * BLOCK_M, BLOCK_M, 1)
+            tma_load(ds_desc, [row + n * BLOCK_N, 0], arrived, ds)
+        tma_load(k_desc, coordinates(Origin((work.batch, work.head)), i * KEYS, 0), arrived, k_smem.index(state.stage))
+        state = advance(state, STAGES)
+
+
+@gluon.jit
+def _consume(dq_desc, ds_smem, k_smem, full, empty, work, head, scale, WARPS: gl.constexpr):
+    STAGES: gl.constexpr = k_smem.shape[0]
+    D: gl.constexpr = k_smem.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
+    dq = gl.zeros([QUERIES, D], gl.float32, layout)
+    for i in range(work.count):
+        stage = i % STAGES
+        mbarrier.wait(full.index(stage), i // STAGES & 1)
+        ds = ds_smem.index(stage).permute((1, 0))  # [QUERIES, KEYS]
+        dq = warpgroup_mma(ds, as_matrix(k_smem, stage), dq, is_async=True)
+        dq = warpgroup_mma_wait(1, [dq])
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)  # the product before this one is done
+    dq = warpgroup_mma_wait(0, [dq])
+    barrier()
+    out = reinterpret(ds_smem, dq_desc.dtype, [1, 1, 1, QUERIES, D], dq_desc.layout)
+    as_matrix(out, 0).store((dq * scale).to(dq_desc.dtype))
+    fence_async_shared()
+    barrier()
+    tma_store(dq_desc, coordinates(Origin((work.batch, head)), work.first_query, 0), out.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flashmoe_bwd_dq_gluon_sm90(
+    ds_desc, k_desc, dq_desc, softmax_scale,
+    heads_kv, group, seqlen_k, tiles_m, tiles_n, offset, first_head, first_tile,
+    WARPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The grid: heads of a set, tiles of queries of the wave, sets of heads of keys. ``tiles_m``, ``first_tile`` are of queries,
+    of one head after another that shares the key head; the last ones, which see the most keys, start first."""
+    TILES: gl.constexpr = QUERIES // ds_desc.block_type.shape[1]
+    head_of_wave = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+    tiles = gl.num_programs(1)
+    tile = tiles - 1 - gl.program_id(1)
+    head_all, step = first_head + head_of_wave, first_tile + tile
+    first_query = step % tiles_m * QUERIES
+    seen = gl.minimum(seqlen_k, gl.maximum(first_query + QUERIES + offset, 0))
+    pitch = tiles * TILES * BLOCK_N
+    rows = head_of_wave * tiles_n * pitch + tile * (TILES * BLOCK_N)
+    work = Work(head_all // heads_kv, head_all % heads_kv, first_query, (seen + KEYS - 1) // KEYS, rows, pitch)
+    head = work.head * group + step // tiles_m
+    ds_smem = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, KEYS, QUERIES], ds_desc.layout)
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    full, empty = make_barriers(STAGES, 1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (dq_desc, ds_smem, k_smem, full, empty, work, head, softmax_scale, WARPS)),
+            (_load, (ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N)),
+        ],
+        [1], [PRODUCER_REGS],
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""What is summed over a row before the products: delta, and the log-sum-exp as the products take it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashmoe_science.ops.attention.device.strided import in_units
+
+SIZES = ("heads", "rows", "padded")
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_bwd_rows_triton(
+    out, dout, lse, dlse, lse_log2, delta,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, heads, rows, padded,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dO O) - dLSE and the log-sum-exp in powers of two, [B, H, padded], of a tile of rows of a head. Rows that
+    are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then."""
+    if UNIT > 1:
+        stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
+        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
+    tiles = padded // BLOCK_M
+    pid = tl.program_id(0)
+    head_all = (pid // tiles).to(tl.int64)
+    batch, head = head_all // heads, head_all % heads
+    row, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, BLOCK_DV)
+    inside = row < rows
+    mask = inside[:, None] & (dim < DV)[None, :]
+    o = tl.load(out + batch * stride_ob + head * stride_oh + row[:, None] * stride_om + dim, mask=mask, other=0.0)
+    do = tl.load(dout + batch * stride_dob + head * stride_doh + row[:, None] * stride_dom + dim, mask=mask, other=0.0)
+    total = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [BLOCK_M]
+    norm = tl.load(lse + head_all * rows + row, mask=inside, other=float("-inf"))
+    if dlse is not None:
+        total -= tl.load(dlse + head_all * rows + row, mask=inside, other=0.0)
+    tl.store(delta + head_all * padded + row, total)
+    norm = tl.where(norm == float("-inf"), float("inf"), norm * 1.4426950408889634)
+    tl.store(lse_log2 + head_all * padded + row, norm)
