@@ -3,13 +3,14 @@
 Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq];
 fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only. Full and causal masks.
 
-A kernel first sums delta = rowsum(dO O) - dLSE (rows.py). The first kernel (keys.py) has a program for each tile of keys: P and
-dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; dS = P (dP - delta) goes to the
-workspace, in tiles of 64 keys. The second (queries.py) is a product, dQ = scale dS^T K. No two programs add to one result: all
-sums are fp32, in one order, and equal calls give equal bits. A design that computes scores twice takes seven products for five.
+A kernel first sums delta = rowsum(dO O) - dLSE (rows.py). The first of two others (keys.py) has a program for each tile of
+keys: P and dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; it writes
+dS = P (dP - delta) to the workspace, in tiles of 64 keys. The second (queries.py) is a product, dQ = scale dS^T K. No two
+programs add to one result: all sums are fp32, in one order, and equal calls give equal bits. Where scores are computed twice,
+once for dK and dV and once for dQ, five products are seven.
 
-The workspace has at most 1 GiB (config.py): heads go by in waves. Where it does not hold a head, a wave has some of its queries,
-and dK and dV, unrounded, are kept from wave to wave, so that the bits are those of one wave.
+The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
+wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave.
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.backward.split_sm90.config import (
-    BUDGET,
     ROWS,
     ROWS_WARPS,
     configs,
-    grids_of,
+    products_at_once,
     sizes_of,
     suits,
     supports,
-    waves_in_order,
-    waves_of,
-    widths,
 )
 from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
+from flashmoe_science.ops.attention.backward.split_sm90.waves import BUDGET, grids_of, waves_in_order, waves_of
 from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
@@ -54,9 +52,9 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    sizes = sizes_of(problem, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    waves = waves_in_order(waves_of(sizes, config, sum(widths(problem)), gpu.sm_count), sizes)
-    grids = {grids_of(wave, sizes, config) for wave in waves}
+    sizes = sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    waves = waves_of(sizes, products_at_once(config) * gpu.sm_count, gpu.sm_count)
+    grids = {grids_of(wave, sizes) for wave in waves_in_order(waves, sizes)}
     of_keys, of_queries = grids.pop() if len(grids) == 1 else (None, None)
     of_rows = sizes.padded // ROWS * problem.heads * problem.batch
     return (

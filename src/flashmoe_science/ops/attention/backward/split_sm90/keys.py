@@ -19,7 +19,7 @@ from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
 SIZES = (
-    "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "end_step",
+    "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "end_step", "first_tile", "tiles_n",
 )  # fmt: skip
 KEYS = gl.constexpr(64)  # of a tile of dS, and of a consumer
 QUERIES = gl.constexpr(128)  # of a tile of dQ, all of whose dS is written
@@ -54,9 +54,9 @@ class Kept(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program works on. Steps are tiles of queries of one head after another that shares the key head, ``tiles_m`` each;
-    the wave has those from ``first_step`` to ``end_step``. Tiles of a head before ``low`` do not see the keys, and from ``whole``
-    on every query sees all of them."""
+    """What a program works on. Steps are tiles of queries of one head after another that shares the key head, ``tiles_m``
+    each; the wave has those from ``first_step`` to ``end_step``. Tiles of a head before ``low`` do not see the keys, and from
+    ``whole`` on every query sees all of them."""
 
     batch: Any
     head: Any  # of keys, in its batch
@@ -169,10 +169,10 @@ def _layout(columns: int, consumers: int) -> Any:
 
 
 @gluon.jit
-def _kept(base, row, x):
-    """The addresses of a consumer's sums between waves, [KEYS, width]."""
+def kept_at(base, row, x):
+    """The addresses of sums between waves, of the rows from ``row`` on: as x, [rows, width]."""
     layout: gl.constexpr = x.type.layout
-    rows = row + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
     return base + rows.to(gl.int64)[:, None] * x.shape[1] + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
 
 
@@ -180,7 +180,6 @@ def _kept(base, row, x):
 def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS: gl.constexpr):
     """A consumer: KEYS keys."""
     CONSUMERS: gl.constexpr = smem.k.shape[0]
-    BLOCK_M: gl.constexpr = smem.q.shape[3]
     scale_log2 = scale * 1.4426950408889634
     D: gl.constexpr = smem.k.shape[4]
     DV: gl.constexpr = smem.v.shape[4]
@@ -188,8 +187,8 @@ def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS
     dv = gl.zeros([KEYS, DV], gl.float32, _layout(DV, CONSUMERS))
     if kept.dk is not None:
         resumes = (work.first_step > work.low) & (work.low < work.tiles_m)
-        dk = gl.load(_kept(kept.dk, kept.row + PART * KEYS, dk), mask=resumes, other=0.0)
-        dv = gl.load(_kept(kept.dv, kept.row + PART * KEYS, dv), mask=resumes, other=0.0)
+        dk = gl.load(kept_at(kept.dk, kept.row + PART * KEYS, dk), mask=resumes, other=0.0)
+        dv = gl.load(kept_at(kept.dv, kept.row + PART * KEYS, dv), mask=resumes, other=0.0)
     mbarrier.wait(barriers.keys, 0)
     step = gl.to_tensor(0)
     first, end = _heads(work)
@@ -207,8 +206,8 @@ def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS
             space_row += CONSUMERS * KEYS
     if kept.dk is not None:
         if work.end_step < work.tiles_m * work.group:
-            gl.store(_kept(kept.dk, kept.row + PART * KEYS, dk), dk)
-            gl.store(_kept(kept.dv, kept.row + PART * KEYS, dv), dv)
+            gl.store(kept_at(kept.dk, kept.row + PART * KEYS, dk), dk)
+            gl.store(kept_at(kept.dv, kept.row + PART * KEYS, dv), dv)
         else:
             _write(dk, dv, descs, smem, work, scale, PART)
     else:
@@ -232,19 +231,20 @@ def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dkdv_gluon_sm90(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, ds_desc, dk_desc, dv_desc, dk_kept, dv_kept, softmax_scale,
-    heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step,
+    heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step, first_tile, tiles_n,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The grid: heads of a set, tiles of keys, sets of heads of keys. Without MASKS every query sees every key of a tile."""
+    """The grid: heads of a set, tiles of keys, sets of heads of keys. The wave has ``tiles_n`` tiles of keys from
+    ``first_tile`` on; those that no query of the wave sees are left out. Without MASKS every query sees every key."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = CONSUMERS * KEYS
     head_of_wave, tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0), gl.program_id(1)
-    head_all, first_key = first_head + head_of_wave, tile * BLOCK_N
+    head_all, first_key = first_head + head_of_wave, (first_tile + tile) * BLOCK_N
     low = gl.minimum(gl.maximum(first_key - offset, 0) // QUERIES * (QUERIES // BLOCK_M), tiles_m)
     whole = (gl.maximum(first_key + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M
     whole = gl.where(first_key + BLOCK_N > seqlen_k, tiles_m, whole)
-    place = head_of_wave * gl.num_programs(1) + tile
+    place = head_of_wave * tiles_n + tile
     work = Work(
         head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step, end_step,
         low, whole, place * (end_step - first_step) * BLOCK_N,
@@ -277,7 +277,10 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     kept = Kept(dk_kept, dv_kept, place * BLOCK_N)
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)), (_load, (sources, smem, barriers, work))],
+            [
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)),
+                (_load, (sources, smem, barriers, work)),
+            ],
             [1], [PRODUCER_REGS],
         )  # fmt: skip
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,24 +15,29 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     ROWS,
     ROWS_WARPS,
     Sizes,
-    Wave,
-    Waves,
-    grids_of,
-    kept_rows,
+    products_at_once,
     sizes_of,
-    space_rows,
-    
-    waves_in_order, waves_of,
     widths,
 )
+from flashmoe_science.ops.attention.backward.split_sm90.keys import SIZES as SIZES_OF_KEYS
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
+from flashmoe_science.ops.attention.backward.split_sm90.queries import SIZES as SIZES_OF_QUERIES
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.rows import flashmoe_bwd_rows_triton
+from flashmoe_science.ops.attention.backward.split_sm90.waves import (
+    Space,
+    Wave,
+    grids_of,
+    space_of,
+    waves_in_order,
+    waves_of,
+)
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardLaunch,
     BackwardLauncher,
     Gradients,
+    Outputs,
     Saved,
     Wanted,
     gradients_like,
@@ -48,7 +53,6 @@ from flashmoe_science.ops.launch import (
     Pointer,
     allocator,
     argument,
-    cdiv,
     stride_class,
     stride_unit,
     workspace_allocator,
@@ -88,37 +92,34 @@ class SplitBackwardLauncher(BackwardLauncher):
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
-        sizes, (of_qk, of_v) = sizes_of(self._problem, batch, heads_kv, rows, keys), widths(self._problem)
-        waves = waves_of(sizes, self._config, of_qk + of_v, self._sm_count)
-        each, every = waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
-        copies = not _is_copied(saved.dout)
-        dout = _contiguous(saved.dout) if copies else saved.dout
+        sizes = sizes_of(self._problem, self._config, batch, heads_kv, rows, keys)
+        waves = waves_of(sizes, products_at_once(self._config) * self._sm_count, self._sm_count)
+        space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
+        unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
+        q, k, v, dout = _fitting(unfit, (*tensors[:3], saved.dout))
         sum_rows = self._bind_rows(saved._replace(dout=dout), sizes)
-        of_keys = self._bind_keys(tensors, dout, sizes, waves, each)
-        of_queries = self._bind_queries(tensors, sizes, waves, each)
-        on_gpu, sums = tensors.q.is_cuda, batch * heads * sizes.padded
-        kept = kept_rows(waves, sizes, self._config)
-        parts = [(sums, torch.float32), (sums, torch.float32), (space_rows(waves, sizes, self._config) * self._config["block_m"], tensors.q.dtype)]
-        parts += [(kept * of_qk, torch.float32), (kept * of_v, torch.float32)]
-        take, new, with_dq = workspace_allocator(on_gpu, parts), allocator(on_gpu), wanted.dq
+        of_keys = self._bind_keys((q, k, v, dout), every, sizes, space, each)
+        of_queries = self._bind_queries(k, every, sizes, space, each)
+        sums = (batch * heads * sizes.padded, torch.float32)
+        parts = [sums, sums, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
+        take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
+        keeps = [count > 0 for count in space[1:]]
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = (new(*one) for one in every[:3] if one is not None)
-            held, lse, delta, ds, *states = take()
-            q, k, v = tensors[:3]
+            held, lse, delta, ds, *kept = take()
+            dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
-            assert dout is not None
-            if copies:
-                dout = _contiguous(dout)
+            q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
             sum_rows(argument(out), argument(dout), argument(given_lse), argument(dlse), lse, delta)
-            first, second = _encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), _encoded(of_queries, (ds, k, dq))
-            more = states if kept else (None, None)
+            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, scale)
+            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
-                start_keys(*first, *more, scale)
-                if with_dq:
-                    start_queries(*second, scale)
+                start_keys(*first)
+                if wanted.dq:
+                    start_queries(*second)
             del held
-            return Gradients(*(one if asked else None for one, asked in zip((dq, dk, dv), wanted, strict=False)), None, None)
+            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, None, None)
 
         return launch
 
@@ -135,55 +136,41 @@ class SplitBackwardLauncher(BackwardLauncher):
         return build.bound((sizes.padded // ROWS * heads * sizes.batch, 1, 1), *numbers, *constexprs)
 
     def _bind_keys(
-        self, tensors: Tensors, dout: torch.Tensor, sizes: Sizes, waves: Waves, each: list[Wave]
+        self, given: Sequence[torch.Tensor], every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> _Bound:
-        config = self._config
-        masks = self._problem.causal or sizes.seqlen_k % (KEYS * config["consumers"]) > 0
-        constexprs = (config["consumers"], config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
-        kept = (Pointer(torch.float32),) * 2 if waves.banded else (None, None)
-        warps = 4 if config["consumers"] == 2 else 8
-        arguments = (*self._of_keys, *kept, 0.5, *(1,) * 8, *constexprs)
-        build = self._build(
-            ("keys", masks, waves.banded), flashmoe_bwd_dkdv_gluon_sm90, arguments, num_warps=warps, maxnreg=_REGISTERS
-        )
-        tiles_m = sizes.padded // config["block_m"]
+        consumers = self._config["consumers"]
+        masks = self._problem.causal or sizes.seqlen_k % sizes.block_n > 0
+        constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
+        kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
+        arguments = (*self._of_keys, *kept, 0.5, *(1,) * len(SIZES_OF_KEYS), *constexprs)
+        key, options = ("keys", masks, space.dk > 0), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        build = self._build(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
+        fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
         starts = []
         for wave in each:
-            grid, _ = grids_of(wave, sizes, config)
-            last = (wave.first_head, wave.first_step, wave.end_step)
-            starts.append(build.bound(grid, sizes.heads_kv, sizes.group, sizes.seqlen_k, tiles_m, sizes.offset, *last, *constexprs))
+            numbers = (wave.first_head, wave.first_step, wave.first_step + wave.steps, wave.first_tile, wave.tiles)
+            starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *constexprs))
         sums = ((sizes.batch * sizes.heads_kv * sizes.group * sizes.padded,), (1,))
-        every = gradients_like(tensors, Wanted())
-        shapes = (
-            *(_copied(name, one) for name, one in zip(("query", "key", "value"), tensors[:3], strict=True)),
-            _copied("the gradient of the output", dout), sums, sums, self._space(waves, sizes),
-            *((one.shape, one.strides) for one in every[1:3] if one is not None),
-        )  # fmt: skip
+        gradients = ((one.shape, one.strides) for one in every[1:3] if one is not None)
+        shapes = (*map(_shape, given), sums, sums, _tiles_of(space, sizes), *gradients)
         return _Bound(starts, _encoders(build, self._of_keys, shapes))
 
-    def _bind_queries(self, tensors: Tensors, sizes: Sizes, waves: Waves, each: list[Wave]) -> _Bound:
-        config = self._config
-        warps, block_n = config["warps_dq"], KEYS * config["consumers"]
-        constexprs = (warps, config["stages_dq"], block_n, PRODUCER_REGISTERS)
-        registers = _REGISTERS_OF_TWO if warps == 4 else _REGISTERS
-        arguments = (*self._of_queries, 0.5, *(1,) * 8, *constexprs)
-        build = self._build("queries", flashmoe_bwd_dq_gluon_sm90, arguments, num_warps=warps, maxnreg=registers)
-        starts, unit = [], QUERIES // config["block_m"]
+    def _bind_queries(self, k: torch.Tensor, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]) -> _Bound:
+        warps = self._config["warps_dq"]
+        constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS)
+        kept = Pointer(torch.float32) if space.dq else None
+        arguments = (*self._of_queries, kept, 0.5, *(1,) * len(SIZES_OF_QUERIES), *constexprs)
+        options = {"num_warps": warps, "maxnreg": _REGISTERS_OF_TWO if warps == 4 else _REGISTERS}
+        build = self._build(("queries", space.dq > 0), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
+        fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // QUERIES, sizes.offset)
+        starts, unit = [], QUERIES // sizes.block_m
         for wave in each:
-            _, grid = grids_of(wave, sizes, config)
-            numbers = (
-                sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // QUERIES, cdiv(sizes.seqlen_k, block_n), sizes.offset,
-                wave.first_head, wave.first_step // unit,
-            )  # fmt: skip
-            starts.append(build.bound(grid, *numbers, *constexprs))
-        dq = gradients_like(tensors, Wanted()).dq
-        assert dq is not None
-        shapes = (self._space(waves, sizes), _copied("key", tensors.k), (dq.shape, dq.strides))
+            keys = (wave.first_tile * sizes.block_n, (wave.first_tile + wave.tiles) * sizes.block_n)
+            numbers = (wave.first_head, wave.first_step // unit, *keys, wave.tiles)
+            starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *constexprs))
+        assert every.dq is not None
+        shapes = (_tiles_of(space, sizes), _shape(k), (every.dq.shape, every.dq.strides))
         return _Bound(starts, _encoders(build, self._of_queries, shapes))
-
-    def _space(self, waves: Waves, sizes: Sizes) -> _Shape:
-        block_m = self._config["block_m"]
-        return (space_rows(waves, sizes, self._config), block_m), (block_m, 1)
 
     def _build(self, key: Hashable, function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
         build = self._builds.get(key)
@@ -202,22 +189,25 @@ def _encoded(bound: _Bound, tensors: tuple[Any, ...]) -> list[Any]:
     return [value for encode, one in zip(bound.encoders, tensors, strict=True) for value in encode(one)]
 
 
-def _copied(name: str, tensor: torch.Tensor) -> _Shape:
-    """The shape and strides of a tensor as copies of 16 bytes take it. Raises CannotServe."""
-    if tensor.data_ptr() % 16:
-        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
+def _tiles_of(space: Space, sizes: Sizes) -> _Shape:
+    """The workspace of dS: rows of a tile of queries, of one tile after another."""
+    return (space.ds // sizes.block_m, sizes.block_m), (sizes.block_m, 1)
+
+
+def _shape(tensor: torch.Tensor) -> _Shape:
     shape = tuple(tensor.shape)
-    return shape, copied_strides(name, shape, tensor.stride())
+    return shape, copied_strides("it", shape, tensor.stride())
 
 
-def _is_copied(tensor: torch.Tensor) -> bool:
-    """Whether copies of 16 bytes take a tensor as it is."""
+def _is_unfit(tensor: torch.Tensor) -> bool:
+    """Whether copies of 16 bytes cannot take a tensor as it is."""
     try:
-        return bool(_copied("it", tensor))
+        return bool(_shape(tensor)) and tensor.data_ptr() % 16 > 0
     except CannotServe:
-        return False
+        return True
 
 
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, as of an expanded gradient."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, those that are unfit copied: of an expanded gradient, say, that is little beside the products."""
+    every = zip(tensors, unfit, strict=True)
+    return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]

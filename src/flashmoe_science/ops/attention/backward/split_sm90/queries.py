@@ -14,25 +14,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.keys import KEYS, QUERIES
+from flashmoe_science.ops.attention.backward.split_sm90.keys import KEYS, QUERIES, kept_at
 from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, reinterpret, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
 SIZES = (
-    "heads_kv", "group", "seqlen_k", "tiles_m", "tiles_n", "offset", "first_head", "first_tile",
+    "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "first_key", "end_key", "tiles_n",
 )  # fmt: skip
 
 
+class Kept(NamedTuple):
+    """What holds dQ from a wave to the next, or None: all keys are in one wave. The row of the program's first query."""
+
+    dq: Any
+    row: Any
+
+
 class Work(NamedTuple):
-    """What a program works on: ``count`` tiles of keys; their dS from ``rows`` of the workspace on, ``pitch`` to the next."""
+    """What a program works on: keys from ``first_key`` to ``end_key`` in this wave, of the first ``seen`` that any of its
+    queries sees; their dS from ``rows`` of the workspace on, ``pitch`` from a tile of the first kernel to the next."""
 
     batch: Any
-    head: Any  # of keys, in its batch
+    head: Any
+    head_kv: Any
     first_query: Any
-    count: Any
+    first_key: Any
+    end_key: Any
+    seen: Any
     rows: Any
     pitch: Any
+
+
+@gluon.jit
+def _count(work):
+    """Tiles of keys in this wave."""
+    return (gl.maximum(gl.minimum(work.seen, work.end_key) - work.first_key, 0) + KEYS - 1) // KEYS
 
 
 @gluon.jit
@@ -41,8 +58,9 @@ def _load(ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N: gl.const
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_desc.block_type.shape[1]
     TILES: gl.constexpr = QUERIES // BLOCK_M
+    origin = Origin((work.batch, work.head_kv))
     state = first_stage()
-    for i in range(work.count):
+    for i in range(_count(work)):
         mbarrier.wait(empty.index(state.stage), state.phase ^ 1)
         arrived = full.index(state.stage)
         mbarrier.expect(arrived, k_desc.block_type.nbytes + ds_desc.block_type.nbytes * TILES)
@@ -52,17 +70,19 @@ def _load(ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N: gl.const
             if TILES > 1:
                 ds = ds.slice(n * BLOCK_M, BLOCK_M, 1)
             tma_load(ds_desc, [row + n * BLOCK_N, 0], arrived, ds)
-        tma_load(k_desc, coordinates(Origin((work.batch, work.head)), i * KEYS, 0), arrived, k_smem.index(state.stage))
+        tma_load(k_desc, coordinates(origin, work.first_key + i * KEYS, 0), arrived, k_smem.index(state.stage))
         state = advance(state, STAGES)
 
 
 @gluon.jit
-def _consume(dq_desc, ds_smem, k_smem, full, empty, work, head, scale, WARPS: gl.constexpr):
+def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     dq = gl.zeros([QUERIES, D], gl.float32, layout)
-    for i in range(work.count):
+    if kept.dq is not None:
+        dq = gl.load(kept_at(kept.dq, kept.row, dq), mask=work.first_key > 0, other=0.0)
+    for i in range(_count(work)):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
         ds = ds_smem.index(stage).permute((1, 0))  # [QUERIES, KEYS]
@@ -70,41 +90,56 @@ def _consume(dq_desc, ds_smem, k_smem, full, empty, work, head, scale, WARPS: gl
         dq = warpgroup_mma_wait(1, [dq])
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)  # the product before this one is done
     dq = warpgroup_mma_wait(0, [dq])
+    if kept.dq is not None:
+        if work.seen > work.end_key:
+            gl.store(kept_at(kept.dq, kept.row, dq), dq)
+        elif (work.first_key == 0) | (work.seen > work.first_key):
+            _write(dq_desc, ds_smem, work, dq * scale)
+    else:
+        _write(dq_desc, ds_smem, work, dq * scale)
+
+
+@gluon.jit
+def _write(dq_desc, ds_smem, work, dq):
+    """Write dQ by way of the memory of dS."""
     barrier()
-    out = reinterpret(ds_smem, dq_desc.dtype, [1, 1, 1, QUERIES, D], dq_desc.layout)
-    as_matrix(out, 0).store((dq * scale).to(dq_desc.dtype))
+    out = reinterpret(ds_smem, dq_desc.dtype, [1, 1, 1, QUERIES, dq.shape[1]], dq_desc.layout)
+    as_matrix(out, 0).store(dq.to(dq_desc.dtype))
     fence_async_shared()
     barrier()
-    tma_store(dq_desc, coordinates(Origin((work.batch, head)), work.first_query, 0), out.index(0))
+    tma_store(dq_desc, coordinates(Origin((work.batch, work.head)), work.first_query, 0), out.index(0))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dq_gluon_sm90(
-    ds_desc, k_desc, dq_desc, softmax_scale,
-    heads_kv, group, seqlen_k, tiles_m, tiles_n, offset, first_head, first_tile,
+    ds_desc, k_desc, dq_desc, dq_kept, softmax_scale,
+    heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, first_key, end_key, tiles_n,
     WARPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The grid: heads of a set, tiles of queries of the wave, sets of heads of keys. ``tiles_m``, ``first_tile`` are of queries,
-    of one head after another that shares the key head; the last ones, which see the most keys, start first."""
+    """The grid: heads of a set, tiles of queries of the wave, sets of heads of keys. ``tiles_m`` and ``first_step`` are of
+    QUERIES, of one head after another that shares the key head; the last ones, which see the most keys, start first."""
     TILES: gl.constexpr = QUERIES // ds_desc.block_type.shape[1]
     head_of_wave = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
     tiles = gl.num_programs(1)
     tile = tiles - 1 - gl.program_id(1)
-    head_all, step = first_head + head_of_wave, first_tile + tile
+    head_all, step = first_head + head_of_wave, first_step + tile
     first_query = step % tiles_m * QUERIES
     seen = gl.minimum(seqlen_k, gl.maximum(first_query + QUERIES + offset, 0))
     pitch = tiles * TILES * BLOCK_N
     rows = head_of_wave * tiles_n * pitch + tile * (TILES * BLOCK_N)
-    work = Work(head_all // heads_kv, head_all % heads_kv, first_query, (seen + KEYS - 1) // KEYS, rows, pitch)
-    head = work.head * group + step // tiles_m
+    head_kv = head_all % heads_kv
+    work = Work(
+        head_all // heads_kv, head_kv * group + step // tiles_m, head_kv, first_query, first_key, end_key, seen, rows, pitch
+    )
+    kept = Kept(dq_kept, (head_of_wave * group * tiles_m + step) * QUERIES)
     ds_smem = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, KEYS, QUERIES], ds_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     full, empty = make_barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (dq_desc, ds_smem, k_smem, full, empty, work, head, softmax_scale, WARPS)),
+            (_consume, (dq_desc, ds_smem, k_smem, full, empty, work, kept, softmax_scale, WARPS)),
             (_load, (ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N)),
         ],
         [1], [PRODUCER_REGS],

@@ -1,0 +1,159 @@
+"""The waves of bwd_gluon_sm90: what part of dS is in the workspace at a time, and what is kept from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+from typing import NamedTuple
+
+from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes
+from flashmoe_science.ops.launch import Grid, cdiv
+
+BUDGET = 2**30  # bytes of the workspace: it does not depend on the memory that is free, nor the bits on it
+MOST_TOGETHER = 8  # heads whose tiles go out in turns, so that Q, K, V and dO of them stay in the L2 cache
+# The time of a wave in steps of a program of the first kernel: what a program takes beside its steps, what a launch takes, and
+# a program of the second by one of the first that makes as much of dS.
+_START, _LAUNCH, _DQ = 4.0, 2.0, 0.4
+_HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # that are tried, and all of them
+_BANDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of keys
+_MORE = 1.5  # times as many waves as are needed, above which none is tried
+
+
+class Waves(NamedTuple):
+    """A wave has ``heads`` heads of keys, ``steps`` tiles of queries, of one head after another that shares a key head, and
+    ``tiles`` tiles of keys."""
+
+    heads: int
+    steps: int
+    tiles: int
+
+
+class Wave(NamedTuple):
+    """Where a wave is, as Waves; of ``tiles``, some query sees the first ``seen``."""
+
+    first_head: int
+    heads: int
+    first_step: int
+    steps: int
+    first_tile: int
+    tiles: int
+    seen: int
+
+
+class Space(NamedTuple):
+    """Numbers in the workspace: of dS, and in fp32 of dK, dV and dQ that are kept from wave to wave, 0 where none is."""
+
+    ds: int
+    dk: int
+    dv: int
+    dq: int
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.ds + 4 * (self.dk + self.dv + self.dq)
+
+
+def space_of(waves: Waves, sizes: Sizes) -> Space:
+    keys = waves.heads * waves.tiles * sizes.block_n
+    kept = keys if waves.steps < sizes.steps else 0
+    queries = waves.heads * sizes.steps * sizes.block_m if waves.tiles < sizes.tiles else 0
+    return Space(keys * waves.steps * sizes.block_m, kept * sizes.of_qk, kept * sizes.of_v, queries * sizes.of_qk)
+
+
+def waves_of(sizes: Sizes, slots: int, sm_count: int) -> Waves:
+    """The waves that are the quickest by a count of steps, of those whose workspace is within BUDGET. ``slots``: programs of
+    the second kernel that run at a time."""
+    tried = {waves: _count(waves, sizes) for waves in _tried(sizes)} or {Waves(1, QUERIES // sizes.block_m, 1): 1}
+    few = [waves for waves, count in tried.items() if count <= _MORE * min(tried.values())]
+    return min(few, key=lambda waves: _time(waves, sizes, slots, sm_count))
+
+
+def _count(waves: Waves, sizes: Sizes) -> int:
+    """How many there are, without a mask."""
+    heads = sizes.batch * sizes.heads_kv
+    return cdiv(heads, waves.heads) * cdiv(sizes.tiles, waves.tiles) * cdiv(sizes.steps, waves.steps)
+
+
+def _tried(sizes: Sizes) -> Iterator[Waves]:
+    """Waves that fit, with as many steps as they may have."""
+    heads, unit = sizes.batch * sizes.heads_kv, QUERIES // sizes.block_m
+    for count in sorted({heads, *_HEADS}):
+        for tiles in sorted({cdiv(sizes.tiles, bands) for bands in _BANDS}, reverse=True):
+            waves = Waves(count, sizes.steps, tiles)
+            if space_of(waves, sizes).bytes > BUDGET:
+                least = space_of(waves._replace(steps=unit), sizes)
+                most, units = (BUDGET - least.bytes) // (2 * least.ds) + 1, sizes.steps // unit
+                if most < 1:
+                    continue
+                waves = waves._replace(steps=cdiv(units, cdiv(units, most)) * unit)
+            if count <= heads:
+                yield waves
+            if waves.steps == sizes.steps:
+                break
+
+
+def _time(waves: Waves, sizes: Sizes, slots: int, sm_count: int) -> float:
+    """Steps that all waves take."""
+    whole, rest = divmod(sizes.batch * sizes.heads_kv, waves.heads)
+    time = whole * sum(_time_of(one, sizes, slots, sm_count) for one in _waves_of_set(0, waves.heads, waves, sizes))
+    return time + sum(_time_of(one, sizes, slots, sm_count) for one in _waves_of_set(0, rest, waves, sizes) if rest)
+
+
+def _time_of(wave: Wave, sizes: Sizes, slots: int, sm_count: int) -> float:
+    """Steps that a wave takes, both kernels'."""
+    programs, products = wave.heads * max(wave.seen, 1), wave.heads * wave.steps * sizes.block_m // QUERIES
+    share = _share(wave, sizes)
+    of_keys = _rounds(programs / sm_count, share) * (wave.steps + _START)
+    of_product = _DQ * wave.steps * programs / products * slots / sm_count
+    return of_keys + _rounds(products / slots, share) * of_product + 2 * _LAUNCH
+
+
+def _rounds(rounds: float, share: float) -> float:
+    """Times the longest program that all take: whole rounds, unless shorter ones, of that ``share`` in the mean, fill in."""
+    return max(1.0, rounds * share + 0.1) if share < 1.0 else float(ceil(rounds))
+
+
+def _share(wave: Wave, sizes: Sizes) -> float:
+    """Of the scores of a wave those that are not behind the diagonal."""
+    first_key, keys = wave.first_tile * sizes.block_n, max(wave.seen, 1) * sizes.block_n
+    of_head = sizes.padded // sizes.block_m
+    first = 0 if wave.steps >= of_head else wave.first_step % of_head * sizes.block_m
+    last = _last_query(wave.first_step, wave.first_step + wave.steps, sizes)
+    seen = (min(max(query + 1 + sizes.offset - first_key, 0), keys) for query in (first, last))
+    return sum(seen) / (2 * keys)
+
+
+def waves_in_order(waves: Waves, sizes: Sizes) -> list[Wave]:
+    """Every wave of a call, of some heads after others."""
+    heads = sizes.batch * sizes.heads_kv
+    sets = ((head, min(waves.heads, heads - head)) for head in range(0, heads, waves.heads))
+    return [wave for head, count in sets for wave in _waves_of_set(head, count, waves, sizes)]
+
+
+def _waves_of_set(head: int, count: int, waves: Waves, sizes: Sizes) -> Iterator[Wave]:
+    """Those of some heads: of one band of keys after another, one band of queries after another. Where no query sees a key
+    there is none, unless results are to be written."""
+    for tile in range(0, sizes.tiles, waves.tiles):
+        tiles = min(waves.tiles, sizes.tiles - tile)
+        for step in range(0, sizes.steps, waves.steps):
+            end = min(step + waves.steps, sizes.steps)
+            keys = max(0, min(sizes.seqlen_k, _last_query(step, end, sizes) + 1 + sizes.offset))
+            seen = tiles if end == sizes.steps else max(0, min(tiles, cdiv(keys, sizes.block_n) - tile))
+            if seen or tile == 0:
+                yield Wave(head, count, step, end - step, tile, tiles, seen)
+
+
+def _last_query(step: int, end: int, sizes: Sizes) -> int:
+    """The last query of steps of one head after another, by its place in its head."""
+    of_head = sizes.padded // sizes.block_m
+    whole = step // of_head < end // of_head
+    return (of_head if whole else end % of_head) * sizes.block_m - 1
+
+
+def grids_of(wave: Wave, sizes: Sizes) -> tuple[Grid, Grid]:
+    """The grids of both kernels. Under a causal mask the longest programs of some heads start first."""
+    together = 1
+    if sizes.offset < sizes.seqlen_k:
+        together = max(n for n in range(1, MOST_TOGETHER + 1) if wave.heads % n == 0)
+    sets = wave.heads // together
+    return (together, max(wave.seen, 1), sets), (together, wave.steps * sizes.block_m // QUERIES, sets)
