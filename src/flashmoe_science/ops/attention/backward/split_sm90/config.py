@@ -32,11 +32,6 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
     return (Config(block_m=64, consumers=1, stages=2, warps_dq=8, stages_dq=4),)
 
 
-def products_at_once(config: Config) -> int:
-    """Programs of dQ that share a processor."""
-    return 2 if config["warps_dq"] == 4 else 1
-
-
 def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO: powers of two, of which copies fill the rest with zeros."""
     return max(padded_head_dim(problem.head_dim), 64), max(padded_head_dim(problem.head_dim_v), 64)

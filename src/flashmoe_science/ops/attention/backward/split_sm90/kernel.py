@@ -22,7 +22,6 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     ROWS,
     ROWS_WARPS,
     configs,
-    products_at_once,
     sizes_of,
     suits,
     supports,
@@ -53,7 +52,7 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     sizes = sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    waves = waves_of(sizes, products_at_once(config) * gpu.sm_count, gpu.sm_count)
+    waves = waves_of(sizes, gpu.sm_count)
     grids = {grids_of(wave, sizes) for wave in waves_in_order(waves, sizes)}
     of_keys, of_queries = grids.pop() if len(grids) == 1 else (None, None)
     of_rows = sizes.padded // ROWS * problem.heads * problem.batch

@@ -15,7 +15,6 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     ROWS,
     ROWS_WARPS,
     Sizes,
-    products_at_once,
     sizes_of,
     widths,
 )
@@ -93,7 +92,7 @@ class SplitBackwardLauncher(BackwardLauncher):
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
         sizes = sizes_of(self._problem, self._config, batch, heads_kv, rows, keys)
-        waves = waves_of(sizes, products_at_once(self._config) * self._sm_count, self._sm_count)
+        waves = waves_of(sizes, self._sm_count)
         space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
         unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
         q, k, v, dout = _fitting(unfit, (*tensors[:3], saved.dout))

@@ -11,9 +11,9 @@ from flashmoe_science.ops.launch import Grid, cdiv
 
 BUDGET = 2**30  # bytes of the workspace: it does not depend on the memory that is free, nor the bits on it
 MOST_TOGETHER = 8  # heads whose tiles go out in turns, so that Q, K, V and dO of them stay in the L2 cache
-# The time of a wave in steps of a program of the first kernel: what a program takes beside its steps, what a launch takes, and
-# a program of the second by one of the first that makes as much of dS.
-_START, _LAUNCH, _DQ = 4.0, 2.0, 0.4
+# The time of a wave is counted in steps of a program of the first kernel, by what was measured on an H100: what a program takes
+# beside its steps, what a launch takes, and the bytes that a processor's share of the memory moves in a step.
+_START, _LAUNCH, _STEP_BYTES = 5.6, 2.5, 43 << 10
 _HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # that are tried, and all of them
 _BANDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of keys
 _MORE = 1.5  # times as many waves as are needed, above which none is tried
@@ -60,12 +60,11 @@ def space_of(waves: Waves, sizes: Sizes) -> Space:
     return Space(keys * waves.steps * sizes.block_m, kept * sizes.of_qk, kept * sizes.of_v, queries * sizes.of_qk)
 
 
-def waves_of(sizes: Sizes, slots: int, sm_count: int) -> Waves:
-    """The waves that are the quickest by a count of steps, of those whose workspace is within BUDGET. ``slots``: programs of
-    the second kernel that run at a time."""
+def waves_of(sizes: Sizes, sm_count: int) -> Waves:
+    """The waves that are the quickest by a count of steps, of those whose workspace is within BUDGET."""
     tried = {waves: _count(waves, sizes) for waves in _tried(sizes)} or {Waves(1, QUERIES // sizes.block_m, 1): 1}
     few = [waves for waves, count in tried.items() if count <= _MORE * min(tried.values())]
-    return min(few, key=lambda waves: _time(waves, sizes, slots, sm_count))
+    return min(few, key=lambda waves: _time(waves, sizes, sm_count))
 
 
 def _count(waves: Waves, sizes: Sizes) -> int:
@@ -92,20 +91,23 @@ def _tried(sizes: Sizes) -> Iterator[Waves]:
                 break
 
 
-def _time(waves: Waves, sizes: Sizes, slots: int, sm_count: int) -> float:
+def _time(waves: Waves, sizes: Sizes, sm_count: int) -> float:
     """Steps that all waves take."""
     whole, rest = divmod(sizes.batch * sizes.heads_kv, waves.heads)
-    time = whole * sum(_time_of(one, sizes, slots, sm_count) for one in _waves_of_set(0, waves.heads, waves, sizes))
-    return time + sum(_time_of(one, sizes, slots, sm_count) for one in _waves_of_set(0, rest, waves, sizes) if rest)
+    time = whole * sum(_time_of(one, waves, sizes, sm_count) for one in _waves_of_set(0, waves.heads, waves, sizes))
+    return time + sum(_time_of(one, waves, sizes, sm_count) for one in _waves_of_set(0, rest, waves, sizes) if rest)
 
 
-def _time_of(wave: Wave, sizes: Sizes, slots: int, sm_count: int) -> float:
-    """Steps that a wave takes, both kernels'."""
+def _time_of(wave: Wave, waves: Waves, sizes: Sizes, sm_count: int) -> float:
+    """Steps that a wave takes, both kernels'. Sums that are kept are read and written."""
     programs, products = wave.heads * max(wave.seen, 1), wave.heads * wave.steps * sizes.block_m // QUERIES
     share = _share(wave, sizes)
-    of_keys = _rounds(programs / sm_count, share) * (wave.steps + _START)
-    of_product = _DQ * wave.steps * programs / products * slots / sm_count
-    return of_keys + _rounds(products / slots, share) * of_product + 2 * _LAUNCH
+    kept = 8 * sizes.block_n * (sizes.of_qk + sizes.of_v) if waves.steps < sizes.steps else 0
+    of_keys = _rounds(programs / sm_count, share) * (wave.steps + _START + kept / _STEP_BYTES)
+    kept = 8 * QUERIES * sizes.of_qk if waves.tiles < sizes.tiles else 0
+    moved = 2 * QUERIES * max(wave.seen, 1) * sizes.block_n + kept
+    of_product = max(1.0, products / sm_count * share + 0.1) * moved / _STEP_BYTES  # by memory: those that are few are faster
+    return of_keys + of_product + 2 * _LAUNCH
 
 
 def _rounds(rounds: float, share: float) -> float:

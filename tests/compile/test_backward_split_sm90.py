@@ -1,0 +1,44 @@
+"""The builds of bwd_gluon_sm90: all that a call launches, what it spills, and that its products run beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.measure.builds import compile_jobs
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+
+AGAIN = (pytest.mark.slow, pytest.mark.again)
+
+
+# Bytes a thread. Those of heads up to 128 columns keep a few numbers around the loops; a mask spills a few more.
+@pytest.mark.parametrize(
+    ("text", "spills"),
+    [
+        ("b4 h16 q4096 d128 bf16", 24),
+        ("b4 h16 q4096 d128 bf16 causal", 104),
+        ("b4 h8 q4096 d256 bf16 causal", 0),
+        pytest.param("b4 h32 q4096 d64 bf16", 72, marks=AGAIN),
+        pytest.param("b4 h32 q4096 d64 fp16 causal", 104, marks=AGAIN),
+        pytest.param("b4 h16 q4096 d192 dv128 bf16 causal", 0, marks=AGAIN),
+        pytest.param("b1 h16 q32768 d128 bf16 causal", 104, marks=AGAIN),
+        pytest.param("b1 h16 q32768 d256 bf16", 0, marks=AGAIN),
+    ],
+)
+def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, built: Callable[..., Build]) -> None:
+    problem, gpu = parse_problem(f"attnbwd {text}"), gpu_named("h200")
+    assert isinstance(problem, AttentionBackwardProblem)
+    config = KERNEL.configs(problem, gpu)[0]
+    found = [built(job, gpu, KERNEL.name, problem, config) for job in compile_jobs(KERNEL, problem, config, gpu)]
+    for build in found:
+        assert fits(build, gpu) is None, build.kernel
+        assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
+    promised = sorted((launch.name.strip("^$"), launch.threads) for launch in KERNEL.launches(problem, config, gpu))
+    assert sorted((build.kernel, build.threads) for build in found) == promised

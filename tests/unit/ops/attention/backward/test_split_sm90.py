@@ -1,0 +1,153 @@
+"""bwd_gluon_sm90: what it serves, its waves, and on a GPU random problems, equal bits whatever the workspace holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from tests.unit.ops.attention.backward.random_problems import LARGE, RandomCase, drawn
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
+from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
+from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
+from flashmoe_science.ops.attention.backward.split_sm90.waves import (
+    BUDGET,
+    Waves,
+    grids_of,
+    space_of,
+    waves_in_order,
+    waves_of,
+)
+from flashmoe_science.ops.attention.problem.backward import parse
+from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
+from flashmoe_science.ops.attention.proof.backward.suites import SUITES
+
+H100 = gpu_named("h100")
+BUDGETS = (2**30, 2**26, 2**23, 2**21)
+
+
+def sizes(text: str) -> Sizes:
+    problem = parse(f"attnbwd {text}")
+    config = KERNEL.configs(problem, H100)[0]
+    return sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+
+
+def plain(number: int) -> RandomCase:
+    """The random case of a number, with what the kernel serves."""
+    case, chance = drawn(number, LARGE), Random(number)
+    features = {"features": PLAIN, "dtype": chance.choice(("bf16", "fp16"))}
+    dims = {name: 8 if getattr(case.problem, name) == 1 else getattr(case.problem, name) for name in ("head_dim", "head_dim_v")}
+    return replace(case, problem=replace(case.problem, **features, **dims))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
+        ("b1 h2 q128 d60 bf16", "head_dim is 60"),
+        ("b1 h2 q128 d64 bf16 causal left9", "a sliding window"),
+        ("b1 h2 q128 d64 bf16 sinks softcap3", "a soft cap, attention sinks"),
+        ("b2 h2 q128 d64 bf16 packed", "packed sequences"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> None:
+    said = KERNEL.cannot(parse(f"attnbwd {text}"), H100)
+    assert said is not None
+    assert reason in said
+    assert KERNEL.cannot(parse("attnbwd b1 h2 q128 d64 bf16"), gpu_named("a100")) is not None
+
+
+@pytest.mark.parametrize("text", SUITES["train"])
+def test_a_workspace_has_at_most_a_gib(text: str) -> None:
+    if KERNEL.cannot(parse(text), H100) is None:
+        one = sizes(text.removeprefix("attnbwd "))
+        assert 0 < space_of(waves_of(one, 132), one).bytes <= BUDGET
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_every_score_that_is_seen_is_in_one_wave(number: int) -> None:
+    """And a program's sums are taken up in order: keys ascend for each query, queries for each key."""
+    chance = Random(number)
+    heads_kv, seqlen_q, seqlen_k = chance.randint(1, 3), chance.randint(1, 1500), chance.randint(1, 1500)
+    mask = chance.choice(("", " causal", " causal-topleft"))
+    dim = chance.choice((64, 128, 256))
+    one = sizes(f"b2 h{heads_kv * 3} hk{heads_kv} q{seqlen_q} k{seqlen_k} d{dim} bf16{mask}")
+    unit = QUERIES // one.block_m
+    waves = Waves(chance.randint(1, 6), unit * chance.randint(1, one.steps // unit), chance.randint(1, one.tiles))
+    found: Counter[tuple[int, int, int]] = Counter()
+    written: Counter[tuple[int, int]] = Counter()
+    for wave in waves_in_order(waves, one):
+        (together, tiles, sets), (_, products, _) = grids_of(wave, one)
+        assert together * sets == wave.heads <= waves.heads
+        assert products * unit == wave.steps <= waves.steps
+        ends = wave.first_step + wave.steps == one.steps
+        for head in range(wave.first_head, wave.first_head + wave.heads):
+            for tile in range(wave.first_tile, wave.first_tile + tiles):
+                written[head, tile] += ends
+                for step in range(wave.first_step, wave.first_step + wave.steps):
+                    assert all((head, tile, later) not in found for later in (step, step + 1))
+                    found[head, tile, step] += 1
+    of_head = one.padded // one.block_m
+    for head in range(one.batch * one.heads_kv):
+        for tile in range(one.tiles):
+            assert written[head, tile] == 1
+            for step in range(one.steps):
+                last = min((step % of_head + 1) * one.block_m, one.seqlen_q) - 1
+                sees = last >= step % of_head * one.block_m and last + one.offset >= tile * one.block_n
+                assert found[head, tile, step] == 1 or not sees
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(4))
+def test_random_problems_are_right_on_a_gpu(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    from flashmoe_science.hardware.probe import current_gpu
+
+    gpu, found, device = current_gpu(), {}, torch.device("cuda")
+    assert gpu is not None
+    for number in range(part, 100, 4):
+        case = plain(number)
+        if KERNEL.cannot(case.problem, gpu) is None:
+            monkeypatch.setattr(waves_module, "BUDGET", BUDGETS[number // 4 % len(BUDGETS)])
+            config = KERNEL.configs(case.problem, gpu)[0]
+            reasons = examine(KERNEL, config, case.problem, case.contract, device, case.seed, case.distribution)
+            found[f"{number}: {case.problem} {case.distribution}"] = reasons
+    assert {case: reasons for case, reasons in found.items() if reasons} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text", ["b1 h8 hk2 q1000 d128 bf16 causal", "b1 h4 q700 k900 d256 fp16", "b2 h6 hk2 q600 k500 d64 bf16 causal"]
+)
+def test_bits_are_equal_whatever_the_workspace_holds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, device = parse(f"attnbwd {text}"), torch.device("cuda")
+    inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(1)))
+    first = None
+    for number in range(40):
+        monkeypatch.setattr(waves_module, "BUDGET", BUDGETS[number % len(BUDGETS)])
+        found = CONTRACT.from_kernel(CONTRACT.planned(KERNEL, KERNEL.configs(problem, H100)[0], inputs)(inputs))
+        first = first or found
+        assert all(map(torch.equal, first, found))
+
+
+@pytest.mark.gpu
+def test_tensors_that_copies_do_not_take_are_copied() -> None:
+    """An expanded gradient (FA #2611), keys expanded over their heads, queries that start at an odd address."""
+    problem, device = parse("attnbwd b2 h4 q130 d64 bf16 causal"), torch.device("cuda")
+    made = CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(2))
+    odd = torch.empty(made["q"].numel() + 1, dtype=torch.bfloat16, device=device)[1:].view(made["q"].shape).copy_(made["q"])
+    changed = {"q": odd, "dout": made["dout"][:1, :, :1].expand_as(made["dout"]), "k": made["k"][:, :1].expand_as(made["k"])}
+    found = []
+    for given in ({**made, **changed}, {**made, **{name: one.contiguous().clone() for name, one in changed.items()}}):
+        inputs = CONTRACT.for_kernel(problem, given)
+        found.append(CONTRACT.from_kernel(CONTRACT.planned(KERNEL, KERNEL.configs(problem, H100)[0], inputs)(inputs)))
+    assert all(map(torch.equal, *found))
