@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import machine_code
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
@@ -18,27 +19,30 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 AGAIN = (pytest.mark.slow, pytest.mark.again)
 
 
-# Bytes a thread. Those of heads up to 128 columns keep a few numbers around the loops; a mask spills a few more.
+# Bytes a thread, by the assembler of Triton 3.6, on which it is measured, and by the newest: numbers that are kept around the
+# loops over queries, in which nothing is spilled.
 @pytest.mark.parametrize(
-    ("text", "spills"),
+    ("text", "spills", "newest"),
     [
-        ("b4 h16 q4096 d128 bf16", 24),
-        ("b4 h16 q4096 d128 bf16 causal", 104),
-        ("b4 h8 q4096 d256 bf16 causal", 0),
-        pytest.param("b4 h32 q4096 d64 bf16", 72, marks=AGAIN),
-        pytest.param("b4 h32 q4096 d64 fp16 causal", 104, marks=AGAIN),
-        pytest.param("b4 h16 q4096 d192 dv128 bf16 causal", 0, marks=AGAIN),
-        pytest.param("b1 h16 q32768 d128 bf16 causal", 104, marks=AGAIN),
-        pytest.param("b1 h16 q32768 d256 bf16", 0, marks=AGAIN),
+        ("b4 h16 q4096 d128 bf16", 24, 0),
+        ("b4 h16 q4096 d128 bf16 causal", 104, 160),
+        ("b4 h8 q4096 d256 bf16 causal", 0, 192),
+        pytest.param("b4 h32 q4096 d64 bf16", 72, 40, marks=AGAIN),
+        pytest.param("b4 h32 q4096 d64 fp16 causal", 104, 224, marks=AGAIN),
+        pytest.param("b4 h16 q4096 d192 dv128 bf16 causal", 0, 8, marks=AGAIN),
+        pytest.param("b1 h16 q32768 d128 bf16 causal", 104, 344, marks=AGAIN),
+        pytest.param("b1 h16 q32768 d256 bf16", 0, 8, marks=AGAIN),
     ],
 )
-def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, built: Callable[..., Build]) -> None:
+def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(f"attnbwd {text}"), gpu_named("h200")
     assert isinstance(problem, AttentionBackwardProblem)
     config = KERNEL.configs(problem, gpu)[0]
     found = [built(job, gpu, KERNEL.name, problem, config) for job in compile_jobs(KERNEL, problem, config, gpu)]
     for build in found:
         assert fits(build, gpu) is None, build.kernel
-        assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
+        assert build.spill_bytes <= (spills if machine_code.VERSION == "3.6" else newest), (
+            f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
+        )
     promised = sorted((launch.name.strip("^$"), launch.threads) for launch in KERNEL.launches(problem, config, gpu))
     assert sorted((build.kernel, build.threads) for build in found) == promised
