@@ -228,6 +228,9 @@ class Contract:
         """The inputs as the operation's kernels take them (the I of Kernel[P, I, O]), every output asked for."""
         raise NotImplementedError(f"no kernel of the package takes the inputs of {self.name}")
 
+    def renew(self, problem: Any, inputs: Inputs, given: Any) -> None:
+        """Bring up to date, in place, what ``for_kernel`` computed from inputs whose values have changed since."""
+
     def from_kernel(self, result: Any) -> tuple[Any, ...]:
         """What those kernels return, as results in the order of ``outputs``."""
         return tuple(result) if isinstance(result, tuple | list) else (result,)

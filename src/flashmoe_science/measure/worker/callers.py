@@ -51,8 +51,11 @@ class KernelCaller:
     _calls: dict[Use, Callable[[Any], Any]] = field(default_factory=dict)
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
-        every = self.contract.for_kernel(self.problem, inputs)
-        tensors = every if use == "exam" else self.contract.timed_inputs(every)
+        return self.bind_given(self.contract.for_kernel(self.problem, inputs), use)
+
+    def bind_given(self, given: Any, use: Use) -> Callable[[], Any]:
+        """A call on what the contract's ``for_kernel`` gave."""
+        tensors = given if use == "exam" else self.contract.timed_inputs(given)
         if use not in self._calls:
             by_user = self.user_call() if use == "eager" else None
             self._calls[use] = by_user or self.contract.planned(self.kernel, self.config, tensors)

@@ -23,7 +23,7 @@ import torch
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, is_scaled, kind_of, make
-from flashmoe_science.measure.worker.callers import Caller
+from flashmoe_science.measure.worker.callers import Caller, FunctionCaller
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache, Clock
 
@@ -106,6 +106,7 @@ class Clocks:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._trusted = worker.trusted
         self._sets: list[Tensors] = []
+        self._given: dict[int, Any] = {}  # by the index of a set, what kernels take of it, all of them the same
         self._seed = 0
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
@@ -116,7 +117,7 @@ class Clocks:
         holds, or why the clock cannot time it."""
         self._make_sets(sets, seed)
         caller = self._caller(who, config)
-        bound = tuple(caller.bind(one, clock) for one in self._sets[:sets])
+        bound = tuple(self._bound(caller, index, clock) for index in range(sets))
         if not self._trusted:
             gc.collect()
             # For good: a function that is not trusted may make garbage between two samples. (gc.disable is a setting that a
@@ -139,6 +140,14 @@ class Clocks:
         self._slots.append(Slot(caller, sampler, bound, tap))
         return {"slot": len(self._slots) - 1, "calls": sampler.calls}
 
+    def _bound(self, caller: Caller, index: int, clock: Clock) -> Bound:
+        """A call on an input set."""
+        if isinstance(caller, FunctionCaller):
+            return caller.bind(self._sets[index], clock)
+        if index not in self._given:
+            self._given[index] = self.contract.for_kernel(self.problem, self._sets[index])
+        return caller.bind_given(self._given[index], clock)
+
     def _make_sets(self, sets: int, seed: int) -> None:
         first, self._seed = len(self._sets), seed
         self._sets += [make(self.contract, self.problem, self.bench.device, Case(seed + i)) for i in range(first, sets)]
@@ -152,6 +161,8 @@ class Clocks:
                     tensor.data.copy_(values[name])
         else:
             self._copy_values(scale)
+        for index, given in self._given.items():
+            self.contract.renew(self.problem, self._sets[index], given)
         self.bench.synchronize()
         return {}
 

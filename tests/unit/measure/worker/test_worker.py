@@ -47,6 +47,21 @@ def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pyt
     assert all(map(torch.equal, *found))
 
 
+def test_what_a_backward_is_given_of_its_forward_is_computed_anew_on_new_values() -> None:
+    """Else every backward is refused for a wrong result, in the first sample on other values than the exam's."""
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
+    worker.command("open")(None, "attention_backward")
+    worker.command("problem")("attnbwd b1 h1 q8 d16 fp32")
+    worker.command("prepare")("sdpa_bwd", "", "eager", sets=2, cache="warm", seed=5)
+    made = worker.command("prepare").__self__
+    for scale in (0.5, 1.0):
+        worker.command("refresh")(scale)
+        for index, inputs in enumerate(made._sets):
+            given, right = made._given[index].saved, made.contract.for_kernel(made.problem, inputs).saved
+            assert torch.equal(given.lse, right.lse)
+            assert torch.equal(given.out, right.out)
+
+
 def test_a_function_and_its_rival_keep_as_many_results_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a function's slot alone kept 64 of them, from its first look on, it was 3% slower than itself."""
     monkeypatch.setattr(gc, "set_threshold", lambda *_: None)

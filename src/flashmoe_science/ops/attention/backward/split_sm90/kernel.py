@@ -52,15 +52,13 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     sizes = sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
-    waves = waves_of(sizes, gpu.sm_count)
-    grids = {grids_of(wave, sizes) for wave in waves_in_order(waves, sizes)}
-    of_keys, of_queries = grids.pop() if len(grids) == 1 else (None, None)
     of_rows = sizes.padded // ROWS * problem.heads * problem.batch
-    return (
-        Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, 384),
-        Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, 32 * config["warps_dq"] + 128),
-        Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS),
-    )
+    made = [Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS)]
+    for wave in waves_in_order(waves_of(sizes, gpu.sm_count), sizes):
+        of_keys, of_queries = grids_of(wave, sizes)
+        made.append(Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, 384))
+        made.append(Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, 32 * config["warps_dq"] + 128))
+    return tuple(made)
 
 
 KERNEL = BackwardKernel(

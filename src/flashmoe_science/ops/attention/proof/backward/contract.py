@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -133,12 +132,16 @@ class AttentionBackwardContract(SharedContract):
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         given = self._for_backward(problem, inputs)
-        tensors = given.tensors
-        if tensors.q.is_meta:
-            return given
-        wide = AttentionInputs(problem, _widened(tensors), given.options, given.softmax_scale)
+        if not given.tensors.q.is_meta:
+            self.renew(problem, inputs, given)
+        return given
+
+    def renew(self, problem: AttentionBackwardProblem, inputs: Inputs, given: BackwardInputs) -> None:
+        """The forward's results."""
+        wide = AttentionInputs(problem, _widened(given.tensors), given.options, given.softmax_scale)
         out, lse = attention_oracle(wide)
-        return replace(given, saved=given.saved._replace(out=given.saved.out.copy_(out), lse=lse.float()))
+        given.saved.out.copy_(out)
+        given.saved.lse.copy_(lse)
 
     def _for_backward(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         """The call without the forward's results, for which there is memory."""
