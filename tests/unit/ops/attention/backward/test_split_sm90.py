@@ -14,6 +14,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from tests.unit.ops.attention.backward.random_problems import LARGE, RandomCase, drawn
 
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops.attention.backward.split_sm90 import launch
 from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
 from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
@@ -29,6 +30,7 @@ from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.backward.suites import SUITES
+from flashmoe_science.ops.launch import collect_builds
 
 H100 = gpu_named("h100")
 BUDGETS = (2**30, 2**26, 2**23, 2**21)
@@ -36,8 +38,7 @@ BUDGETS = (2**30, 2**26, 2**23, 2**21)
 
 def sizes(text: str) -> Sizes:
     problem = parse(f"attnbwd {text}")
-    config = KERNEL.configs(problem, H100)[0]
-    return sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    return sizes_of(problem, KERNEL.configs(problem, H100)[0])
 
 
 def plain(number: int) -> RandomCase:
@@ -63,6 +64,22 @@ def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> N
     assert said is not None
     assert reason in said
     assert KERNEL.cannot(parse("attnbwd b1 h2 q128 d64 bf16"), gpu_named("a100")) is not None
+
+
+def test_a_launcher_serves_other_lengths_and_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stored by the dtype, the head dimensions and the mask alone."""
+    seen: list[Sizes] = []
+    monkeypatch.setattr(launch, "waves_of", lambda sizes, *rest: seen.append(sizes) or waves_of(sizes, *rest))
+    first = parse("attnbwd b2 h4 q256 d64 bf16 causal")
+    with collect_builds(H100) as jobs:
+        inputs = CONTRACT.for_kernel(first, CONTRACT.inputs(first, torch.device("meta"), torch.Generator()))
+        launcher = KERNEL.plan(inputs, KERNEL.configs(first, H100)[0])  # type: ignore[misc]  # it has one
+        for text in ("b2 h4 q256", "b3 h8 hk2 q300 k500", "b1 h6 hk6 q64 k32"):
+            problem = parse(f"attnbwd {text} d64 bf16 causal")
+            like = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
+            launcher.bind(like.tensors, like.saved, like.options, like.wanted)
+            assert seen[-1] == sizes(f"{text} d64 bf16 causal")
+    assert len(jobs) == 3
 
 
 @pytest.mark.parametrize("text", SUITES["train"])

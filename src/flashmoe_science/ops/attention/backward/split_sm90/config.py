@@ -68,13 +68,17 @@ class Sizes(NamedTuple):
         return cdiv(self.seqlen_k, self.block_n)
 
 
-def sizes_of(
-    problem: AttentionBackwardProblem, config: Config, batch: int, heads_kv: int, seqlen_q: int, seqlen_k: int
+def sizes_of(problem: AttentionBackwardProblem, config: Config) -> Sizes:
+    return sizes_like(problem, config, problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+
+
+def sizes_like(
+    problem: AttentionBackwardProblem, config: Config, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
 ) -> Sizes:
     """The Sizes of a call like the problem, with these numbers in place of its own."""
     offset = FAR if problem.mask == "full" else seqlen_k - seqlen_q if problem.mask == "causal" else 0
-    group, tile = problem.heads // problem.heads_kv, (config["block_m"], KEYS * config["consumers"])
-    return Sizes(batch, heads_kv, group, seqlen_q, seqlen_k, offset, *tile, *widths(problem))
+    tile = (config["block_m"], KEYS * config["consumers"])
+    return Sizes(batch, heads_kv, heads // heads_kv, seqlen_q, seqlen_k, offset, *tile, *widths(problem))
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:

@@ -51,7 +51,7 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    sizes = sizes_of(problem, config, problem.batch, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    sizes = sizes_of(problem, config)
     of_rows = sizes.padded // ROWS * problem.heads * problem.batch
     made = [Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS)]
     for wave in waves_in_order(waves_of(sizes, gpu.sm_count), sizes):

@@ -15,7 +15,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     ROWS,
     ROWS_WARPS,
     Sizes,
-    sizes_of,
+    sizes_like,
     widths,
 )
 from flashmoe_science.ops.attention.backward.split_sm90.keys import SIZES as SIZES_OF_KEYS
@@ -91,7 +91,7 @@ class SplitBackwardLauncher(BackwardLauncher):
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
-        sizes = sizes_of(self._problem, self._config, batch, heads_kv, rows, keys)
+        sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys)
         waves = waves_of(sizes, self._sm_count)
         space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
         unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
@@ -130,7 +130,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded)
         sums = Pointer(torch.float32)
         pointers = (self._out, self._dout, sums, None if saved.dlse is None else sums, sums, sums)
-        key = (saved.dlse is None, stride_class(numbers), constexprs)
+        key = (saved.dlse is None, stride_class((*of_out, *of_dout)), constexprs)
         build = self._build(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
         return build.bound((sizes.padded // ROWS * heads * sizes.batch, 1, 1), *numbers, *constexprs)
 
