@@ -13,6 +13,8 @@ import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.backward.choose import choose_backward
 
 OPERATOR = torch.ops.flashmoe.attention_backward.default
 H200 = gpu_named("h200")
@@ -153,8 +155,34 @@ def decision_of(options: Any) -> Any:
     return Decision(options.kernel or "fwd", Config(), "chosen", "modelled")
 
 
+@pytest.mark.parametrize(
+    ("shape", "automatic"),
+    [((2, 16, 4096, 256), True), ((2, 16, 2048, 128), True), ((2, 16, 4096, 128), False), ((2, 16, 2048, 64), False)],
+)
+def test_hopper_has_a_backward_of_its_own(shape: tuple[int, ...], automatic: bool) -> None:
+    """Where it was faster than PyTorch's though no record says so, and wherever equal bits are asked for."""
+    q = torch.empty(shape, dtype=torch.bfloat16)
+
+    def chosen(**options: Any) -> str:
+        with assume(H200):
+            return choose_backward(Tensors(q, q, q), Options(**options)).kernel
+
+    assert chosen() == ("bwd_gluon_sm90" if automatic else "sdpa_bwd")
+    assert chosen(deterministic=True) == "bwd_gluon_sm90"
+    assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
+
+
+def test_of_sizes_that_are_not_known_yet_the_portable_kernel_is_asked() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    q = mode.from_tensor(torch.empty(2, 4, 300, 64, dtype=torch.bfloat16))
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), Options(deterministic=True)).kernel == "bwd_triton"
+
+
 def choose_training(**options: Any) -> Any:
-    from flashmoe_science.ops.attention.call.tensors import Options, Tensors
     from flashmoe_science.ops.attention.front.choose import decide_training
 
     shape = (1, 2, 64, 64)
@@ -163,7 +191,6 @@ def choose_training(**options: Any) -> Any:
 
 
 def test_what_no_backward_of_ours_takes_is_refused_where_the_same_bits_are_asked_for() -> None:
-    from flashmoe_science.ops.attention.call.tensors import Options, Tensors
     from flashmoe_science.ops.attention.front.choose import decide_training
 
     q = leaves((1, 2, 8, 272))[0]

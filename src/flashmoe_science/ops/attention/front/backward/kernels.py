@@ -10,6 +10,7 @@ from flashmoe_science.ops.attention.peers import sdpa_backward
 
 if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardKernel
+    from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
 PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
@@ -24,3 +25,10 @@ def ours() -> tuple[BackwardKernel, ...]:
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
     return (bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+
+
+def outruns_pytorch(kernel: str, problem: AttentionBackwardProblem) -> bool:
+    """Whether a kernel of ours was faster than the backward that PyTorch chooses, on such problems on an H100, though no record
+    says so: wider heads than 128 columns, and up to 2048 queries and keys wider ones than 64 (docs/notes/backward.md)."""
+    width, longest = max(problem.head_dim, problem.head_dim_v), max(problem.seqlen_q, problem.seqlen_k)
+    return kernel == "bwd_gluon_sm90" and (width > 128 or (width > 64 and longest <= 2048))
