@@ -67,7 +67,7 @@ def faster_peers(judged: JudgedRun, ours: Verdict) -> list[dict[str, Any]]:
     """Peers that an automatic choice may take and that the run has faster than its best kernel of ours by more than 3%, the
     fastest first. Calls with features go to kernels that take them: no peer is put in their place."""
     problem = parse_problem(ours.problem)
-    if problem.op != "attention" or getattr(problem, "features", PLAIN) != PLAIN:
+    if problem.op not in ("attention", "attention_backward") or getattr(problem, "features", PLAIN) != PLAIN:
         return []
     peers = operation(problem.op).peers()
     able = {peer.name for peer in peers if peer.replaces_ours != "never"}
