@@ -12,7 +12,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
 
-KEYS, QUERIES = 64, 128  # of a tile of dS, and of a program of dQ
+KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
 ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows
 FAR = 2**30  # of the diagonal where there is none: every query sees every key
 
@@ -35,6 +35,12 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO: powers of two, of which copies fill the rest with zeros."""
     return max(padded_head_dim(problem.head_dim), 64), max(padded_head_dim(problem.head_dim_v), 64)
+
+
+def threads(config: Config) -> tuple[int, int]:
+    """Threads of a program of the first kernel, which has eight warps of consumers, and of the second; each has a producer's
+    warpgroup beside them."""
+    return 32 * 8 + 128, 32 * config["warps_dq"] + 128
 
 
 class Sizes(NamedTuple):

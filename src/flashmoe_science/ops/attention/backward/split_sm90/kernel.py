@@ -25,9 +25,17 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     sizes_of,
     suits,
     supports,
+    threads,
 )
 from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
-from flashmoe_science.ops.attention.backward.split_sm90.waves import BUDGET, grids_of, waves_in_order, waves_of
+from flashmoe_science.ops.attention.backward.split_sm90.waves import (
+    BUDGET,
+    Waves,
+    grids_of,
+    space_of,
+    waves_in_order,
+    waves_of,
+)
 from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
@@ -45,19 +53,20 @@ def run(inputs: BackwardInputs, config: Config) -> Gradients:
 
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
-    """Bytes of delta, of the log-sum-exp as it is taken, and of dS at the most."""
-    rows = problem.batch * problem.heads * (problem.seqlen_q + 128)
-    return 8 * rows + BUDGET
+    """Bytes of delta, of the log-sum-exp as it is taken, and of the waves' workspace at the most."""
+    sizes = sizes_of(problem, config)
+    heads, rows = sizes.batch * sizes.heads_kv, problem.batch * problem.heads * sizes.padded
+    return 8 * rows + min(space_of(Waves(heads, sizes.steps, sizes.tiles), sizes).bytes, BUDGET)
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    sizes = sizes_of(problem, config)
+    sizes, (threads_of_keys, threads_of_queries) = sizes_of(problem, config), threads(config)
     of_rows = sizes.padded // ROWS * problem.heads * problem.batch
     made = [Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS)]
     for wave in waves_in_order(waves_of(sizes, gpu.sm_count), sizes):
         of_keys, of_queries = grids_of(wave, sizes)
-        made.append(Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, 384))
-        made.append(Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, 32 * config["warps_dq"] + 128))
+        made.append(Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, threads_of_keys))
+        made.append(Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, threads_of_queries))
     return tuple(made)
 
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashmoe_science.ops.attention.backward.split_sm90 import config
 from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
@@ -21,8 +22,7 @@ from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barri
 SIZES = (
     "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "end_step", "first_tile", "tiles_n",
 )  # fmt: skip
-KEYS = gl.constexpr(64)  # of a tile of dS, and of a consumer
-QUERIES = gl.constexpr(128)  # of a tile of dQ, all of whose dS is written
+KEYS, QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
 _SLOTS = gl.constexpr(2)  # of a consumer's dS: one is copied out while the next is made
 
 
