@@ -29,6 +29,8 @@ def ours() -> tuple[BackwardKernel, ...]:
 
 def outruns_pytorch(kernel: str, problem: AttentionBackwardProblem) -> bool:
     """Whether a kernel of ours was faster than the backward that PyTorch chooses, on such problems on an H100, though no record
-    says so: wider heads than 128 columns, and up to 2048 queries and keys wider ones than 64 (docs/notes/backward.md)."""
+    says so: wider heads than 128 columns, and without groups, up to 2048 queries and keys, wider ones than 64
+    (docs/notes/backward.md)."""
     width, longest = max(problem.head_dim, problem.head_dim_v), max(problem.seqlen_q, problem.seqlen_k)
-    return kernel == "bwd_gluon_sm90" and (width > 128 or (width > 64 and longest <= 2048))
+    short = problem.heads == problem.heads_kv and longest <= 2048
+    return kernel == "bwd_gluon_sm90" and (width > 128 or (width > 64 and short))
