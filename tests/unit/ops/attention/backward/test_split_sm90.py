@@ -122,6 +122,23 @@ def test_every_score_that_is_seen_is_in_one_wave(number: int) -> None:
                 assert found[head, tile, step] == 1 or not sees
 
 
+@pytest.mark.parametrize(
+    "text", ["b1 h8 hk2 q640 d128 bf16 causal", "b2 h3 q300 k1000 d256 bf16 causal", "b1 h2 q512 d64 bf16"]
+)
+def test_the_share_of_scores_that_are_seen_is_counted(text: str) -> None:
+    one = sizes(text)
+    unit, of_head = QUERIES // one.block_m, one.padded // one.block_m
+    for wave in waves_in_order(Waves(1, 3 * unit, 2), one):
+        keys, first_key = max(wave.seen, 1) * one.block_n, wave.first_tile * one.block_n
+        rows = [
+            step % of_head * one.block_m + row
+            for step in range(wave.first_step, wave.first_step + wave.steps)
+            for row in range(one.block_m)
+        ]
+        seen = sum(min(max(row + 1 + one.offset - first_key, 0), keys) for row in rows)
+        assert waves_module._share(wave, one) == pytest.approx(seen / (len(rows) * keys), abs=0.01)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(4))
 def test_random_problems_are_right_on_a_gpu(part: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,12 +117,21 @@ def _rounds(rounds: float, share: float) -> float:
 
 def _share(wave: Wave, sizes: Sizes) -> float:
     """Of the scores of a wave those that are not behind the diagonal."""
-    first_key, keys = wave.first_tile * sizes.block_n, max(wave.seen, 1) * sizes.block_n
-    of_head = sizes.padded // sizes.block_m
-    first = 0 if wave.steps >= of_head else wave.first_step % of_head * sizes.block_m
-    last = _last_query(wave.first_step, wave.first_step + wave.steps, sizes)
-    seen = (min(max(query + 1 + sizes.offset - first_key, 0), keys) for query in (first, last))
-    return sum(seen) / (2 * keys)
+    keys, of_head = max(wave.seen, 1) * sizes.block_n, sizes.padded // sizes.block_m
+    before = sizes.offset - wave.first_tile * sizes.block_n  # of a band's keys those that the query 0 sees, less one
+    seen, step, end = 0.0, wave.first_step, wave.first_step + wave.steps
+    while step < end:  # a head of the group
+        steps = min(of_head - step % of_head, end - step)
+        first = before + step % of_head * sizes.block_m
+        seen += _below(first + steps * sizes.block_m, keys) - _below(first, keys)
+        step += steps
+    return seen / (wave.steps * sizes.block_m * keys)
+
+
+def _below(queries: int, keys: int) -> float:
+    """Scores of so many queries of which the first sees one of the keys, and each sees one more than that before it."""
+    inside = min(max(queries, 0), keys)
+    return inside * inside / 2 + keys * (max(queries, 0) - inside)
 
 
 def waves_in_order(waves: Waves, sizes: Sizes) -> list[Wave]:
