@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.device.mask_triton import FAR
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
@@ -14,7 +15,6 @@ from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
 ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows
-FAR = 2**30  # of the diagonal where there is none: every query sees every key
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:

@@ -16,7 +16,6 @@ wave does not complete are kept in fp32 and taken up by another, so that the bit
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.backward.split_sm90.config import (
     ROWS,
@@ -36,20 +35,10 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_in_order,
     waves_of,
 )
-from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, run_planned
+from flashmoe_science.ops.attention.call.backward import BackwardKernel, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 NAME = "bwd_gluon_sm90"
-
-
-def plan(inputs: BackwardInputs, config: Config) -> SplitBackwardLauncher:
-    gpu = current_gpu(inputs.tensors.q.device)
-    assert gpu is not None
-    return SplitBackwardLauncher(inputs, config, gpu)
-
-
-def run(inputs: BackwardInputs, config: Config) -> Gradients:
-    return run_planned(KERNEL, inputs, config)
 
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
@@ -77,9 +66,9 @@ KERNEL = BackwardKernel(
     about="warp-specialised Gluon for Hopper: dK, dV and dS in one kernel, dQ in another; deterministic",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_planned(SplitBackwardLauncher),
     launches=launches,
-    plan=plan,
+    plan=SplitBackwardLauncher,
     workspace=workspace,
     suits=suits,
 )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.backward.split_sm90.config import (
     KEYS,
@@ -73,7 +73,9 @@ class _Bound(NamedTuple):
 class SplitBackwardLauncher(BackwardLauncher):
     """The kernels with a config; see BackwardLauncher. Whatever is wanted, dK and dV are computed."""
 
-    def __init__(self, inputs: BackwardInputs, config: Config, gpu: Gpu) -> None:
+    def __init__(self, inputs: BackwardInputs, config: Config) -> None:
+        gpu = current_gpu(inputs.tensors.q.device)
+        assert gpu is not None  # or the kernel would not serve the problem
         problem = self._problem = inputs.problem
         self._config, self._sm_count = config, gpu.sm_count
         (of_qk, of_v), block_m = widths(problem), config["block_m"]
