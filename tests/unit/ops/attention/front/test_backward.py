@@ -155,21 +155,18 @@ def decision_of(options: Any) -> Any:
     return Decision(options.kernel or "fwd", Config(), "chosen", "modelled")
 
 
-@pytest.mark.parametrize(
-    ("shape", "automatic"),
-    [((2, 16, 4096, 256), True), ((2, 16, 2048, 128), True), ((2, 16, 4096, 128), False), ((2, 16, 2048, 64), False)],
-)
-def test_hopper_has_a_backward_of_its_own(shape: tuple[int, ...], automatic: bool) -> None:
-    """Where it was faster than PyTorch's though no record says so, and wherever equal bits are asked for."""
-    q = torch.empty(shape, dtype=torch.bfloat16)
+def test_hoppers_backward_serves_by_name() -> None:
+    q = torch.empty(2, 16, 512, 128, dtype=torch.bfloat16)
 
     def chosen(**options: Any) -> str:
         with assume(H200):
             return choose_backward(Tensors(q, q, q), Options(**options)).kernel
 
-    assert chosen() == ("bwd_gluon_sm90" if automatic else "sdpa_bwd")
-    assert chosen(deterministic=True) == "bwd_gluon_sm90"
-    assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
+    assert chosen() == "sdpa_bwd"
+    assert chosen(deterministic=True) == "bwd_triton"
+    assert chosen(deterministic=True, kernel="bwd_gluon_sm90") == "bwd_gluon_sm90"
+    with pytest.raises(CannotServe, match="softcap"):
+        chosen(kernel="bwd_gluon_sm90", softcap=5.0)
 
 
 def test_of_sizes_that_are_not_known_yet_the_portable_kernel_is_asked() -> None:

@@ -1,8 +1,7 @@
 """Which backward serves a call whose inputs require gradients, and why.
 
-PyTorch's operators serve the forward and the backward while no record says that a backward of ours is faster on the GPU; ours
-without one on Hopper, where it was seen to be (``outruns_pytorch``). Ours serve where they are asked for: by a kernel's name,
-by ``deterministic``, by PyTorch's switch for deterministic algorithms.
+PyTorch's operators serve the forward and the backward while no record says that a backward of ours is faster on the GPU. Ours
+serve where they are asked for: by a kernel's name, by ``deterministic``, by PyTorch's switch for deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import torch
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
-from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, outruns_pytorch
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
@@ -31,7 +29,6 @@ from flashmoe_science.problem import ProblemError
 GRADIENTS = "an input requires gradients"
 _OP = AttentionBackwardProblem.op
 _NO_RECORD = "no record has a backward of ours faster than PyTorch's"
-_FASTER = "on an H100 it was faster than PyTorch's on such problems, by no record (docs/notes/backward.md)"
 DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
@@ -75,15 +72,15 @@ def choose_backward(tensors: Tensors, options: Options) -> Decision:
     by_option = "deterministic is True" if options.deterministic else ""
     switch = "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
     asked = named or by_option or switch
-    if not (asked or _recorded() or why_no_hopper(gpu) is None):
+    if not (asked or _recorded()):
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         if named or by_option:
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
         return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")
     if any(isinstance(size, torch.SymInt) for one in tensors[:3] for size in one.shape):
-        if asked and ours:  # whether it can is seen when it is called; the last of ours, the portable one, takes the most
-            return Decision(kernel or ours[-1].name, Config(), asked, "requested")
+        if asked and ours:  # whether it can is seen when it is called; the first of ours, the portable one, takes the most
+            return Decision(kernel or ours[0].name, Config(), asked, "requested")
         return Decision(FALLBACK, Config(), "no record is of sizes that are not known yet", "modelled")
     try:
         problem = backward_problem_of(tensors, options)
@@ -110,8 +107,6 @@ def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
     """The decision for one of ours where records have it faster than PyTorch's, else FALLBACK."""
     ours, table = operation(_OP).ours(), committed_table()
     decision = select(problem, gpu, table, ours, FALLBACK)
-    if decision.record is None and outruns_pytorch(decision.kernel, problem):
-        return replace(decision, reason=f"{_FASTER}; {decision.reason}")
     if decision.record is None:
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
     decision = faster_peer(decision, problem, gpu, table, operation(_OP).peers())
