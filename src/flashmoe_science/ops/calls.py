@@ -14,9 +14,17 @@ from operator import attrgetter, or_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
+from flashmoe_science.ops.private import (
+    TensorGuards,
+    any_autocast,
+    dispatch_modes,
+    forward_level,
+    function_modes,
+    function_transform,
+    jit_trace,
+)
 
 V = TypeVar("V")
 
@@ -27,12 +35,7 @@ Launch = Callable[..., Any]
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _AUTOCAST = (torch.float16, torch.bfloat16, torch.float32)
 MAX_VARIANTS = 8  # launches of one key, whose tensors differ in shapes or strides; the newest are tried first
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_transform = torch._C._functorch.peek_interpreter_stack
-_jit_trace = torch._C._get_tracing_state
-_function_modes = torch._C._is_torch_function_mode_enabled
 _is_nested, _address = attrgetter("is_nested"), torch.Tensor.data_ptr
-_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
 class CachedLaunch(NamedTuple):
@@ -59,7 +62,7 @@ def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None
     stored = LAUNCHES.get(key)
     # Guards see modes, transforms and traces, which change where PyTorch dispatches to, and a subclass. They do not see
     # function modes, forward-mode gradients, and nested tensors.
-    if stored is None or _function_modes() or forward_ad._current_level >= 0 or True in map(_is_nested, tensors):
+    if stored is None or function_modes() or forward_level._current_level >= 0 or True in map(_is_nested, tensors):
         return None
     for matches, launch in stored:
         if matches(*tensors):
@@ -100,7 +103,7 @@ def guards_of(
             sizes[place][dimension] = None
             if any_strides:
                 strides[place] = [*(None for _ in sizes[place][1:]), 1]
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     if torch.is_autocast_enabled(device := tensors[0].device.type):  # the guards see that it is on, and not its dtype
         alike, dtype = check, torch.get_autocast_dtype(device)
         check = lambda *others: torch.get_autocast_dtype(device) is dtype and alike(*others)  # noqa: E731
@@ -139,18 +142,18 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_undisturbed() -> bool:
     """Whether no mode, transform or trace has a part in what is called now."""
-    return not (_function_modes() or _dispatch_modes() or is_transformed()) and _jit_trace() is None
+    return not (function_modes() or dispatch_modes() or is_transformed()) and jit_trace() is None
 
 
 def is_transformed() -> bool:
     """Whether forward-mode gradients or a transform of torch.func, which fused operators of PyTorch lack, may be asked for."""
-    return forward_ad._current_level >= 0 or _function_transform() is not None
+    return forward_level._current_level >= 0 or function_transform() is not None
 
 
 def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The tensors as PyTorch's own operators cast them under torch.autocast: fp16, bf16 and fp32 to the autocast dtype of their
     device. None where nothing is to be cast; what is no tensor stays as it is."""
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return None
     dtypes = [_autocast_dtype(one) for one in tensors]
     if not any(dtypes):

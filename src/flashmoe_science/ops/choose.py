@@ -78,7 +78,8 @@ def choose(
             decision = faster_peer(decision, problem, device, table, op.peers(), {**unable_peers, **refused})
         chosen = kernel or kernel_named(decision.kernel, op.name)
         try:
-            return _with_launch_path(decision, chosen), bind(chosen, decision.config)
+            bound = bind(chosen, decision.config)
+            return _with_launch_path(decision, chosen), bound
         except CannotServe as refusal:
             refused[chosen.name] = str(refusal)  # select() passes it over next, or refuses with the reason
 

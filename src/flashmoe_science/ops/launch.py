@@ -1,4 +1,4 @@
-"""The short path from Python to a launch: keep the compiled kernel and call its launcher directly.
+"""The short path from Python to a launch: keep the compiled kernel and call its launcher directly (direct.py).
 
 Triton's JIT binds, specialises and looks up on every call; on an H200 host that is 15 us, its compiled kernel's launcher 5 us
 (docs/notes/launch-cost.md). A ``Build`` skips the first part. It is safe because a Build is only used for arguments of the
@@ -7,11 +7,12 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import accumulate, count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import assume, current_gpu
 from flashmoe_science.kernel import CompileJob
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.direct import Describe, direct
+from flashmoe_science.ops.private import Allocate, dispatch_modes, empty_strided
 
 Grid = tuple[int, int, int]
-Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly
-_Fill = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
+Encoder = Callable[[torch.Tensor | int], tuple[Any, ...]]  # of a tensor, or of an address
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
-# The launcher of other versions has another entry point; they are launched through Triton's Python wrappers.
-DIRECT = triton.__version__.startswith("3.6.")
+_WRAPPED: list[str] = []  # the kernels that Triton's own Python launches
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
 _SERIALS = count()
 _BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)  # by ``kept_build``
@@ -38,10 +39,8 @@ _COLLECTED: ContextVar[list[CompileJob] | None] = ContextVar("collected builds",
 
 
 def launch_path() -> str | None:
-    """None where kernels are launched directly, else in words which slower path a launch takes."""
-    if DIRECT:
-        return None
-    return f"launched through the Python wrappers of Triton {triton.__version__}, some 5 us slower than directly as with 3.6"
+    """None where kernels are launched directly, else in words which slower path launches take."""
+    return f"launched by the Python of Triton {triton.__version__}, some 5 us slower than directly" if _WRAPPED else None
 
 
 class Pointer:
@@ -74,24 +73,16 @@ def argument(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else address(tensor)
 
 
-Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-
-
-def _allocator(on_gpu: bool) -> Allocate:
-    allocators = torch._C._dynamo.guards
-    return allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined, no-any-return]
-
-
 @cache
 def allocator(on_gpu: bool) -> Allocate:
     """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
     of the time of ``torch.empty`` (docs/notes/launch-cost.md); by ``torch.empty_strided`` where a mode is on, which sees it."""
-    direct, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
+    unseen, modes, device = empty_strided(on_gpu), dispatch_modes, "cuda" if on_gpu else "cpu"
 
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if modes():
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return direct(shape, strides, dtype)
+        return unseen(shape, strides, dtype)
 
     return allocate
 
@@ -111,17 +102,16 @@ def workspace_allocator(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tup
 
     One allocation for all of them; one each where a mode is on, which sees them, and where launches take tensors.
     """
-    allocate, direct, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
-    separate = INTERPRETING or not DIRECT
+    allocate, unseen, modes = allocator(on_gpu), empty_strided(on_gpu), dispatch_modes
     one_by_one = [((elements,), (1,), dtype) for elements, dtype in parts]
     ends = list(accumulate(workspace_bytes([part]) for part in parts))
     whole, starts = (ends[-1],), (0, *ends[:-1])
 
     def take() -> tuple[Any, ...]:
-        if separate or modes():
+        if INTERPRETING or modes():
             tensors = [allocate(*one) for one in one_by_one]
-            return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
-        held = direct(whole, (1,), torch.uint8)
+            return (tensors, *map(argument, tensors))
+        held = unseen(whole, (1,), torch.uint8)
         base = held.data_ptr()
         return (held, *map(base.__add__, starts))  # no frame, as a comprehension's
 
@@ -161,28 +151,34 @@ class Build:
     ``bound(grid, *last)`` gives start(*args): ``launch(grid, *args, *last)``, of which all that stays is put together once.
     """
 
+    launch: Callable[..., None]
+    bound: Callable[..., Callable[..., None]]
+
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
-        self._fills: list[_Fill] | None = None
+        self._describe: Sequence[Describe] | None = None
         collected = _COLLECTED.get()
         if collected is not None:
             collected.append(CompileJob(function, tuple(arguments), options))
         if collected is not None or INTERPRETING:
-            self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
-            self.bound: Callable[..., Callable[..., None]] = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
+            self._launch_by(function, options)
             return
         # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
-        compiled._init_handles()  # loads the cubin now, not inside the first timed call
-        entry = _entry_point(compiled.run)
-        if entry is not None:
-            self._fills = [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
-        self.launch, self.bound = _launchers(compiled, entry)
+        compiled.run  # noqa: B018  # loads the cubin now, not inside the first timed call
+        if (found := direct(compiled)) is None:
+            _WRAPPED.append(function.__name__)
+            self._launch_by(compiled, {})
+        else:
+            self.launch, self.bound, self._describe = found
+
+    def _launch_by(self, kernel: Any, options: dict[str, Any]) -> None:
+        """By Triton's own Python."""
+        self.launch = lambda grid, *args: kernel[grid](*args, **options)
+        self.bound = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
-        if self._fills is None:
-            return _described(template, shape, strides)
-        return _encoded(self._fills[index], shape, strides)
+        return _encoded(_described(template) if self._describe is None else self._describe[index], shape, strides)
 
 
 @contextmanager
@@ -207,83 +203,20 @@ def kept_build(key: Hashable, function: Any, arguments: Sequence[Any], **options
     return build
 
 
-def _launchers(
-    compiled: Any, entry: Callable[..., None] | None
-) -> tuple[Callable[..., None], Callable[..., Callable[..., None]]]:
-    """Build.launch and Build.bound of a compiled kernel, by the C function ``entry`` where there is one."""
-    start: Callable[..., None] = compiled.run
-    head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata)
-    if entry is not None:
-        run, start = compiled.run, entry
-        head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
-    current_stream, runtime, device = torch._C._cuda_getCurrentRawStream, knobs.runtime, torch.cuda.current_device()
+def _described(template: TensorDescriptor) -> Describe:
+    """Describes by a TensorDescriptor, which Triton's Python encodes, without the checks that the template passed."""
 
-    def launch(grid: Grid, *args: Any) -> None:
-        # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
-        # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
-        stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
-        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
-            start(*grid, stream, *head, None, None, None, *args)
-        else:
-            start(*grid, stream, *head, compiled.launch_metadata(grid, stream, *args), enter, leave, *args)
-
-    def bound(grid: Grid, *last: Any) -> Callable[..., None]:
-        (x, y, z), middle = grid, (*head, None, None, None)
-
-        def begin(*args: Any) -> None:
-            enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-            if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
-                start(x, y, z, current_stream(device), *middle, *args, *last)
-            else:
-                launch(grid, *args, *last)
-
-        return begin
-
-    return launch, bound
-
-
-def _entry_point(run: Any) -> Callable[..., None] | None:
-    """The C function under the Python wrappers of Triton 3.6's launcher; None for other versions.
-
-    The wrappers allocate scratch memory, which our kernels do not use, and encode tensor descriptors anew at every launch.
-    """
-    if not DIRECT or run.global_scratch_size or run.profile_scratch_size:
-        return None
-    entry = run.launch
-    if entry.__class__.__name__ == "function":  # wrapped to encode descriptors
-        entry = entry.__closure__[entry.__code__.co_freevars.index("launcher")].cell_contents
-    return entry  # type: ignore[no-any-return]
-
-
-def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
-    """Encodes to a TensorDescriptor, for launchers that encode it themselves, without the checks that the template passed."""
-
-    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
-        descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
+    def describe(address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
+        base, descriptor = SimpleNamespace(data_ptr=lambda: address), object.__new__(TensorDescriptor)
+        descriptor.__dict__ = template.__dict__ | {"base": base, "shape": list(shape), "strides": list(strides)}
         return (descriptor,)
 
-    return encode
+    return describe
 
 
-def _fill_of(meta: Mapping[str, Any]) -> _Fill:
-    """fill(address, shape, strides): the copy engine's map of a tensor, out of which it fills with zeros.
-
-    What Triton 3.6's ``make_tensordesc_arg`` calls, with what it looks up for each map looked up once: a new length makes two.
-    """
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    assert not meta["fp4_padded"]
-    fill_tma_descriptor = triton.runtime.driver.active.utils.fill_tma_descriptor
-    tile = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
-    return lambda address, shape, strides: fill_tma_descriptor(address, *tile, shape, strides, 0)
-
-
-def _encoded(fill: _Fill, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
-    """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
-
-    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
-    """
+def _encoded(describe: Describe, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
+    """Encodes by ``describe``, for each address once: a map of the copy engine depends on nothing else but the shape and the
+    strides, and PyTorch's allocator hands out few addresses."""
     serial = next(_SERIALS)
 
     def encode(tensor: torch.Tensor | int) -> tuple[Any, ...]:
@@ -291,7 +224,7 @@ def _encoded(fill: _Fill, shape: tuple[int, ...], strides: tuple[int, ...]) -> E
         key = (serial, address)
         encoded = _MAPS.get(key)
         if encoded is None:
-            encoded = _MAPS[key] = (fill(address, shape, strides), *shape, *strides)
+            encoded = _MAPS[key] = describe(address, shape, strides)
         return encoded
 
     return encode

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.private import below_autograd, forward_level
 
 _LIBRARY = torch.library.Library("flashmoe", "FRAGMENT")
 
@@ -45,11 +45,13 @@ def register(
     if differentiable is None:
         return operator
 
-    def with_autograd(*args: Any) -> Any:
-        if not needs_grad(*(one for one in args if isinstance(one, torch.Tensor))) and forward_ad._current_level < 0:
-            with torch._C._AutoDispatchBelowAutograd():
-                return operator(*args)
-        return differentiable(*args)
+    def with_autograd(keys: torch.DispatchKeySet, *args: Any) -> Any:
+        if needs_grad(*(one for one in args if isinstance(one, torch.Tensor))) or forward_level._current_level >= 0:
+            return differentiable(*args)
+        if below_autograd is None:
+            return operator.redispatch(keys.remove(torch.DispatchKey.AutogradFunctionality), *args)
+        with below_autograd():
+            return operator(*args)
 
-    _LIBRARY.impl(name, with_autograd, "Autograd")
+    _LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
     return operator

@@ -14,7 +14,7 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.cache import Cache
-from flashmoe_science.ops.launch import DIRECT, Build, Encoder
+from flashmoe_science.ops.launch import Build, Encoder
 
 MIN_COPY_ROWS = 8  # the swizzle of shared memory repeats with them
 MAX_BLOCK_N = 128
@@ -97,8 +97,6 @@ def encoders_of(build: Build, templates: Templates, tensor: int, shape: tuple[in
 
 def cached_descriptors(encoders: Sequence[Parts]) -> Callable[..., tuple[Any, ...]]:
     """describe(*tensors): ``descriptors_of``, kept by all addresses: a model's tensors come back to them step by step."""
-    if not DIRECT:  # a descriptor is made of the tensor itself
-        return lambda *tensors: descriptors_of(encoders, tensors)
     serial = next(_SERIALS)
 
     def describe(*tensors: torch.Tensor) -> tuple[Any, ...]:

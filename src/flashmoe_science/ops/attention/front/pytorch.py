@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
 from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result
@@ -23,7 +22,7 @@ from flashmoe_science.ops.attention.front.lengths import are_readable, refuse_le
 from flashmoe_science.ops.attention.front.padded import padded_attention, positive_scale
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN
-from flashmoe_science.ops.calls import needs_grad, without_autocast
+from flashmoe_science.ops.calls import is_transformed, needs_grad, without_autocast
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 _SCORES_OF_A_CALL = 2**15  # what a call costs apart from its scores, in scores
@@ -135,7 +134,7 @@ def _plain(tensors: Tensors, options: Options, softmax_scale: float | None, drop
     out = _output(q, k, v, mask, softmax_scale, dropout_p)
     if not options.return_lse:
         return out, None
-    if needs_grad(q, k) and torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0:
+    if needs_grad(q, k) and not is_transformed():
         return out, _LogSumExp.apply(q, k, mask, softmax_scale)  # type: ignore[no-untyped-call]
     return out, _log_sum_exp(q, k, mask, softmax_scale)
 

@@ -13,11 +13,11 @@ import torch
 
 from flashmoe_science.kernel import CannotServe, Config, Launch
 from flashmoe_science.ops.launch import (
-    DIRECT,
     INTERPRETING,
     Part,
     address,
     allocator,
+    argument,
     can_start_early,
     workspace_allocator,
     workspace_bytes,
@@ -29,8 +29,6 @@ from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, wh
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# The tensor itself for a Triton whose launcher encodes its descriptors.
-handle: Callable[[torch.Tensor], Any] = address if DIRECT else lambda tensor: tensor
 # bind(counts) of a grouped product that is built, for any number of rows: launch(a, w, bias, out, tables), which writes
 # out[row] of every row of the tables; a is x, or what the up product wrote.
 Product = Callable[[RowCounts], KernelLaunch]
@@ -79,11 +77,11 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
-            sort(handle(ids), tables)
-            up(handle(x), handle(w1), None if gate_up_bias is None else handle(gate_up_bias), active, tables)
-            down(active, handle(w2), None if down_bias is None else handle(down_bias), products, tables)
+            sort(address(ids), tables)
+            up(address(x), address(w1), argument(gate_up_bias), active, tables)
+            down(active, address(w2), argument(down_bias), products, tables)
             out = allocate(*result)
-            add(products, handle(weights), handle(out), tables)
+            add(products, address(weights), address(out), tables)
             return out
 
         return call

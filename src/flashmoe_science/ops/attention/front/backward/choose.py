@@ -24,6 +24,7 @@ from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.private import function_transform
 from flashmoe_science.problem import ProblemError
 
 GRADIENTS = "an input requires gradients"
@@ -74,7 +75,7 @@ def choose_backward(tensors: Tensors, options: Options) -> Decision:
     asked = named or by_option or switch
     if not (asked or _recorded()):
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if function_transform() is not None:
         if named or by_option:
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
         return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")

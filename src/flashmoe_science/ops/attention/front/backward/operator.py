@@ -5,8 +5,7 @@ It is called by the autograd rule of ``flashmoe::attention_forward`` (autograd.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import alignment, device_guard, find_launch, guards_of, store_launch
 from flashmoe_science.ops.operator import register
+from flashmoe_science.ops.private import without_keys
 
 LAUNCHERS: Cache[Hashable, BackwardLauncher] = Cache(MAX_PLANS)
 
@@ -84,19 +84,21 @@ def _launcher(name: str, config: Config, inputs: BackwardInputs) -> BackwardLaun
 def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted) -> Gradients:
     """By autograd of PyTorch's operators, the forward again."""
     bias = None if tensors.bias is None else unexpanded(tensors.bias)
-    every = (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)
-    leaves = [
-        one.detach().requires_grad_(needed) if one is not None else None for one, needed in zip(every, wanted, strict=True)
-    ]
-    with torch.enable_grad(), _autograd():
-        q, k, v, sinks, bias = leaves
+    every = [None if one is None else one.detach() for one in (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)]
+    asked = [needed and one is not None for one, needed in zip(every, wanted, strict=True)]
+
+    def forward(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        left = iter(leaves)
+        q, k, v, sinks, bias = (next(left) if taken else one for one, taken in zip(every, asked, strict=True))
         if bias is not None and tensors.bias is not None:
             bias = bias.expand(tensors.bias.shape)
         call = tensors._replace(q=q, k=k, v=v, sinks=sinks, bias=bias)  # type: ignore[arg-type]  # q, k and v are not None
         out, lse = pytorch_attention(call, options._replace(return_lse=saved.dlse is not None), scale)
-        asked = [one for one, needed in zip(leaves, wanted, strict=True) if one is not None and needed]
-        results, into = ([out, lse], [saved.dout, saved.dlse]) if saved.dlse is not None else ([out], [saved.dout])
-        found = iter(torch.autograd.grad(results, asked, into, allow_unused=True))  # type: ignore[arg-type]  # none is None
+        return (out,) if lse is None else (out, lse)
+
+    into = (saved.dout,) if saved.dlse is None else (saved.dout, saved.dlse)
+    leaves = [one for one, taken in zip(every, asked, strict=True) if one is not None and taken]
+    found = iter(_gradients(forward, leaves, into))
     like = gradients_like(tensors, wanted)
     made = []
     for shape in like:
@@ -108,9 +110,17 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
     return Gradients(*made)
 
 
-def _autograd() -> AbstractContextManager[None]:
-    """A context in which PyTorch's operators are recorded, as they are not within an operator's kernel."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+def _gradients(
+    forward: Callable[..., tuple[torch.Tensor, ...]], leaves: list[torch.Tensor], into: tuple[torch.Tensor, ...]
+) -> Sequence[torch.Tensor | None]:
+    """Of the leaves, None where there is none. PyTorch's operators are recorded, which they are not within an operator."""
+    if without_keys is None:
+        with torch.enable_grad():
+            found: Sequence[torch.Tensor] = torch.func.vjp(forward, *leaves)[1](into)
+        return found
+    with torch.enable_grad(), without_keys(torch.DispatchKey.AutogradFunctionality, False):
+        results = forward(*[one.requires_grad_() for one in leaves])
+        return torch.autograd.grad(results, leaves, into, allow_unused=True)
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------
