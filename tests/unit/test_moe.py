@@ -106,7 +106,7 @@ def test_a_call_is_bound_once_and_sees_what_changes() -> None:
         assert not torch.allclose(fm.fused_moe(**given, **changed), first)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features, transforms, traces, derivatives, subclasses and other memory take the slow path, and are right there."""
 
@@ -240,6 +240,7 @@ def test_it_compiles_whole_with_sizes_and_numbers_that_change() -> None:
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")(x), layer(x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by opcheck of PyTorch 2.14
 def test_the_operator_is_as_pytorch_wants_one() -> None:
     inputs = inputs_of(CASES[1], "cpu")
     rest = (*inputs.tensors[1:], "silu", True, False, 1.702, 7.0)

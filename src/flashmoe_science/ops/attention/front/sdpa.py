@@ -152,6 +152,9 @@ def _by_pytorch(call: TorchCall, refusal: Unsupported | None) -> torch.Tensor:
         if call.attn_mask is not None:
             check_mask_argument(call.attn_mask, call.query, call.key, TORCH_NAMES)
         check_probability(call.dropout_p, "dropout_p")
+        if call.attn_mask is not None and "is_causal" in str(error):
+            both = f"attn_mask is given and is_causal is True; for PyTorch {torch.__version__} they must not be given together"
+            raise ValueError(both) from error
         raise
 
 

@@ -322,7 +322,6 @@ def test_memory_that_is_not_aligned_is_a_call_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("case", ["decode", "packed", "a bias"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
 def test_gradients_modes_and_transforms_launch_nothing(case: str) -> None:
     call, make = CASES[case]
     given = make()

@@ -48,7 +48,6 @@ def test_opcheck(dtype: torch.dtype, return_lse: bool) -> None:
     torch.library.opcheck(OPERATOR, (q, k[:, :2], v[:, :2], "causal", None, return_lse, None))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_one_graph_and_the_result(dynamic: bool) -> None:
     torch._dynamo.reset()
@@ -189,7 +188,6 @@ def test_a_first_call_takes_its_output_and_no_more(kernel: str) -> None:
     assert torch.cuda.memory_stats()["requested_bytes.all.peak"] - before <= out.numel() * out.element_size()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
 @pytest.mark.filterwarnings("ignore::UserWarning")  # TF32, which the tests do not set
 def test_compile_with_cuda_graphs_keeps_no_tensor_of_their_pool() -> None:
     """A plan that held a tensor made it fail: "2 tensor(s) in the cudagraph pool not tracked as outputs"."""

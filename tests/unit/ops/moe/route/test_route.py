@@ -135,7 +135,6 @@ def test_the_weights_have_the_gradient_of_the_formula(way: dict[str, Any]) -> No
         assert not route(logits, 4, **way)[0].requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own call
 def test_forward_derivatives_and_transforms_reach_the_weights() -> None:
     logits, tangent = torch.randn(3, 8), torch.randn(3, 8)
     with forward_ad.dual_level():
