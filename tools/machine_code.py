@@ -1,6 +1,6 @@
 """Digests of machine code: a build's PTX without what only a debugger reads, compared with the committed digest.
 
-Each Triton generates other code, so each has its file. There a build is named by kernel, device function, GPU, problem and
+Each Triton generates other code: the oldest and the newest supported have a file each, and no other is held. There a build is named by kernel, device function, GPU, problem and
 config, never by a module or a line: what moves or is renamed within a kernel changes no digest. `tests/compile` compares.
 """
 
@@ -47,13 +47,13 @@ def digest(ptx: str) -> str:
 
 
 def hold(name: Name, found: str) -> None:
-    """Return where ``found`` is the digest committed for ``name``.
+    """Return where ``found`` is the digest committed for ``name``, or none is of this Triton.
 
     Raises:
         Changed: it is another, or none is committed.
     """
     committed = read().get(name)
-    if committed == found:
+    if committed == found or not _path().exists():
         return
     reason = f"its digest was {committed} and is {found}" if committed else "no digest is committed for it"
     raise Changed(

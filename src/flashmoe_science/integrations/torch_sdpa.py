@@ -21,14 +21,22 @@ from typing import Any
 
 import torch
 import torch.nn.attention as registry
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from flashmoe_science.ops.attention.call.tensors import DTYPES, Options
 from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.private import private
 from flashmoe_science.serving import flash_attn_varlen_func
 
 NAME = "flashmoe"
 
+_LAST = "the flash backend may not be tried first"
+_ORDER: Callable[[], list[int]] = private("_C._get_sdp_priority_order", list, _LAST)
+_SET_ORDER: Callable[[list[int]], None] = private("_C._set_sdp_priority_order", lambda order: None, _LAST)
+_CHOOSE: Callable[..., object] = private(
+    "_fused_sdp_choice", F.scaled_dot_product_attention, "a kernel is launched in its place"
+)
 _DENSE, _PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 _PACKED_OUT = "_flash_attention_forward_no_dropout_inplace"  # from PyTorch 2.12
 _OPTIONS = {causal: Options("causal" if causal else "full", return_lse=True) for causal in (False, True)}
@@ -69,7 +77,8 @@ class _Active:
 
     def remove(self) -> None:
         self.library = None  # PyTorch's own kernels serve again
-        torch._C._set_sdp_priority_order(self.order)
+        if self.order:
+            _SET_ORDER(self.order)
 
 
 def _activate() -> _Active:
@@ -86,10 +95,10 @@ def _put_flash_first() -> list[int]:
     """Let the flash backend be tried first; returns the order that was."""
     if torch.cuda.is_available():  # the first choice of a process sets the order, and would overwrite ours
         small = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
-        torch._fused_sdp_choice(small, small, small)
-    order: list[int] = torch._C._get_sdp_priority_order()
-    flash = SDPBackend.FLASH_ATTENTION.value
-    torch._C._set_sdp_priority_order([flash, *(one for one in order if one != flash)])
+        _CHOOSE(small, small, small)
+    order, flash = _ORDER(), SDPBackend.FLASH_ATTENTION.value
+    if order:
+        _SET_ORDER([flash, *(one for one in order if one != flash)])
     return order
 
 

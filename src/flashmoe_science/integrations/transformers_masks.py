@@ -13,9 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from flashmoe_science.ops.private import private
 
 Indices = Callable[..., Any]  # (batch, head, query, key) -> whether the query sees the key
+
+
+@classmethod  # type: ignore[misc]  # it becomes a class's method
+def _plain_results(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **(kwargs or {}))
+
+
+_PLAIN_RESULTS: Any = private("_C._disabled_torch_function_impl", _plain_results, "a structured mask is slower")
+
+
+def _with_matrices(given: Any) -> Any:
+    """The argument of an operator, a matrix for each StructuredMask in it."""
+    if isinstance(given, list | tuple):
+        return (list if isinstance(given, list) else tuple)(map(_with_matrices, given))
+    return given.matrix() if isinstance(given, StructuredMask) else given
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,7 @@ class StructuredMask(torch.Tensor):
     _matrix: torch.Tensor | None
     _packed: Packed | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    __torch_function__ = _PLAIN_RESULTS
 
     @staticmethod
     def __new__(
@@ -80,8 +97,7 @@ class StructuredMask(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
             raise ValueError("a model adds its mask to scores, and attn_implementation='fms' makes boolean masks: use 'eager'")
-        args, kwargs = tree_map_only(StructuredMask, StructuredMask.matrix, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_with_matrices(args), **{name: _with_matrices(one) for name, one in (kwargs or {}).items()})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StructuredMask({tuple(self.shape)}, {self.visible})"

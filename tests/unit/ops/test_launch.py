@@ -18,65 +18,167 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.measure.guards import allocations
-from flashmoe_science.ops import launch
+from flashmoe_science.ops import direct, launch, private
 from flashmoe_science.ops.launch import Build, Pointer, stride_class, stride_unit
 
+STARTED: list[tuple[Any, ...]] = []  # what the C function for all kernels was given
 META = {"swizzle": 0, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
 
 
 class Compiled:
     """What Triton's ``warmup`` returns, with the parts that a launch uses."""
 
-    function, packed_metadata = "handle", "metadata"
-
-    def __init__(self, started: list[tuple[Any, ...]], descriptors: int) -> None:
+    def __init__(self, started: list[tuple[Any, ...]], descriptors: int, scratch: int) -> None:
+        self.function, self.packed_metadata = "handle", "packed"
         self.metadata = SimpleNamespace(tensordesc_meta=[META | {"swizzle": index} for index in range(descriptors)])
-
-        def start(*args: Any) -> None:
-            started.append(args)
-
+        self.launch_metadata = lambda grid, stream, *args: (grid, stream, args)
+        self.by_python: list[tuple[Any, ...]] = []
         self.run = SimpleNamespace(
-            launch=start.__get__(self),
-            global_scratch_size=0,
+            launch=lambda *args: started.append(args),
+            arg_annotations="annotations",
+            kernel_signature="signature",
+            global_scratch_size=scratch,
             profile_scratch_size=0,
             launch_cooperative_grid=False,
             launch_pdl=True,
         )
+        if direct._FOR_EACH_KERNEL:  # as Triton 3.6 wraps it to encode descriptors
+            launcher = self.run.launch
+            self.run.launch = lambda *args: launcher(*args)
 
-    def _init_handles(self) -> None:
-        pass
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self.by_python.append((grid, *args))
 
 
 class Function:
     """A JIT function that compiles nothing."""
 
-    def __init__(self, descriptors: int = 0) -> None:
+    __name__ = "function"
+
+    def __init__(self, descriptors: int = 0, scratch: int = 0) -> None:
         self.started: list[tuple[Any, ...]] = []
         self.warmed: list[tuple[Any, ...]] = []
-        self._descriptors = descriptors
+        self.compiled = Compiled(self.started, descriptors, scratch)
 
     def warmup(self, *args: Any, **options: Any) -> Compiled:
         self.warmed.append(args)
-        return Compiled(self.started, self._descriptors)
+        return self.compiled
 
 
 @pytest.fixture(autouse=True)
-def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "DIRECT", True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What Triton's C function was given for each map that it made; the map of a test is the word "map"."""
+    pytest.importorskip("triton.backends.nvidia.driver")
+    given: list[tuple[Any, ...]] = []
+
+    def fill(*args: Any) -> str:
+        given.append(args)
+        return "map"
+
+    def start(*args: Any) -> None:
+        STARTED.append(args)
+
+    STARTED.clear()
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill, launch=start)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    monkeypatch.setattr(triton.knobs, "runtime", SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None))
+    monkeypatch.setattr(launch, "_WRAPPED", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    return given
 
 
-def test_a_launch_hands_over_the_grid_the_stream_and_the_arguments() -> None:
+@pytest.fixture(params=[True, False], ids=["3.6", "3.7 to 3.9"])
+def for_each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether each kernel has a C function of its own, as in Triton 3.6."""
+    monkeypatch.setattr(direct, "_FOR_EACH_KERNEL", request.param)
+    return bool(request.param)
+
+
+def handed_over(function: Function, for_each_kernel: bool) -> list[tuple[Any, ...]]:
+    """Of each launch the grid, the stream, metadata and hooks, the arguments. The rest is that of Triton's own Python."""
+    if for_each_kernel:
+        assert {args[4:10] for args in function.started} == {("handle", False, True, None, None, "packed")}
+        return [(args[:3], args[3], args[10:13], args[13:]) for args in function.started]
+    assert {(args[4:8], args[11:15]) for args in STARTED} == {
+        (("handle", False, True, "packed"), (None, None, "annotations", "signature"))
+    }
+    return [(args[:3], args[3], args[8:11], *args[15:]) for args in STARTED]
+
+
+def test_a_launch_hands_over_the_grid_the_stream_and_the_arguments(for_each_kernel: bool) -> None:
     function = Function()
     build = Build(function, (Pointer(torch.float16), 3))
     build.launch((5, 1, 1), 4096, 3)
     build.launch((6, 2, 1), 8192, 4)
     build.bound((7, 1, 3), 4)(12288)
-    heads = [(args[1:5], args[-2:]) for args in function.started]
-    assert heads == [((5, 1, 1, 77), (4096, 3)), ((6, 2, 1, 77), (8192, 4)), ((7, 1, 3, 77), (12288, 4))]
-    assert len({len(args) for args in function.started}) == 1
+    assert handed_over(function, for_each_kernel) == [
+        ((5, 1, 1), 77, (None, None, None), (4096, 3)),
+        ((6, 2, 1), 77, (None, None, None), (8192, 4)),
+        ((7, 1, 3), 77, (None, None, None), (12288, 4)),
+    ]
     assert len(function.warmed) == 1
+    assert launch.launch_path() is None
+
+
+def test_a_profilers_hooks_are_handed_over_from_when_it_starts(for_each_kernel: bool) -> None:
+    function = Function()
+    build = Build(function, ())
+    begin = build.bound((7, 1, 3), 4)
+    for hook in (SimpleNamespace(calls=[]), SimpleNamespace(calls=["a profiler"])):
+        triton.knobs.runtime.launch_enter_hook = hook
+        begin(5)
+        build.launch((7, 1, 3), 5, 4)
+    seen = (((7, 1, 3), 77, (5, 4)), hook, None)
+    found = [hooks for _, _, hooks, _ in handed_over(function, for_each_kernel)]
+    assert found == [(None, None, None)] * 2 + [seen] * 2
+
+
+# Of what is looked up when a kernel is built: where a name is gone, and in which Tritons it is used.
+NAMES = {
+    **{f"run.{name}": (True, False) for name in ("global_scratch_size", "launch_cooperative_grid", "launch_pdl")},
+    **{f"run.{name}": (False,) for name in ("arg_annotations", "kernel_signature")},
+    **dict.fromkeys(("function", "packed_metadata", "launch_metadata", "metadata.tensordesc_meta"), (True, False)),
+    "run.launch": (True,),
+    "utils.launch": (False,),
+    "utils.fill_tma_descriptor": (True,),
+    "utils.fill_tma_descriptor_tiled": (False,),
+    "hooks.launch_enter_hook": (True, False),
+    "TMA_DTYPE_DEVICE_TO_HOST": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_a_name_of_triton_is_gone_its_python_launches_after_one_warning(
+    name: str, for_each_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if for_each_kernel not in NAMES[name]:
+        pytest.skip("that Triton has no such name")
+    function = Function(descriptors=1)
+    utils = triton.runtime.driver.active.utils
+    owners = {
+        "utils": utils,
+        "hooks": triton.knobs.runtime,
+        "run": function.compiled.run,
+        "metadata": function.compiled.metadata,
+    }
+    owner, _, attribute = name.rpartition(".")
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.delattr(driver if name.isupper() else owners.get(owner, function.compiled), attribute)
+    monkeypatch.setattr(private, "_WARNED", set())
+    with pytest.warns(RuntimeWarning, match=f"a private name of Triton .*{attribute}.* is gone: its Python launches") as warned:
+        builds = [Build(function, ()) for _ in range(2)]
+    assert len(warned) == 1
+    assert "launched by the Python of Triton" in str(launch.launch_path())
+    builds[0].launch((5, 1, 1), 4096)
+    builds[1].bound((7, 1, 3), 4)(12288)
+    assert function.compiled.by_python == [((5, 1, 1), 4096), ((7, 1, 3), 12288, 4)]
+
+
+def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_without_a_warning(for_each_kernel: bool) -> None:
+    function = Function(scratch=8)
+    Build(function, ()).launch((5, 1, 1), 4096)
+    assert function.compiled.by_python == [((5, 1, 1), 4096)]
 
 
 def test_a_pointer_says_its_dtype_and_its_alignment() -> None:
@@ -130,21 +232,6 @@ def template() -> TensorDescriptor:
 SHAPE, STRIDES = (1, 2, 100, 64), (12800, 6400, 64, 1)
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What Triton's C function was given for each map that it made; the map of a test is the word "map"."""
-    pytest.importorskip("triton.backends.nvidia.driver")
-    given: list[tuple[Any, ...]] = []
-
-    def fill(*args: Any) -> str:
-        given.append(args)
-        return "map"
-
-    utils = SimpleNamespace(fill_tma_descriptor=fill)
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
-    return given
-
-
 def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(made: list[tuple[Any, ...]]) -> None:
     build = Build(Function(descriptors=2), ())
     tensors = [torch.zeros(SHAPE, dtype=torch.float16) for _ in range(2)]
@@ -158,17 +245,15 @@ def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(made: l
 
 def test_a_map_is_made_as_triton_makes_it(made: list[tuple[Any, ...]]) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    if not triton.__version__.startswith("3.6."):
-        pytest.skip("maps are only made here for Triton 3.6")
     tensor = torch.zeros(SHAPE, dtype=torch.float16)
     ours = Build(Function(descriptors=1), ()).encoder(0, template(), SHAPE, STRIDES)(tensor)
     descriptor = TensorDescriptor(tensor, list(SHAPE), list(STRIDES), [1, 1, 64, 64], template().layout)
-    assert ours == tuple(driver.make_tensordesc_arg(descriptor, META))
+    more = () if triton.__version__.startswith(("3.6.", "3.7.")) else (None,)
+    assert ours == tuple(driver.make_tensordesc_arg(descriptor, META, *more))
     one, other = ([list(part) if isinstance(part, tuple) else part for part in args] for args in made)
     assert one == other
 
 
-@pytest.mark.usefixtures("made")
 def test_maps_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch._MAPS, "max_entries", 8)
     build = Build(Function(descriptors=1), ())
@@ -183,15 +268,14 @@ def test_maps_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) ->
     assert [one for one in alive if one() is not None] == []
 
 
-def test_other_versions_of_triton_are_given_a_descriptor_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "DIRECT", False)
-    assert "Python wrappers of Triton" in str(launch.launch_path())
-    build = Build(Function(descriptors=1), ())
+def test_tritons_python_is_given_a_descriptor_of_the_address() -> None:
+    build = Build(Function(descriptors=1, scratch=8), ())
     tensor = torch.zeros(SHAPE, dtype=torch.float16)
-    (descriptor,) = build.encoder(0, template(), SHAPE, STRIDES)(tensor)
-    assert isinstance(descriptor, TensorDescriptor)
-    assert descriptor.base is tensor
-    assert (descriptor.shape, descriptor.strides) == (list(SHAPE), list(STRIDES))
+    for given in (tensor, tensor.data_ptr()):
+        (descriptor,) = build.encoder(0, template(), SHAPE, STRIDES)(given)
+        assert isinstance(descriptor, TensorDescriptor)
+        assert descriptor.base.data_ptr() == tensor.data_ptr()
+        assert (descriptor.shape, descriptor.strides) == (list(SHAPE), list(STRIDES))
     assert isinstance(template().base, Pointer)
 
 

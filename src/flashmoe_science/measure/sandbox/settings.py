@@ -20,6 +20,11 @@ import numpy as np
 import torch
 from torch.utils import _python_dispatch
 
+from flashmoe_science.ops.private import private
+
+_UNSEEN = "modes that a call leaves on are not seen"
+_FUNCTION_MODES: Callable[[], int] = private("_C._len_torch_function_stack", lambda: 0, _UNSEEN)
+_DISPATCH_MODES: Callable[[], int] = private("_C._len_torch_dispatch_stack", lambda: 0, _UNSEEN)
 _DENORMAL = 5e-324  # the least number above zero
 _Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, how to read it, how to set it
 _OF_BACKENDS = (
@@ -43,12 +48,12 @@ def _set_matmul_precision(value: str) -> None:
 
 
 def _pop_function_modes(left: int) -> None:
-    while torch._C._len_torch_function_stack() > left:
+    while _FUNCTION_MODES() > left:
         torch._C._pop_torch_function_stack()
 
 
 def _pop_dispatch_modes(left: int) -> None:
-    while torch._C._len_torch_dispatch_stack() > left:
+    while _DISPATCH_MODES() > left:
         _python_dispatch._pop_mode()
 
 
@@ -73,8 +78,8 @@ _SETTINGS: list[_Setting] = [
     ("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
     ("default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("default_device", torch.get_default_device, lambda was: torch.set_default_device(None if was.type == "cpu" else was)),
-    ("torch function modes", torch._C._len_torch_function_stack, _pop_function_modes),
-    ("torch dispatch modes", torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
+    ("torch function modes", _FUNCTION_MODES, _pop_function_modes),
+    ("torch dispatch modes", _DISPATCH_MODES, _pop_dispatch_modes),
     ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     ("grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
     *map(_of_sdpa, ("flash", "mem_efficient", "math", "cudnn")),

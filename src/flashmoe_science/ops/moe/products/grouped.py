@@ -17,7 +17,6 @@ from flashmoe_science.ops.launch import (
     Part,
     address,
     allocator,
-    argument,
     can_start_early,
     workspace_allocator,
     workspace_bytes,
@@ -78,8 +77,8 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
         ) -> torch.Tensor:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
-            up(address(x), address(w1), argument(gate_up_bias), active, tables)
-            down(active, address(w2), argument(down_bias), products, tables)
+            up(address(x), address(w1), None if gate_up_bias is None else address(gate_up_bias), active, tables)
+            down(active, address(w2), None if down_bias is None else address(down_bias), products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out

@@ -107,7 +107,7 @@ def test_compile_holds_the_rules_of_the_eager_call() -> None:
     q, k, v = tensors()
     without_gqa = torch.compile(fm.scaled_dot_product_attention, backend="eager")
     # As PyTorch says it, whose function may broadcast; from 2.14 on in the words of the eager call.
-    with pytest.raises(Exception, match="broadcast a dimension of length 2|key has 2 heads and query has 4"):
+    with pytest.raises(Exception, match=r"broadcast a dimension of length 2|key has 2 heads and query has 4"):
         without_gqa(q, k, v)
     with_flash = torch.compile(fm.flash_attention_science, backend="eager")
     with pytest.raises(Exception, match="k has 2 heads and q has 3; the first must divide the second"):
