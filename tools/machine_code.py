@@ -1,7 +1,8 @@
 """Digests of machine code: a build's PTX without what only a debugger reads, compared with the committed digest.
 
-Each Triton generates other code: the oldest and the newest supported have a file each, and no other is held. There a build is named by kernel, device function, GPU, problem and
-config, never by a module or a line: what moves or is renamed within a kernel changes no digest. `tests/compile` compares.
+Each Triton generates other code: the oldest and the newest supported have a file each, and no other is compared. There a build
+is named by kernel, device function, GPU, problem and config, never by a module or a line: what moves or is renamed within a
+kernel changes no digest. `tests/compile` compares.
 """
 
 from __future__ import annotations

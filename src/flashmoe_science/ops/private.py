@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -89,6 +89,17 @@ def empty_strided(on_gpu: bool) -> Allocate:
 
     allocate: Allocate = private(f"_C._dynamo.guards._empty_strided_{device}", public, "an allocation takes twice as long")
     return allocate
+
+
+def of_no_memory() -> tuple[AbstractContextManager[Any], Callable[[torch.Tensor], torch.Tensor]]:
+    """A context in which nothing is computed on the tensors that the function makes of others."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError:
+        warn_gone("torch._subclasses.fake_tensor", "an explanation does not tell tensors of two devices apart")
+        return nullcontext(), lambda tensor: tensor.to("meta")
+    mode = FakeTensorMode()
+    return mode, mode.from_tensor
 
 
 def raw_stream() -> Callable[[int], int]:

@@ -22,6 +22,7 @@ from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
 from flashmoe_science.ops.calls import autocast, is_plain, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
+from flashmoe_science.ops.private import of_no_memory
 
 TORCH_NAMES = ArgNames(q="query", k="key", v="value", scale="scale", bias="attn_mask")
 
@@ -129,10 +130,9 @@ def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
     refusal = why if isinstance(why, Unsupported) else None
     if not is_explaining():
         return _by_pytorch(call, refusal)
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:  # refuses what the call would, and computes nothing
-        tensors = (mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in call[:4])
+    context, empty = of_no_memory()
+    with context:  # refuses what the call would, and computes nothing
+        tensors = (empty(one) if isinstance(one, torch.Tensor) else one for one in call[:4])
         _by_pytorch(TorchCall(*tensors, *call[4:]), refusal)  # type: ignore[arg-type, call-arg]
     reason = f"no kernel of ours takes the input: {refusal}" if refusal is not None else str(why)
     reason = reason or f"dropout_p is {call.dropout_p}, which no kernel of ours takes yet"
