@@ -7,11 +7,14 @@ ARGS ?=
 NEWEST := .venv-triton-newest
 NEWEST_TRITON := 3.9.0
 NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
+NEWEST_TORCH := .venv-torch-newest
+NEWEST_TORCH_VERSION := 2.14.1
+NEWEST_TORCH_STAMP := $(NEWEST_TORCH)/.installed-$(NEWEST_TORCH_VERSION)
 # Each process that a test starts imports PyTorch: 2 s from bytecode, 6 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu honest newest-triton test-newest-triton digests lint format types imports structure docs check-docs \
+.PHONY: help prove test test-gpu honest newest-triton test-newest-triton newest-torch test-newest-torch digests lint format types imports structure docs check-docs \
   table check-table check-ratchet archive wheel ci clean
 
 help: ## this list
@@ -43,6 +46,17 @@ newest-triton: $(NEWEST_STAMP) ## install the newest supported Triton beside the
 test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newest supported Triton
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+
+$(NEWEST_TORCH_STAMP): | $(STAMP)
+	@rm -rf $(NEWEST_TORCH) && echo "setup: installing torch $(NEWEST_TORCH_VERSION) into $(NEWEST_TORCH) (a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --target $(NEWEST_TORCH) \
+	  torch==$(NEWEST_TORCH_VERSION) triton==3.8.0
+	@touch $@
+
+newest-torch: $(NEWEST_TORCH_STAMP) ## install the newest supported PyTorch, and its Triton, beside the environment
+
+test-newest-torch: $(STAMP) newest-torch ## the tests with the newest supported PyTorch (ARGS=tests/unit: without compiling kernels)
+	@PYTHONPATH=$(CURDIR)/$(NEWEST_TORCH) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 digests: $(STAMP) newest-triton ## compare all machine code with its digests, both Tritons: 25 minutes on two cores (ARGS=--write-digests: write)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
@@ -90,5 +104,5 @@ ci: ## what continuous integration runs
 	@.ci/run
 
 clean: ## remove the environments and everything generated that git ignores, except reports
-	@rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(NEWEST) $(NEWEST_TORCH) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find src tests docs tools -name __pycache__ -type d -prune -exec rm -rf {} + ; rm -rf src/*.egg-info

@@ -49,6 +49,21 @@ def test_a_public_name_is_quick_brings_the_library_alone_and_integrations_change
     assert "transformers" not in modules  # before it is registered
 
 
+def test_calls_bring_no_other_package() -> None:
+    """Beyond PyTorch, Triton and NumPy, and what those bring."""
+    calls = """
+import flashmoe_science as fms
+q = torch.ones(1, 2, 8, 16)
+fms.scaled_dot_product_attention(q, q, q, is_causal=True)
+fms.flash_attn_func(q, q, q, window_size=(3, 0))
+fms.fused_moe(torch.ones(3, 8), torch.ones(4, 16, 8), torch.ones(4, 8, 8), *fms.route(torch.ones(3, 4), 2))
+"""
+    (_, before), (_, modules) = brought("import torch, triton, numpy", calls)
+    packages = {name.partition(".")[0] for name in modules} - {name.partition(".")[0] for name in before}
+    ours, theirs = {"flashmoe_science"}, {"torch", "triton", "numpy"}
+    assert packages - sys.stdlib_module_names - theirs == ours
+
+
 def test_dir_shows_the_public_names_and_nothing_else() -> None:
     assert dir(flashmoe_science) == sorted([*flashmoe_science.__all__, "__version__"])
     assert all(getattr(flashmoe_science, name) is not None for name in dir(flashmoe_science))
