@@ -31,7 +31,7 @@ Grid = tuple[int, int, int]
 Encoder = Callable[[torch.Tensor | int], tuple[Any, ...]]  # of a tensor, or of an address
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
-_WRAPPED: list[str] = []  # the kernels that Triton's own Python launches
+_WRAPPED: set[str] = set()  # the kernels that Triton's own Python launches
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
 _SERIALS = count()
 _BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)  # by ``kept_build``
@@ -166,7 +166,7 @@ class Build:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled.run  # noqa: B018  # loads the cubin now, not inside the first timed call
         if (found := direct(compiled)) is None:
-            _WRAPPED.append(function.__name__)
+            _WRAPPED.add(function.__name__)
             self._launch_by(compiled, {})
         else:
             self.launch, self.bound, self._describe = found

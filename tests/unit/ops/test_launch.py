@@ -82,7 +82,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill, launch=start)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     monkeypatch.setattr(triton.knobs, "runtime", SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None))
-    monkeypatch.setattr(launch, "_WRAPPED", [])
+    monkeypatch.setattr(launch, "_WRAPPED", set())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
     return given

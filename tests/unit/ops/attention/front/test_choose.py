@@ -340,7 +340,7 @@ def test_a_refused_plan_passes_the_kernel_over_where_the_choice_is_automatic(cho
 
 def test_explain_says_where_triton_launches_by_its_slower_path(chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("flashmoe_science.ops.launch", reason="Triton is not installed here")
-    for wrapped in ([], ["a kernel"]):
+    for wrapped in (set(), {"a kernel"}):
         choose.PLANS.clear()
         monkeypatch.setattr(launch, "_WRAPPED", wrapped)
         assert ("launched by the Python of Triton" in explain(*tensors()).reason) is bool(wrapped)
