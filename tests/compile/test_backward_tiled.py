@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import machine_code
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here")
@@ -18,6 +19,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 # Bytes a thread. Masks and biases are read beside the products of dK and dV: where a tile just fits the registers they spill a
 # few; dBias has the tile of dQ. fp32 is six products of bf16, whose operands take three times the registers.
 USUAL, BIASED, SUMMED, FP32, WIDE_FP32 = 0, 128, 320, 64, 512
+WIDE = 0 if machine_code.VERSION == "3.6" else 8  # the assembler of Triton 3.8, for an L4
 AGAIN = (pytest.mark.slow, pytest.mark.again)
 
 
@@ -29,7 +31,7 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         ("b2 h16 q4096 d64 bf16 causal", USUAL),
         pytest.param("b2 h16 q4096 d128 bf16", USUAL, marks=AGAIN),
         ("b2 h16 q4096 d128 bf16 causal", USUAL),
-        ("b2 h16 q4096 d256 bf16 causal", USUAL),
+        ("b2 h16 q4096 d256 bf16 causal", WIDE),
         pytest.param("b2 h16 q4096 d192 dv128 bf16 causal", USUAL, marks=AGAIN),
         ("b4 h8 hk2 q1024 d128 bf16 causal bshd left100 sinks packed", USUAL),
         pytest.param("b2 h16 q1000 d128 fp16 boolmask", BIASED, marks=AGAIN),
