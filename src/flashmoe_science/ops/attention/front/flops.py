@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.front.arguments import unpacked
+from flashmoe_science.ops.calls import PLAIN
 
 
 def of_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, out_val: object = None) -> int:
@@ -29,7 +29,7 @@ def of_backward(
 def _scores(tensors: Tensors, options: Options) -> int:
     """Pairs of a query and a key, over all heads. Lengths on the device are read; of fake ones the longest count."""
     heads, lengths = tensors.q.shape[1], (tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.cache_seqlens)
-    packed, readable = lengths[0] is not None, not any(isinstance(one, FakeTensor) for one in lengths)
+    packed, readable = lengths[0] is not None, all(one is None or type(one) in PLAIN for one in lengths)
     queries: Any = options.max_seqlen_q if packed else tensors.q.shape[2]
     keys: Any = max_keys(tensors, options)
     if not readable or lengths == (None, None, None):
