@@ -3,6 +3,7 @@
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from flashmoe_science.ahead import warmup as warmup
     from flashmoe_science.attention import explain as explain
     from flashmoe_science.attention import flash_attention_forward as flash_attention_forward
     from flashmoe_science.attention import flash_attention_science as flash_attention_science
@@ -45,6 +46,7 @@ _MODULES = {  # of each public name
     "merge_attention": "attention",
     "route": "moe",
     "scaled_dot_product_attention": "attention",
+    "warmup": "ahead",
 }
 __all__ = [*_MODULES]
 

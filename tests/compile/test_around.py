@@ -54,6 +54,6 @@ def test_an_append_builds_and_fits(paged: bool, built: Callable[..., Build]) -> 
     new = Append(cache, cache, rows(8, 4, 8, 128), rows(8, 4, 8, 128), rows(8, 4, 32, 128), integers[0])
     new = new._replace(page_table=integers[1] if paged else None, rotary_cos=tables[0], rotary_sin=tables[1])
     with collect_builds(H200) as jobs:
-        append_triton._bind(new)
+        append_triton.bind(new)
     build = built(*jobs, H200, "append", "d128 bf16 page16 rotary" if paged else "d128 bf16", "")
     assert (fits(build, H200), build.spill_bytes, build.kernel) == (None, 0, "flashmoe_append_triton")

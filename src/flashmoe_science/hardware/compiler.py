@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,13 @@ def require_compiler() -> None:
         ) from error
 
 
+def cache_folder() -> Path:
+    """The folder where Triton keeps what it compiled."""
+    from triton import knobs
+
+    return Path(knobs.cache.dir)
+
+
 def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
     """Triton's CompiledKernel of ``job`` for ``gpu``; nothing is loaded onto a device.
 
@@ -72,21 +79,39 @@ def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
             raise Refused(_reason(error, printed())) from error
 
 
+def build_key(job: CompileJob, gpu: Gpu) -> Hashable:
+    """Equal for jobs that are one build for ``gpu``, as a launch tells them apart (``JITFunction.run``)."""
+    _, specialization, options = _specialized(job, _target(gpu))
+    return job.function, str(specialization), str(options)
+
+
+def _target(gpu: Gpu) -> Any:
+    """The GPU as Triton names it."""
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = gpu.compute_capability
+    # Triton itself turns 90 into sm_90a, 100 into sm_100a and so on.
+    return GPUTarget("cuda", 10 * major + minor, WARP)
+
+
+def _specialized(job: CompileJob, target: Any) -> Any:
+    """(arguments by name, what a build is specialised on, options) of a job."""
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    specialize = create_function_from_signature(job.function.signature, job.function.params, make_backend(target))
+    return specialize(*job.arguments, enable_fp_fusion=True, **job.options)
+
+
 def _compile(job: CompileJob, gpu: Gpu) -> Any:
     """Compile as a launch does (``JITFunction.run``), for a target that no driver names."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource  # public from Triton 3.9 on
-    from triton.runtime.jit import create_function_from_signature
 
-    function, (major, minor) = job.function, gpu.compute_capability
-    # Triton itself turns 90 into sm_90a, 100 into sm_100a and so on.
-    target = GPUTarget("cuda", 10 * major + minor, WARP)
-    backend = make_backend(target)
-    specialize = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, options = specialize(*job.arguments, enable_fp_fusion=True, **job.options)
-    options, *described = function._pack_args(backend, options, bound, specialization, options)
+    function, target = job.function, _target(gpu)
+    bound, specialization, options = _specialized(job, target)
+    options, *described = function._pack_args(make_backend(target), options, bound, specialization, options)
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, *described)
     return triton.compile(source, target=target, options=options.__dict__)
 

@@ -6,7 +6,7 @@ Importing this module touches no GPU. ``current_gpu`` asks PyTorch, ``telemetry`
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 POWER_CAP = "power cap"
-_ASSUMED: ContextVar[Gpu | None] = ContextVar("assumed GPU", default=None)
+_ASSUMED: ContextVar[_Assumed | None] = ContextVar("assumed GPU", default=None)
 # NVML's clock event reasons that are throttling, as text. Not among them: an idle GPU, and clocks set by a user.
 _THROTTLING = {
     0x0000_0000_0000_0004: POWER_CAP,
@@ -40,14 +40,31 @@ class Telemetry:
     throttle: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Assumed:
+    """The GPU of one context of ``assume``, equal to no other's."""
+
+    gpu: Gpu
+
+
 @contextmanager
 def assume(gpu: Gpu) -> Iterator[None]:
     """A context in which every device is ``gpu``, which need not be here."""
-    before = _ASSUMED.set(gpu)
+    before = _ASSUMED.set(_Assumed(gpu))
     try:
         yield
     finally:
         _ASSUMED.reset(before)
+
+
+def is_assumed() -> bool:
+    """Whether a GPU is assumed: tensors may then be on a device that computes nothing."""
+    return _ASSUMED.get() is not None
+
+
+def place_of(device: torch.device) -> Hashable:
+    """What plans for a device are kept by: itself, or the context in which a GPU is assumed, as they serve nothing else."""
+    return _ASSUMED.get() or device
 
 
 def current_gpu(device: torch.device | None = None) -> Gpu | None:
@@ -55,7 +72,7 @@ def current_gpu(device: torch.device | None = None) -> Gpu | None:
     import torch
 
     if (assumed := _ASSUMED.get()) is not None:
-        return assumed
+        return assumed.gpu
     # On ROCm, torch.cuda is an AMD GPU whose "capability" looks like an NVIDIA one.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return None
@@ -64,7 +81,7 @@ def current_gpu(device: torch.device | None = None) -> Gpu | None:
 
 def gpu_of(tensor: torch.Tensor) -> Gpu | None:
     """The NVIDIA GPU that a tensor is on; None for one on the CPU (or on another maker's GPU)."""
-    return current_gpu(tensor.device) if tensor.is_cuda else _ASSUMED.get()
+    return current_gpu(tensor.device) if tensor.is_cuda or is_assumed() else None
 
 
 def telemetry(device: torch.device | None = None) -> Telemetry:

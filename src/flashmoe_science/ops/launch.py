@@ -34,6 +34,7 @@ INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton its
 _WRAPPED: set[str] = set()  # the kernels that Triton's own Python launches
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
 _SERIALS = count()
+_LOADED: set[tuple[int, str]] = set()  # (device, Triton's hash of what was compiled)
 _BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)  # by ``kept_build``
 _COLLECTED: ContextVar[list[CompileJob] | None] = ContextVar("collected builds", default=None)
 
@@ -165,6 +166,7 @@ class Build:
         # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled.run  # noqa: B018  # loads the cubin now, not inside the first timed call
+        _LOADED.add((torch.cuda.current_device(), compiled.hash))
         if (found := direct(compiled)) is None:
             _WRAPPED.add(function.__name__)
             self._launch_by(compiled, {})
@@ -179,6 +181,11 @@ class Build:
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
         return _encoded(_described(template) if self._describe is None else self._describe[index], shape, strides)
+
+
+def kernels_loaded() -> int:
+    """How many kernels this process has compiled, or found compiled on disk: a Build of one that it has adds none."""
+    return len(_LOADED)
 
 
 @contextmanager

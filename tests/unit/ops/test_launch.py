@@ -28,6 +28,8 @@ META = {"swizzle": 0, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 
 class Compiled:
     """What Triton's ``warmup`` returns, with the parts that a launch uses."""
 
+    hash = "digest"
+
     def __init__(self, started: list[tuple[Any, ...]], descriptors: int, scratch: int) -> None:
         self.function, self.packed_metadata = "handle", "packed"
         self.metadata = SimpleNamespace(tensordesc_meta=[META | {"swizzle": index} for index in range(descriptors)])
@@ -104,6 +106,12 @@ def handed_over(function: Function, for_each_kernel: bool) -> list[tuple[Any, ..
         (("handle", False, True, "packed"), (None, None, "annotations", "signature"))
     }
     return [(args[:3], args[3], args[8:11], *args[15:]) for args in STARTED]
+
+
+def test_a_kernel_that_is_built_again_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_LOADED", set())
+    Build(Function(), ())
+    assert (Build(Function(), ()) is not None, launch.kernels_loaded()) == (True, 1)
 
 
 def test_a_launch_hands_over_the_grid_the_stream_and_the_arguments(for_each_kernel: bool) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.ops.attention.call.tensors import DTYPES, E4M3, ArgNames, Options, Tensors, max_keys, sequences
 
 MAX_SPLITS = 256
@@ -90,7 +91,7 @@ def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
     if q.dtype not in DTYPES and q.dtype != torch.float64:
         allowed = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise UnsupportedType(f"{names.q} has dtype {q.dtype}; it must be {allowed}")
-    if q.device.type not in _DEVICES:
+    if q.device.type not in _DEVICES and not is_assumed():
         raise UnsupportedValue(f"{names.q} is on device {q.device}; it must be on a CPU or a CUDA device")
     for name, tensor in named:
         assert isinstance(tensor, torch.Tensor)

@@ -124,7 +124,7 @@ def append(a: Append) -> torch.Tensor | None:
     launch = find_launch(key, given)
     if launch is None:
         guard = device_guard(a.k.get_device())
-        launch = guard(guard(_bind)(a))
+        launch = guard(guard(bind)(a))
         store_launch(key, guards_of(given, aligned=True), launch)
     rotated: torch.Tensor | None = launch(a)
     return rotated
@@ -141,7 +141,7 @@ def _pointers(a: Append, rotated: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _bind(a: Append) -> Callable[[Append], torch.Tensor | None]:
+def bind(a: Append) -> Callable[[Append], torch.Tensor | None]:
     """The launch for tensors of these shapes and strides."""
     k, v, q, rotary = a.k, a.v, a.q, a.rotary_cos is not None
     (_, heads_kv, _, width), width_v = k.shape, v.shape[3]

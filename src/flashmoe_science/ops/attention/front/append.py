@@ -35,6 +35,8 @@ def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
     """
     check_append(append)
     if torch.compiler.is_compiling() or not is_plain(append.k_cache, append.v_cache, append.q, append.k, append.v):
+        if is_explaining() and _on_nvidia(append):
+            _kernel().bind(append)
         rotated, seqlens = _fake(*append) if is_explaining() else _OPERATOR(*append)
     else:
         rotated, seqlens = _forward(*append)
@@ -45,13 +47,18 @@ def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: the rotated queries, empty where nothing is rotated, and the lengths after."""
     a = Append(*args)
-    on_nvidia = gpu_of(a.q) is not None and not TRITON_MISSING
+    on_nvidia = _on_nvidia(a)
     if lengths.CHECK or not on_nvidia:
         lengths.refuse_lengths(lengths_of_append(a))
     new = a.k.shape[2] if a.cu_seqlens_k_new is None else a.cu_seqlens_k_new[1:] - a.cu_seqlens_k_new[:-1]
     seqlens = a.cache_seqlens + new
     rotated = _kernel().append(a) if on_nvidia else _by_pytorch(a)
     return a.q.new_empty(0) if rotated is None else rotated, seqlens
+
+
+def _on_nvidia(a: Append) -> bool:
+    """Whether our kernel serves it."""
+    return gpu_of(a.q) is not None and not TRITON_MISSING
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

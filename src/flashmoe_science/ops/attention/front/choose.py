@@ -16,7 +16,7 @@ import torch
 
 from flashmoe_science.dispatch.select import Basis, Decision, select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.checks import check_call
@@ -194,7 +194,7 @@ def _class_and_kind(
     step, broadcast = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn, 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
     rest = (options.return_lse, options.kernel, options.num_splits > 1, options.one_length)
     given = (q, k, v) if tensors.bias is None else (q, k, v, tensors.bias)
-    kind = (q.device, positive, step & -step, broadcast, alignment(given), dtypes, rest)
+    kind = (place_of(q.device), positive, step & -step, broadcast, alignment(given), dtypes, rest)
     return (features, sizes, square, options.mask, qh < qm), kind
 
 

@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
@@ -80,7 +80,7 @@ def plan_of(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
     p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
     key = (
-        p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, x.device,
+        p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
         x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, grad,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip

@@ -74,12 +74,16 @@ def _serve(tensors: Tensors, options: Options, key: Hashable) -> torch.Tensor:
 
 
 def decide(tensors: Tensors, options: Options) -> Decision:
-    """The decision for such a call. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
+    """The decision for such a call. Compiles the kernels; launches nothing. Raises as ``experts_forward``."""
     views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
     if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")
-    decision = decide_by_dtype(views.x, options.kernel)
-    return decision or plan_of(inputs_of(views, activation), options.kernel, needs_grad(*tensors)).decision
+    if (decision := decide_by_dtype(views.x, options.kernel)) is not None:
+        return decision
+    inputs = inputs_of(views, activation)
+    plan = plan_of(inputs, options.kernel, needs_grad(*tensors))
+    plan.bind(inputs, tensors.x.shape)
+    return plan.decision
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------

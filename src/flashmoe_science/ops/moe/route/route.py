@@ -78,7 +78,7 @@ def route(
             return _serve(router_logits, selection_bias, options, key)
     checked = checked_options(router_logits, selection_bias, *options)
     if is_explaining():
-        raise Explained(_decide(router_logits, checked))
+        raise Explained(_decide(Tensors(router_logits, selection_bias), checked))
     if _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
@@ -104,9 +104,10 @@ def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
     return refusal
 
 
-def _decide(logits: torch.Tensor, options: Options) -> Decision:
-    why = _why_pytorch(logits, options)
+def _decide(like: Tensors, options: Options) -> Decision:
+    why = _why_pytorch(like.router_logits, options)
     if why is None:
+        _kernel().bind(like, options)
         return Decision("moe_route_triton", Config(), "the router has one kernel", "modelled")
     return Decision("pytorch", Config(), why, "required")
 

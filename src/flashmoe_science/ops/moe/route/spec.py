@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
+from flashmoe_science.hardware.probe import is_assumed
+
 Scoring = Literal["softmax", "softmax_topk", "sigmoid"]
 Normalize = Literal["none", "sum"]
 
@@ -101,7 +103,7 @@ def check_logits(router_logits: object) -> int:
     if router_logits.dtype not in _DTYPES:
         allowed = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
         raise TypeError(f"router_logits has dtype {router_logits.dtype}; it must be {allowed}")
-    if router_logits.device.type not in ("cpu", "cuda"):
+    if router_logits.device.type not in ("cpu", "cuda") and not is_assumed():
         raise ValueError(f"router_logits is on device {router_logits.device}; it must be on a CPU or a CUDA device")
     if router_logits.dim() < 1 or router_logits.shape[-1] < 1:
         raise ValueError(
