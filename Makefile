@@ -14,7 +14,7 @@ NEWEST_TORCH_STAMP := $(NEWEST_TORCH)/.installed-$(NEWEST_TORCH_VERSION)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu honest newest-triton test-newest-triton newest-torch test-newest-torch digests lint format types imports structure docs check-docs \
+.PHONY: help prove test test-gpu honest newest-triton test-newest-triton newest-torch test-newest-torch builds digests lint format types imports structure docs check-docs \
   table check-table check-ratchet archive wheel ci clean
 
 help: ## this list
@@ -57,6 +57,9 @@ newest-torch: $(NEWEST_TORCH_STAMP) ## install the newest supported PyTorch, and
 
 test-newest-torch: $(STAMP) newest-torch ## the tests with the newest supported PyTorch (ARGS=tests/unit: without compiling kernels)
 	@PYTHONPATH=$(CURDIR)/$(NEWEST_TORCH) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+builds: $(STAMP) ## build every config of every kernel for sm_80, 86, 89, 90, 100 and 120: 30 minutes on two cores
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile/test_kernels.py $(ARGS)
 
 digests: $(STAMP) newest-triton ## compare all machine code with its digests, both Tritons: 25 minutes on two cores (ARGS=--write-digests: write)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)

@@ -6,8 +6,10 @@ import itertools
 from dataclasses import replace
 from typing import get_args
 
-from flashmoe_science.hardware.gpus import GPUS, Gpu
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.gpus import GPUS, Gpu, gpu_named
 from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.measure import offline
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from flashmoe_science.ops.attention.problem.features import KINDS
@@ -39,6 +41,14 @@ that cannot serve is an error, and the reasons below are what it says.
 """
 
 
+GPUS_INTRODUCTION = """## GPUs
+
+*Measured*: the dispatch table has records of it. *Builds*: our kernels compile for its architecture and fit its limits
+(`make builds`); nothing was run there, and choices are called modelled.
+
+| GPU | architecture | our kernels |
+|---|---|---|"""
+
 MODES_INTRODUCTION = """## Features
 
 Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64 and one of the lengths above. A
@@ -53,7 +63,13 @@ KERNELS = operation("attention").kernels()
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *map(_section, KERNELS), MODES_INTRODUCTION, *_modes()])
+    return "\n".join([INTRODUCTION, GPUS_INTRODUCTION, *_gpus(), *map(_section, KERNELS), MODES_INTRODUCTION, *_modes()])
+
+
+def _gpus() -> list[str]:
+    measured, built = {entry.gpu for entry in committed_table().entries}, {gpu_named(name).arch for name in offline.GPUS}
+    found = [(gpu, "measured" if gpu.name in measured else "builds" if gpu.arch in built else "-") for gpu in GPUS.values()]
+    return [*(f"| {gpu.name} | {gpu.arch} | {status} |" for gpu, status in found), ""]
 
 
 def _modes() -> list[str]:

@@ -1,11 +1,12 @@
 """Every kernel of ours, with every config that it offers, builds for every GPU that it claims and fits it.
 
 Run under the oldest and the newest Triton that is supported (`make test-newest-triton`): an assembler's registers differ. A
-build takes one to three seconds, and there are 900. `make test` builds the first configs, which are those that run where
+build takes one to three seconds, and there are 1400. `make test` builds the first configs, which are those that run where
 nothing was measured, for the GPU that the records are of, of problems that a kernel suits and of one that none divides. Tests
-marked `slow` build some problems for an older and a newer GPU, and the configs that are there to be measured. Tests marked
-`again` build all the rest. With the newest Triton `make ci` builds what is not marked `one_triton`: of each kernel, every
-branch, for the GPU of the records, and for an older one a problem that none divides.
+marked `slow` build some problems for an older and a newer GPU, each kernel once for sm_86 and sm_120, and the configs that are
+there to be measured. Tests marked `again` build all the rest (`make builds`); those for sm_86 and sm_120 are held to no digest.
+With the newest Triton `make ci` builds what is not marked `one_triton`: of each kernel, every branch, for the GPU of the
+records, and for an older one a problem that none divides.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import machine_code
 import pytest
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
-from flashmoe_science.hardware.target import Build, build_residency, fits
-from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.hardware.target import Build, build_residency, compile_for, fits
+from flashmoe_science.kernel import AnyKernel, CompileJob
 from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
 BUILT = tuple(kernel for one in OPERATIONS for kernel in one.ours())
 MEASURED, OLDER, NEWER, OTHERS = "h200", "l4", "b200", ("a100",)
+ONLY_BUILT = ("a10", "rtx5090")  # sm_86 and sm_120
 
 # Each pair of head dimension and mask, each dtype, the one-tile path, an odd head dimension, unequal lengths and head counts.
 PROBLEMS = (
@@ -108,7 +110,7 @@ SPILLS_OTHERS = {"fp16": 128, "bf16": 128, "fp32": 1024}
 SPILLS_WARP_SPECIALISED = 192
 
 
-def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: bool = False) -> list[object]:
+def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: bool = False) -> list[Any]:
     """Kernels, GPUs and problems that suit each other, of at least so many configs; with ``every`` all that can be built."""
     return [
         pytest.param(
@@ -124,6 +126,15 @@ def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: b
         if kernel.cannot(problem, gpu) is None and len(kernel.configs(problem, gpu)) >= least
         if every or str(problem) in UNEVEN or kernel.suits(problem, gpu)
     ]
+
+
+def first_of_each(every: list[Any]) -> list[object]:
+    """The first case of each kernel on each GPU."""
+    found: dict[tuple[str, str], object] = {}
+    for case in every:
+        kernel, gpu, _ = case.values
+        found.setdefault((kernel.name, gpu.name), case)
+    return [*found.values()]
 
 
 def _marks(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> list[pytest.MarkDecorator]:
@@ -208,6 +219,16 @@ def test_builds_and_fits_on_other_gpus(kernel: AnyKernel, gpu: Gpu, problem: Pro
     check(kernel, gpu, problem, built, slice(1))
 
 
+def compiled_only(job: CompileJob, gpu: Gpu, *names: object) -> Build:
+    return compile_for(job, gpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "gpu", "problem"), first_of_each(cases(ONLY_BUILT, BRANCHES, every=True)))
+def test_each_builds_once_where_nothing_is_measured(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
+    check(kernel, gpu, problem, compiled_only, slice(1))
+
+
 @pytest.mark.slow
 @pytest.mark.one_triton
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED], UNEVEN, least=2))
@@ -220,3 +241,11 @@ def test_other_configs_build_and_fit(kernel: AnyKernel, gpu: Gpu, problem: Probl
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED, OLDER, NEWER, *OTHERS], (*PROBLEMS, *REST), every=True))
 def test_every_config_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
     check(kernel, gpu, problem, built)
+
+
+@pytest.mark.slow
+@pytest.mark.again
+@pytest.mark.one_triton
+@pytest.mark.parametrize(("kernel", "gpu", "problem"), cases(ONLY_BUILT, (*PROBLEMS, *REST), every=True))
+def test_every_config_builds_and_fits_where_nothing_is_measured(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
+    check(kernel, gpu, problem, compiled_only)

@@ -25,7 +25,7 @@ from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
 SUITE = "no-gpu"
-GPUS = ("l4", "a100", "h200", "b200")  # sm_89, sm_80, sm_90, sm_100
+GPUS = ("l4", "a100", "h200", "b200", "a10", "rtx5090")  # sm_89, sm_80, sm_90, sm_100, sm_86, sm_120
 MODEL_GPU = "h200"  # whose configs are interpreted: they decide the tiles, not the arithmetic
 MAX_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
 _TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the full exam is meaningful and takes seconds
