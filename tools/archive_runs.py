@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dispatch_table import table_of  # which tools/ holds
-
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.gate.claims import judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.measure.promote import entries_of
 from flashmoe_science.store import read_runs, refuse_torn
 
 EVIDENCE = Path("evidence")
@@ -25,7 +25,7 @@ EVIDENCE = Path("evidence")
 def at_rest(judged: Sequence[JudgedRun], claims: Path) -> list[Path]:
     """The files of the runs that nothing rests on."""
     verdicts = standing(judged)
-    rests_on = {row.run for row in verdicts} | {entry["run"] for entry in table_of(judged)["entries"]}
+    rests_on = {row.run for row in verdicts} | {entry["run"] for entry in entries_of(judged, GPUS)}
     rests_on.update(run for claim in read_claims(claims) for run in judge_claim(claim, verdicts, judged).runs)
     return [one.run.path for one in judged if one.run.header.run not in rests_on and one.run.path]
 

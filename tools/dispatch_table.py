@@ -7,105 +7,28 @@ python tools/dispatch_table.py --check    only compare
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import flashmoe_science
-from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import Table
+from flashmoe_science.dispatch.table import PATH, SCHEMA
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.gate.entries import entries_as_text
-from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
-from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.kernel import AnyKernel, Config
-from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.measure.promote import entries_of
 from flashmoe_science.store import read_runs, refuse_torn
-
-SCHEMA = 1
-LEAST_LEAD = 1.03  # a peer's, by all of the ratio's interval
-TABLE = Path(flashmoe_science.__file__).parent / "dispatch" / "table.json"
-
-Peers = Callable[[Verdict], list[dict[str, Any]]]
-
-
-def promote(rows: Iterable[Verdict], faster: Peers = lambda row: []) -> dict[str, Any]:
-    """The dispatch table that verdicts support. ``faster`` gives the peers that were faster than the kernel of a verdict.
-
-    Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
-    problem, the run that counts is used, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. Nor does a problem on which the kernel was never measured that is chosen where there is no record: it may be
-    newer than the record, or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None
-    where it was paired with none."""
-    able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
-    counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
-    best: dict[tuple[str, str], Verdict] = {}
-    for (gpu, problem, _), row in sorted(counted.items(), key=lambda item: item[1].time_ns or 0.0):
-        if row.verdict != "refused" and row.time_ns and (gpu, problem, _first_guess(problem, gpu)) in counted:
-            best.setdefault((gpu, problem), row)
-    ordered = sorted(best.items(), key=lambda item: (item[0][0], parse_problem(item[0][1]).order()))
-    return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row, faster(row)) for (gpu, problem), row in ordered]}
-
-
-def _first_guess(problem: str, gpu: str) -> str:
-    """The kernel that is chosen where there is no record."""
-    parsed = parse_problem(problem)
-    op = operation(parsed.op)
-    return select(parsed, GPUS[gpu], Table(()), op.ours(), op.fallback()).kernel
-
-
-def table_of(judged: Sequence[JudgedRun]) -> dict[str, Any]:
-    """The dispatch table that runs support, peers included."""
-    runs = {one.run.header.run: one for one in judged}
-    return promote(standing(judged), lambda row: faster_peers(runs[row.run], row))
-
-
-def faster_peers(judged: JudgedRun, ours: Verdict) -> list[dict[str, Any]]:
-    """Peers that an automatic choice may take and that the run has faster than its best kernel of ours by more than 3%, the
-    fastest first. Calls with features go to kernels that take them: no peer is put in their place."""
-    problem = parse_problem(ours.problem)
-    if problem.op not in ("attention", "attention_backward") or getattr(problem, "features", PLAIN) != PLAIN:
-        return []
-    peers = operation(problem.op).peers()
-    able = {peer.name for peer in peers if peer.replaces_ours != "never"}
-    conditions = (ours.problem, ours.clock, ours.cache, ours.kernel, ours.config)
-    rows = [row for row in judged.verdicts if (row.problem, row.clock, row.cache, row.rival, row.rival_config) == conditions]
-    rows = [row for row in rows if row.kernel in able and row.low is not None and row.low > LEAST_LEAD]
-    return [
-        {"kernel": row.kernel, "config": row.config, "ratio": round(row.ratio or 0.0, 3), "problem": row.problem}
-        | _backend(judged, row, peers)
-        for row in sorted(rows, key=lambda row: -(row.ratio or 0.0))
-    ]
-
-
-def _backend(judged: JudgedRun, row: Verdict, peers: Sequence[AnyKernel]) -> dict[str, str]:
-    """What PyTorch chose where it chose for itself: the backend whose launch the run saw."""
-    backends = [peer for peer in peers if row.kernel == "sdpa" and peer.name.startswith("sdpa_")]
-    for seen in judged.launches(row):
-        for peer in backends:
-            promised = peer.launches(parse_problem(row.problem), Config(), GPUS[row.gpu])
-            if any(re.search(one.name, seen.name) for one in promised):
-                return {"backend": peer.about}
-    return {}
-
-
-def as_text(table: dict[str, Any]) -> str:
-    """The table as it is committed."""
-    return entries_as_text(table["schema"], table["entries"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table, or say whether it is what the records support. Returns 0, 1 (it is not) or 2 (it could not run)."""
     parser = argparse.ArgumentParser(prog="tools/dispatch_table.py", description=__doc__.splitlines()[0])
     parser.add_argument("--evidence", type=Path, default=Path("evidence"), help="folder with run records (evidence)")
-    parser.add_argument("--table", type=Path, default=TABLE, help="the table to write (the package's)")
+    parser.add_argument("--table", type=Path, default=PATH, help="the table to write (the package's)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is not the records'")
     options = parser.parse_args(arguments)
     try:
-        text = as_text(table_of([JudgedRun(run) for run in refuse_torn(read_runs(options.evidence))]))
+        judged = [JudgedRun(run) for run in refuse_torn(read_runs(options.evidence))]
+        text = entries_as_text(SCHEMA, entries_of(judged, GPUS))
         if not options.check:
             options.table.write_text(text, encoding="utf-8")
             return 0
@@ -116,19 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stale:
         print(f"dispatch_table: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
     return int(stale)
-
-
-def _entry(gpu: str, problem: str, row: Verdict, faster: list[dict[str, Any]]) -> dict[str, Any]:
-    entry = {
-        "gpu": gpu,
-        "problem": problem,
-        "kernel": row.kernel,
-        "config": row.config,
-        "ratio": None if row.ratio is None else round(row.ratio, 3),
-        "time_ns": round(row.time_ns or 0),
-        "run": row.run,
-    }
-    return entry | ({"peers": faster} if faster else {})
 
 
 if __name__ == "__main__":

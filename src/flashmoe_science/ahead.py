@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.attention import explain, flash_attn_func, scaled_dot_product_attention
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CompileJob
@@ -214,7 +214,7 @@ def walked(longest: int) -> list[int]:
     """Lengths that build all that lengths up to ``longest`` do: of each class of lengths, and of each KEY_CLASS keys in it,
     one that tiles divide and one that they do not; and those that were measured, each of which may be a class of its own."""
     steps = (*range(16, min(longest, _SOME) + 16, 16), *range(KEY_CLASS, longest + KEY_CLASS, KEY_CLASS))
-    problems = [entry.problem for entry in committed_table().entries]
+    problems = [entry.problem for entry in known_table().entries]
     names = ("seqlen_q", "seqlen_k", "tokens")
     measured = [getattr(problem, name) for problem in problems for name in names if hasattr(problem, name)]
     every = {*range(1, _ALL), *steps, *(step - 1 for step in steps), *measured, longest}

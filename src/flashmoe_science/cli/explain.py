@@ -9,7 +9,7 @@ import typer
 
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware import probe
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation, parse_problem
@@ -39,9 +39,9 @@ def explain(
     device = gpu_named(gpu) if gpu is not None else probe.current_gpu()
     requested = kernel_named(kernel, parsed.op) if kernel is not None else None
     unsupported, served = {"ours": TRITON_MISSING} if TRITON_MISSING else {}, operation(parsed.op)
-    decision = select(parsed, device, committed_table(), served.ours(), served.fallback(), requested, unsupported)
+    decision = select(parsed, device, known_table(), served.ours(), served.fallback(), requested, unsupported)
     if requested is None:
-        decision = faster_peer(decision, parsed, device, committed_table(), served.peers())
+        decision = faster_peer(decision, parsed, device, known_table(), served.peers())
     answer: dict[str, Any] = {
         "problem": str(parsed),
         "gpu": device.name if device is not None else "cpu",

@@ -27,6 +27,7 @@ from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import Run, records_under
+from flashmoe_science.user_cache import user_cache
 
 _PROGRAM = Path(flashmoe_science.__file__).parent
 _MAX_KEPT = 12  # files; one of 91 runs has 10 MB
@@ -65,7 +66,7 @@ def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], 
     """The result of ``judge`` for the runs under a folder, from the cache if it was computed before from the same records by
     the same program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises
     ValueError."""
-    path = _cache() / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
+    path = user_cache() / "judged" / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
     with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
         with np.load(path, allow_pickle=False) as found:
             kept = json.loads(found["text"].tobytes()), found["numbers"]
@@ -89,10 +90,6 @@ def _write(path: Path, made: Cached) -> None:
     latest_first = sorted(path.parent.glob("*.npz"), key=lambda one: one.stat().st_mtime, reverse=True)
     for old in latest_first[_MAX_KEPT:]:
         old.unlink(missing_ok=True)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flashmoe-science", "judged")
 
 
 def _digest(folder: Path, words: Sequence[str]) -> str:

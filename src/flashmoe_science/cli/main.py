@@ -35,6 +35,7 @@ COMMANDS = {
     "ratchet": "Fail on a proven regression.",
     "diagnose": "Say why a kernel is not faster, and what would help.",
     "explain": "Say which kernel would serve a problem, and why.",
+    "tune": "Measure on this card which kernels are fastest, for dispatch.",
     "warmup": "Compile ahead of serving what a model's calls launch.",
     "fit": "Say whether kernels fit a GPU that need not be here.",
 }

@@ -50,6 +50,8 @@ def faster_peer(
         measured = [one for entry in entries for one in entry.peers if one.kernel == kernel.name]
         # In another memory order the peer would read or write otherwise.
         found = [one for one in measured if one.problem.kind() == problem.kind()]
+        if any(entry.tuned for entry in entries):  # of a file that anyone may have written
+            found = [one for one in found if one.config in kernel.configs(problem, gpu)]
         if len(found) < len(entries):
             continue
         ratio, first = min(one.ratio for one in found), found[0]

@@ -101,11 +101,11 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     tiles, else by the nearest one with other tiles, which gives the kernel but not its config."""
     kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
-    if exact is not None and _usable(exact, kernels):
-        reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
+    if exact is not None and _usable(exact, kernels, gpu):
+        reason = f"the fastest of ours on this problem on {gpu.product}, {_measured(exact)}"
         return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
     problem = problem.representative()
-    near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
+    near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels, gpu)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
     near = [entry for entry in near if kernels[entry.kernel].suits(problem, gpu)]  # with other tiles, where the kernel agrees
     for entries in (same_tiles, near):
@@ -113,7 +113,7 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
         entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
         if entry is None or entry.problem.distance(problem) > REACH:
             continue
-        reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
+        reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
         if entries is same_tiles:
             return Decision(entry.kernel, entry.config, reason, "modelled", entry.run)
         config = kernels[entry.kernel].configs(problem, gpu)[0]
@@ -133,16 +133,24 @@ def _place(gpu: Device) -> str:
     return "the CPU" if gpu is None else gpu.product
 
 
-def _microseconds(entry: Entry) -> str:
-    return f"{entry.time_ns / 1000:.2f} us"
+def _measured(entry: Entry) -> str:
+    return f"{entry.time_ns / 1000:.2f} us{', tuned on this machine' if entry.tuned else ''}"
 
 
-def _usable(entry: Entry, kernels: Mapping[str, AnyKernel]) -> bool:
-    """Whether the kernel is one of these and still has such configs: a table may be older than its kernels."""
+def _usable(entry: Entry, kernels: Mapping[str, AnyKernel], gpu: Gpu) -> bool:
+    """Whether the kernel is one of these and still has such configs: a table may be older than its kernels. One that was tuned
+    is of a file that anyone may have written: the kernel must offer this very config for the problem."""
     kernel = kernels.get(entry.kernel)
-    return kernel is not None and set(entry.config) == set(kernel.configs(entry.problem, gpu_named(entry.gpu))[0])
+    if kernel is None:
+        return False
+    if entry.tuned:
+        return kernel.cannot(entry.problem, gpu) is None and entry.config in kernel.configs(entry.problem, gpu)
+    return set(entry.config) == set(kernel.configs(entry.problem, gpu_named(entry.gpu))[0])
 
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
-    """Whether a record applies to such a problem: one of the same features, on a GPU of the same architecture."""
-    return entry.problem.distance(problem) < math.inf and gpu_named(entry.gpu).arch == gpu.arch
+    """Whether a record applies to such a problem: one of the same features, on a GPU of the same architecture; one that was
+    tuned, on this very GPU."""
+    if entry.problem.distance(problem) == math.inf:
+        return False
+    return entry.gpu == gpu.name if entry.tuned else gpu_named(entry.gpu).arch == gpu.arch

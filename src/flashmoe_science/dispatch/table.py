@@ -43,7 +43,7 @@ class FasterPeer:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One measured winner. ``run`` names the record that it rests on; ``time_ns`` is its median on the graph clock. ``peers``
-    were faster, the fastest first."""
+    were faster, the fastest first. ``tuned``: on this machine, and no part of the committed table."""
 
     gpu: str
     problem: Problem
@@ -52,6 +52,7 @@ class Entry:
     run: str
     time_ns: int
     peers: tuple[FasterPeer, ...] = ()
+    tuned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.kernel import AnyKernel, Config, Device, Launch
 from flashmoe_science.measure.worker.callers import PLAIN
 from flashmoe_science.measure.worker.loading import parse_spec
@@ -31,7 +31,8 @@ class Request:
     other.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
-    that is named, in place of the suite. ``price`` is USD for an hour of the machine.
+    that is named, in place of the suite. ``price`` is USD for an hour of the machine. ``tunes``: a quick run that tries as many
+    configs as any other.
     """
 
     targets: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class Request:
     budget_s: float | None = None
     price: float | None = None
     command: tuple[str, ...] = ()
+    tunes: bool = False
 
     def __post_init__(self) -> None:
         if self.quick and self.full:
@@ -73,7 +75,7 @@ class Request:
     @property
     def configs(self) -> int:
         """The number of configs of a kernel of ours that are tried."""
-        return 1 if self.quick else sys.maxsize if self.full else _CONFIGS
+        return 1 if self.quick and not self.tunes else sys.maxsize if self.full else _CONFIGS
 
     @property
     def repeats(self) -> int:
@@ -150,7 +152,7 @@ def default_kernel(problem: Problem, device: Device) -> str:
     if not is_operation(problem.op):
         raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
     op = operation(problem.op)
-    return select(problem, device, committed_table(), op.ours(), op.fallback()).kernel
+    return select(problem, device, known_table(), op.ours(), op.fallback()).kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +197,7 @@ class Entry:
         if self.kernel is None:
             return self
         if self.kernel.origin == "ours":
-            found = select(problem, device, committed_table(), [self.kernel], None, requested=self.kernel).config
+            found = select(problem, device, known_table(), [self.kernel], None, requested=self.kernel).config
         else:
             found = self.kernel.configs(problem, device)[0]
         return replace(self, config=str(found))

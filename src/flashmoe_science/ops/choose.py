@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation
 from flashmoe_science.problem import Problem
@@ -67,7 +67,7 @@ def choose(
     Raises:
         CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
     """
-    op, table = operation(problem.op), committed_table()
+    op, table = operation(problem.op), known_table()
     kernel = None if requested is None else kernel_named(requested, op.name)
     refused = dict(unable or {}) | ({"ours": TRITON_MISSING} if TRITON_MISSING else {})
     while True:

@@ -58,7 +58,7 @@ def test_a_peer_that_records_have_faster_is_named_with_its_backend_and_ratio(
     faster = {"config": "", "ratio": 2.083, "problem": problem}
     peers = [faster | {"kernel": "sdpa", "backend": "PyTorch's cuDNN backend"}, faster | {"kernel": "fa3"}]
     text = json.dumps({"schema": 1, "entries": [entry | {"peers": peers}]})
-    monkeypatch.setattr(explain, "committed_table", lambda: parse_table(text, "fabricated"))
+    monkeypatch.setattr(explain, "known_table", lambda: parse_table(text, "fabricated"))
     monkeypatch.delenv("FLASHMOE_PEERS", raising=False)
     answer = json.loads(flashmoe("explain", problem, "--gpu", "h200", "--json")[1])
     assert (answer["kernel"], answer["basis"], answer["record"]) == ("sdpa", "measured", "r1")

@@ -6,27 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dispatch_table
 import pytest
-from dispatch_table import main, promote, table_of
+from dispatch_table import main
 from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.measure import promote
 from flashmoe_science.records import CallPathRow, SeenLaunch
 
-FIRST_GUESS = dispatch_table._first_guess
+FIRST_GUESS = promote.first_guess
 
 
 @pytest.fixture(autouse=True)
 def _of_fwd_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of these runs measured it alone."""
-    monkeypatch.setattr(dispatch_table, "_first_guess", lambda problem, gpu: "fwd_triton")
+    monkeypatch.setattr(promote, "first_guess", lambda problem, gpu: "fwd_triton")
 
 
 def winners(*runs: Any) -> list[tuple[str, str, str, str]]:
     return [
         (entry["problem"], entry["kernel"], entry["config"], entry["run"])
-        for entry in promote(verdicts([run.done() for run in runs]))["entries"]
+        for entry in promote.promote(verdicts([run.done() for run in runs]), GPUS)
     ]
 
 
@@ -60,8 +61,8 @@ def test_a_problem_enters_once_the_kernel_of_the_first_guess_is_measured(
     monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], chosen: list[str]
 ) -> None:
     """It may be newer than the record, or left out by --kernel, and the fastest."""
-    monkeypatch.setattr(dispatch_table, "_first_guess", FIRST_GUESS)
-    assert FIRST_GUESS(PROBLEM, "h200") == "fwd_gluon_sm90"
+    monkeypatch.setattr(promote, "first_guess", FIRST_GUESS)
+    assert FIRST_GUESS(PROBLEM, GPUS["h200"]) == "fwd_gluon_sm90"
     run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000)
     for kernel in more:
         run.control(kernel).timed(kernel, 30_000, "fa3", 24_000)
@@ -84,7 +85,7 @@ def test_what_is_written_is_what_dispatch_reads(recorded: Callable[..., Path], t
 
 
 def faster(*runs: Fabricate) -> list[tuple[str, float, str]]:
-    (entry,) = table_of([JudgedRun(run.done()) for run in runs])["entries"]
+    (entry,) = promote.entries_of([JudgedRun(run.done()) for run in runs], GPUS)
     return [(one["kernel"], round(one["ratio"], 2), one["problem"]) for one in entry.get("peers", [])]
 
 
@@ -122,5 +123,5 @@ def test_the_backend_that_pytorch_chose_is_the_one_that_was_seen() -> None:
         for row in run.rows
     ]
     run.rows[:] = rows
-    (entry,) = table_of([JudgedRun(run.done())])["entries"]
+    (entry,) = promote.entries_of([JudgedRun(run.done())], GPUS)
     assert [one["backend"] for one in entry["peers"]] == ["PyTorch's memory-efficient (CUTLASS) backend"]

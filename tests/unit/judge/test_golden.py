@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatch_table import as_text, promote
 
+from flashmoe_science.dispatch.table import SCHEMA
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
+from flashmoe_science.judge.gate.entries import entries_as_text
 from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.measure.promote import promote
 from flashmoe_science.store import Run, read_runs
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +64,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
         "verdicts": [row.as_dict() for row in stand],
         "claims": [claim_row(one) for one in results],
         "ratchet": [one.as_dict(by_key.get(one.key)) for one in check(kept, judged, judged)],
-        "table": as_text(promote(stand)).splitlines(),
+        "table": entries_as_text(SCHEMA, promote(stand, GPUS)).splitlines(),
     }
 
 

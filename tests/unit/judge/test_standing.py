@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from dispatch_table import promote
 from tests.unit.fabricated import PROBLEM, Fabricate, verdicts
 
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.compare import compare
 from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import disagreements, groups
+from flashmoe_science.measure.promote import promote
 
 DRAWN = "attn b3 h6 hk2 q700 d80 fp16"
 
@@ -45,9 +46,11 @@ def test_a_run_that_was_cut_in_a_problem_does_not_replace_one_that_finished_it(d
 def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(
     days: list[JudgedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dispatch_table._first_guess", lambda problem, gpu: "fwd_triton")  # which alone was measured
+    monkeypatch.setattr(
+        "flashmoe_science.measure.promote.first_guess", lambda problem, gpu: "fwd_triton"
+    )  # which alone was measured
     every = [row for one in days for row in one.verdicts]
-    assert [entry["run"] for entry in promote(every)["entries"]] == ["02"]
+    assert [entry["run"] for entry in promote(every, GPUS)] == ["02"]
     (new,) = check([], days, days)
     assert new.now is not None
     assert new.now.run == "02"
@@ -84,7 +87,7 @@ def test_a_claim_may_be_on_the_draw(drawn: list[JudgedRun]) -> None:
 
 def test_a_draw_moves_neither_the_table_nor_the_ratchet(drawn: list[JudgedRun]) -> None:
     """Its problems are never measured again: what is chosen and kept of them could not be held."""
-    assert promote(standing(drawn)) == promote(standing(drawn[:1]))
+    assert promote(standing(drawn), GPUS) == promote(standing(drawn[:1]), GPUS)
     kept = raised([], check([], drawn, drawn))
     assert [(one.problem, one.run) for one in kept] == [(PROBLEM, "suite")]
 

@@ -78,7 +78,8 @@ def _complaint(error: ValidationError, model: type[BaseModel]) -> str:
     return f"{field}: {message}; it is {was if len(was) <= _MOST_SHOWN else was[:_MOST_SHOWN] + '...'}"
 
 
-def entries_as_text(schema: int, entries: list[dict[str, Any]]) -> str:
-    """JSON with an entry a line, so that a review sees what changed."""
+def entries_as_text(schema: int, entries: list[dict[str, Any]], gpu: str | None = None) -> str:
+    """JSON with an entry a line, so that a review sees what changed; ``gpu``: the one card that all are of."""
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    return f'{{"schema": {schema}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
+    card = "" if gpu is None else f'"gpu": {json.dumps(gpu)}, '
+    return f'{{"schema": {schema}, {card}"entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from flashmoe_science.dispatch.select import Basis, Decision, select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation
@@ -200,7 +200,7 @@ def _class_and_kind(
 
 @cache
 def _measured_sizes() -> frozenset[tuple[int, ...]]:
-    problems = [entry.problem for entry in committed_table().entries]
+    problems = [entry.problem for entry in known_table().entries]
     return frozenset(
         (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
         for one in problems
@@ -313,7 +313,7 @@ def bind_append(
     kernels = [one for one in operation(problem.op).ours() if options.kernel in (None, one.name)]
     able = [one for one in kernels if one.cannot(problem, gpu) is None]
     for kernel in sorted(able, key=lambda one: not one.suits(problem, gpu)):
-        decision = select(_representative(problem), gpu, committed_table(), [kernel], None)
+        decision = select(_representative(problem), gpu, known_table(), [kernel], None)
         try:
             plan = _plan(kernel, decision.config, tensors, options, problem, scale)
             assert plan.launcher is not None

@@ -220,11 +220,11 @@ class AttentionContract(SharedContract):
     ) -> Callable[[AttentionInputs], AttentionOutput] | None:
         """The public function, where it would run this config. None has a bottom-right mask for [B, H, S, D] views."""
         from flashmoe_science.dispatch.select import select
-        from flashmoe_science.dispatch.table import committed_table
+        from flashmoe_science.dispatch.tuned import known_table
 
         if device is None or kernel.origin != "ours":
             return None
-        chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
+        chosen = select(problem, device, known_table(), [kernel], None, requested=kernel).config
         return public_call(problem, kernel.name) if chosen == config else None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
@@ -93,7 +93,7 @@ def plan_of(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
 @cache
 def _measured() -> frozenset[MoEProblem]:
     """Problems of the dispatch table: each is a class of its own, for which its own record decides."""
-    return frozenset(one.problem for one in committed_table().entries if isinstance(one.problem, MoEProblem))
+    return frozenset(one.problem for one in known_table().entries if isinstance(one.problem, MoEProblem))
 
 
 def _make_plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:

@@ -269,11 +269,11 @@ class MoEContract(Contract):
     ) -> Callable[[Any], torch.Tensor] | None:
         """``fused_moe``, after ``route`` where it starts from logits, if it would run this config."""
         from flashmoe_science.dispatch.select import select
-        from flashmoe_science.dispatch.table import committed_table
+        from flashmoe_science.dispatch.tuned import known_table
 
         if device is None or kernel.origin != "ours":
             return None
-        if select(problem.from_ids(), device, committed_table(), [kernel], None, requested=kernel).config != config:
+        if select(problem.from_ids(), device, known_table(), [kernel], None, requested=kernel).config != config:
             return None
         top_k, route = problem.top_k, public("flashmoe_science.moe:route")
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))

@@ -66,7 +66,7 @@ def peer(fake: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakePeer
 
 def records(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     for module in (any_choice, choose):
-        monkeypatch.setattr(module, "committed_table", lambda: found)
+        monkeypatch.setattr(module, "known_table", lambda: found)
 
 
 def entry(problem: str, kernel: str = "fa3") -> dict[str, Any]:

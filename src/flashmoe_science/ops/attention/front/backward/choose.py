@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
@@ -100,13 +100,13 @@ def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, w
     """The decision for one of ours, or the one of that name. Raises CannotServe."""
     ours = operation(_OP).ours()
     chosen = next((one for one in ours if one.name == kernel), None)
-    decision = select(problem, gpu, committed_table(), ours, None, chosen)
+    decision = select(problem, gpu, known_table(), ours, None, chosen)
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
     """The decision for one of ours where records have it faster than PyTorch's, else FALLBACK."""
-    ours, table = operation(_OP).ours(), committed_table()
+    ours, table = operation(_OP).ours(), known_table()
     decision = select(problem, gpu, table, ours, FALLBACK)
     if decision.record is None:
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
@@ -117,7 +117,7 @@ def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
 @cache
 def _recorded() -> bool:
     """Whether there is any record of a backward."""
-    return any(entry.problem.op == _OP for entry in committed_table().entries)
+    return any(entry.problem.op == _OP for entry in known_table().entries)
 
 
 def _requested(options: Options) -> tuple[str | None, str]:
