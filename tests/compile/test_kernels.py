@@ -29,6 +29,7 @@ BUILT = tuple(kernel for one in OPERATIONS for kernel in one.ours())
 MEASURED, OLDER, NEWER, OTHERS = "h200", "l4", "b200", ("a100",)
 ONLY_BUILT = ("a10", "rtx5090")  # sm_86 and sm_120
 
+PAGES_OF_8 = "attn b4 h8 hk2 q128 k2048 d96 fp16 causal bshd ragged page8"
 # Each pair of head dimension and mask, each dtype, the one-tile path, an odd head dimension, unequal lengths and head counts.
 PROBLEMS = (
     "attn b2 h16 q4096 d64 bf16",
@@ -48,7 +49,7 @@ PROBLEMS = (
     "attn b1 h32 hk8 q64 k32768 d128 bf16 causal bshd ragged",
     "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
     "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
-    "attn b4 h8 hk2 q128 k2048 d96 fp16 causal bshd ragged page8",
+    PAGES_OF_8,
     "attnbwd b2 h16 q4096 d64 bf16",
     "attnbwd b2 h16 q4096 d128 bf16 causal",
     "attnbwd b2 h16 q4096 d256 fp16 causal",
@@ -141,6 +142,9 @@ def _marks(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> list[pytest.MarkDec
     marks = [] if str(problem) in NEWEST_TOO.get(gpu.name, ()) else [pytest.mark.one_triton]
     if kernel.name == "fp32_gluon_sm90" and "d256" in str(problem).split():
         reason = "spills 400 bytes of the 192 that are allowed, and is 1.0 to 1.4 times PyTorch's speed (docs/notes/fp32.md)"
+        marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
+    elif (kernel.name, gpu.name, str(problem)) == ("split_triton", "a10", PAGES_OF_8) and machine_code.VERSION == "3.6":
+        reason = "its first config spills 16 bytes on sm_86, where nothing was measured and no other is known to be better"
         marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
     elif kernel.name == "fp32_gluon_sm90" and "d128" in str(problem).split() and machine_code.VERSION != "3.6":
         reason = "spills 208 and 240 bytes of the 192 that are allowed, with Triton 3.9's assembler"

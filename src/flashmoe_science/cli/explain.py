@@ -28,7 +28,8 @@ def explain(
     The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a near problem, or none and the
     kernel's own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is
     chosen where records have it faster than ours by more than 3%, and so are FlashAttention-3 and -4 where they are installed
-    and FLASHMOE_PEERS is 1. Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
+    and FLASHMOE_PEERS is 1. What `flashmoe tune` measured on this machine counts before the records, and the reason says so.
+    Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
 
     \b
     Examples:

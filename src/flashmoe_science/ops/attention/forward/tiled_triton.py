@@ -229,7 +229,10 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
         whole = [(128, 128, 8, 1), (64, 128, 4, 2)] if 64 < keys <= 128 else []
         if wgmma and problem.head_dim != width:  # the mask of a padded head takes registers, and 128 keys spill in 4 warps
             return [*tiles, (128, 64, 8, 3), (64, 64, 4, 3), *whole, (64, 64, 4, 2)]
-        return [*tiles, (64, 64, 4, 3), *whole, (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)]
+        deep, shallow = (64, 64, 4, 3), (64, 64, 4, 2)
+        if problem.causal and gpu.compute_capability[0] == 12:  # three stages spill there under a diagonal
+            deep, shallow = shallow, deep
+        return [*tiles, deep, *whole, (64, 128, 4, 3), (128, 64, 8, 3), shallow]
     if width <= 128:
         return [*tiles, *([(64, 64, 4, 3), (128, 64, 8, 3)] if wgmma else []), (64, 64, 8, 2), (64, 32, 4, 2)]
     # With a narrower value, 64 keys spill registers on Blackwell.
