@@ -221,8 +221,9 @@ def walked(longest: int) -> list[int]:
     return sorted(length for length in every if 0 < length <= longest)
 
 
-def jobs_of(model: Model, gpu: Gpu) -> list[CompileJob]:
-    """Every build that calls of the model need on ``gpu``, which need not be here; each once. Compiles nothing.
+def jobs_of(model: Model, gpu: Gpu, step: Callable[[], None] = lambda: None) -> list[CompileJob]:
+    """Every build that calls of the model need on ``gpu``, which need not be here; each once. Compiles nothing. ``step`` is
+    called after each call of the model that was looked at: milliseconds each, thousands where sequences are long.
 
     Raises:
         TypeError, ValueError, NotImplementedError: what ``Model.calls`` and the calls themselves refuse; Triton is missing.
@@ -235,6 +236,7 @@ def jobs_of(model: Model, gpu: Gpu) -> list[CompileJob]:
     with collect_builds(gpu) as jobs:
         for function, arguments in model.calls():
             explain(function, **arguments)
+            step()
     return list({build_key(job, gpu): job for job in jobs}.values())
 
 
@@ -303,16 +305,22 @@ def warmup(
     gpu = current_gpu(None if device is None else torch.device(device))
     if gpu is None:
         raise ValueError("there is no NVIDIA GPU here; `flashmoe warmup --gpu` compiles for one elsewhere")
-    jobs = jobs_of(model, gpu)
+    said = started
+
+    def tell(words: str) -> None:
+        nonlocal said
+        if (now := time.monotonic()) - said >= _LINE_EVERY_S:
+            said = now
+            report(f"{words}, after {now - started:.0f} s")
+
+    jobs = jobs_of(model, gpu, lambda: tell("listing what the calls launch"))
     from flashmoe_science.ops.launch import Build, kernels_loaded  # brings Triton
 
-    before, said = kernels_loaded(), started
+    before = kernels_loaded()
     with torch.cuda.device(device):
         for index, job in enumerate(jobs):
             Build(job.function, job.arguments, **job.options)
-            if (now := time.monotonic()) - said >= _LINE_EVERY_S:
-                said = now
-                report(f"{index + 1} of {len(jobs)} kernels are built, after {now - started:.0f} s")
+            tell(f"{index + 1} of {len(jobs)} kernels are built")
     warmed = Warmed(len(jobs), kernels_loaded() - before, time.monotonic() - started)
     report(str(warmed))
     return warmed

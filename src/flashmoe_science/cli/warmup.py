@@ -72,8 +72,8 @@ def warmup(
         sinks, page_size, append, rotary_dim, not rotary_halves, experts, top_k, hidden, intermediate, activation, expert_bias,
         transposed, interleaved, max_tokens,
     )  # fmt: skip
-    jobs, done = jobs_of(model, device), 0
     with Screen() as screen:
+        jobs, done = jobs_of(model, device, lambda: screen.watch("listing what the calls launch")), 0
 
         def on_done(index: int, build: target.Build) -> None:
             nonlocal done
