@@ -13,7 +13,6 @@ from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standin
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.kernel import AnyKernel, Config
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.problem.features import PLAIN
 
 LEAST_LEAD = 1.03  # a peer's, by all of the ratio's interval
 
@@ -56,7 +55,8 @@ def faster_peers(judged: JudgedRun, ours: Verdict, cards: Cards) -> list[dict[st
     """Peers that an automatic choice may take and that the run has faster than its best kernel of ours by more than 3%, the
     fastest first. Calls with features go to kernels that take them: no peer is put in their place."""
     problem = parse_problem(ours.problem)
-    if problem.op not in ("attention", "attention_backward") or getattr(problem, "features", PLAIN) != PLAIN:
+    features = getattr(problem, "features", None)
+    if problem.op not in ("attention", "attention_backward") or (features is not None and features.words()):
         return []
     peers = operation(problem.op).peers()
     able = {peer.name for peer in peers if peer.replaces_ours != "never"}
