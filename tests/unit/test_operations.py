@@ -25,7 +25,6 @@ ALLOWED = {
     ("cli/fit.py", "attn b4 h16 q4096 d128 bf16 causal"): "the default of an option, shown in its help",
     ("cli/explain.py", 'The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".'): "an example in help",
     ("cli/tune.py", "moe-qwen3"): "a suite of the default",
-    ("measure/promote.py", "attention"): "dispatch puts peers in the place of kernels of this one alone",
     ("measure/bench.py", "flash-attn-4"): "the distribution of a peer, whose version a run's header gives",
 }
 

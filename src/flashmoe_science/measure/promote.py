@@ -56,7 +56,7 @@ def faster_peers(judged: JudgedRun, ours: Verdict, cards: Cards) -> list[dict[st
     fastest first. Calls with features go to kernels that take them: no peer is put in their place."""
     problem = parse_problem(ours.problem)
     features = getattr(problem, "features", None)
-    if problem.op not in ("attention", "attention_backward") or (features is not None and features.words()):
+    if features is not None and features.words():
         return []
     peers = operation(problem.op).peers()
     able = {peer.name for peer in peers if peer.replaces_ours != "never"}
