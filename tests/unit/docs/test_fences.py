@@ -47,6 +47,12 @@ def commands(kind: str, text: str) -> Iterator[str]:
         yield from (line.removeprefix("$ ") for line in lines if line.startswith("$ "))
 
 
+def test_no_fence_that_runs_installs_into_the_environment() -> None:
+    run = [command for page in PAGES for kind, text in fences(page) for command in commands(kind, text)]
+    assert run
+    assert not [command for command in run if "pip install" in command]
+
+
 def test_every_fence_says_what_it_holds() -> None:
     kinds = {(page.name, kind) for page in PAGES for kind, _ in fences(page)}
     assert {(name, kind) for name, kind in kinds if kind not in {*RUN, "text"}} == set()
