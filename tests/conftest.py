@@ -9,7 +9,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+# A first import, or another process on the machine, is no fault of an example.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 # Pytest's workers share the cores among themselves; more threads of torch's, here or in a process that a test starts, fight
 # for them. Set before torch is imported, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -66,7 +66,7 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(descriptions())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_the_structure_is_that_of_the_matrix_that_transformers_makes(arguments: dict[str, Any]) -> None:
     no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     expected = hf.sdpa_mask(**{**arguments, **no_skip})

@@ -28,7 +28,7 @@ class Copied:
         return SimpleNamespace(slice=sliced)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     page=st.sampled_from([8, 16, 64, 128, 256, 384]),
     block_n=st.sampled_from([64, 128]),

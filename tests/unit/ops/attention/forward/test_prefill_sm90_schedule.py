@@ -49,7 +49,7 @@ def scheduled(
     return [(head, tile) for has_work, tile, head in tiles if has_work]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     programs=st.sampled_from([1, 7, 132, 264]),
     tiles_m=st.integers(1, 70),
@@ -64,7 +64,7 @@ def test_every_tile_is_scheduled_once(programs: int, tiles_m: int, heads_all: in
     assert sorted(tiles) == [(head, tile) for head in range(heads_all) for tile in range(tiles_m)]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(
     sizes=st.tuples(st.integers(1, 400), st.integers(1, 600)),
     right=st.one_of(st.none(), st.integers(0, 500)),
