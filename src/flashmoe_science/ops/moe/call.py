@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -89,6 +89,7 @@ Shape = tuple[int, ...]
 # that the kernel supports, whose result has that shape. Neither keeps a tensor.
 Bind = Callable[[MoEInputs, Shape], MoELaunch]
 MoEKernel = Kernel[MoEProblem, MoEInputs, torch.Tensor]
+our_kernel = partial(MoEKernel, origin="ours", op="moe")
 
 
 def run_of(plan: Callable[[MoEInputs, Config], Bind]) -> Callable[[MoEInputs, Config], torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -101,6 +102,7 @@ class BackwardInputs:
 
 
 BackwardKernel = Kernel[AttentionBackwardProblem, BackwardInputs, Gradients]
+our_kernel = partial(BackwardKernel, origin="ours", op="attention_backward")
 # launch(tensors, saved, softmax_scale) -> Gradients: of tensors in the order of Tensors and of Saved like those that it was
 # bound to, of which only the addresses are used.
 BackwardLaunch = Callable[[Given, Given, float], Gradients]

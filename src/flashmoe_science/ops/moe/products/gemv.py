@@ -16,7 +16,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, MoELaunch, Shape, contiguous, run_of
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoELaunch, Shape, contiguous, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
@@ -200,10 +200,8 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     )
 
 
-KERNEL = MoEKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="moe",
     about="Triton for a few tokens: two matrix-vector products that stream the chosen experts' weights",
     supports=supports,
     configs=configs,

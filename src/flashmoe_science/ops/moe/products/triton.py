@@ -19,7 +19,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, run_of
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
     Product,
@@ -238,10 +238,8 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return launches_around(problem, config, up, down)
 
 
-KERNEL = MoEKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="moe",
     about="portable Triton: rows sorted by expert, two grouped products, a sum in a fixed order",
     supports=supports,
     configs=configs,

@@ -35,7 +35,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_in_order,
     waves_of,
 )
-from flashmoe_science.ops.attention.call.backward import BackwardKernel, run_planned
+from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 NAME = "bwd_gluon_sm90"
@@ -59,10 +59,8 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
     return tuple(made)
 
 
-KERNEL = BackwardKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention_backward",
     about="warp-specialised Gluon for Hopper: dK, dV and dS in one kernel, dQ in another; deterministic",
     supports=supports,
     configs=configs,

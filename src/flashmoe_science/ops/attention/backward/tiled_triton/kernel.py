@@ -25,7 +25,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.config import (
     tile_of,
 )
 from flashmoe_science.ops.attention.backward.tiled_triton.launch import TiledBackwardLauncher
-from flashmoe_science.ops.attention.call.backward import BackwardKernel, run_planned
+from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.launch import cdiv
 
@@ -57,10 +57,8 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
     return tuple(made)
 
 
-KERNEL = BackwardKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="attention_backward",
     about="portable Triton: a kernel for dK and dV, one for dQ; deterministic, every feature but caches",
     supports=supports,
     configs=configs,

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, run_of
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import (
     NAME,
@@ -104,10 +104,8 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return launches_around(problem, config, up, down)
 
 
-KERNEL = MoEKernel(
+KERNEL = our_kernel(
     name=NAME,
-    origin="ours",
-    op="moe",
     about="warp-specialised Gluon for Hopper, for many rows an expert: producers gather or copy, 2 consumer warpgroups",
     supports=supports,
     configs=configs,
