@@ -206,13 +206,14 @@ def _serve(
         if direct:
             return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
     elif key is not None:
+        given = [one for one in tensors if one is not None]
         if plan.launcher is not None and plan.launcher.any_keys and (lengths := key_lengths(tensors)) is not None:
-            store_launch(key, _of_lengths([one for one in tensors if one is not None], lengths, aligned), launch)
+            store_launch(key, _of_lengths(given, lengths, aligned), launch)
         elif tensors[3:] != NO_FEATURES or _seen_before((key, tensors.k.shape)):
-            store_launch(key, guards_of([one for one in tensors if one is not None], aligned=not aligned), launch)
-        elif plan.launcher is not None and _seen_before(_class_key(key)) and (matches := _of_class(tensors, options)):
+            store_launch(key, guards_of(given, aligned=not aligned), launch)
+        elif plan.launcher is not None and _seen_before(shared := _class_key(key)) and (matches := _of_class(tensors, options)):
             binding = _binding(plan, options, key)
-            store_launch(_class_key(key), matches, binding)
+            store_launch(shared, matches, binding)
             store_launch(key, matches, binding)  # found first by keys that grow under the same queries
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
 

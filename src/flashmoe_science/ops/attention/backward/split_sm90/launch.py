@@ -108,7 +108,7 @@ class SplitBackwardLauncher(BackwardLauncher):
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = (new(*one) for one in every[:3] if one is not None)
-            held, lse, delta, ds, *kept = take()
+            memory, lse, delta, ds, *kept = take()  # kept alive until the last launch
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
             q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
@@ -119,7 +119,7 @@ class SplitBackwardLauncher(BackwardLauncher):
                 start_keys(*first)
                 if wanted.dq:
                     start_queries(*second)
-            del held
+            del memory
             return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, None, None)
 
         return launch
@@ -203,12 +203,13 @@ def _shape(tensor: torch.Tensor) -> _Shape:
 def _is_unfit(tensor: torch.Tensor) -> bool:
     """Whether copies of 16 bytes cannot take a tensor as it is."""
     try:
-        return bool(_shape(tensor)) and tensor.data_ptr() % 16 > 0
+        _shape(tensor)
     except CannotServe:
         return True
+    return tensor.data_ptr() % 16 > 0
 
 
 def _fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
-    """The tensors, those that are unfit copied: of an expanded gradient, say, that is little beside the products."""
+    """The tensors, those that are unfit copied: of an expanded gradient, say, that costs little compared with the products."""
     every = zip(tensors, unfit, strict=True)
     return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]
