@@ -45,7 +45,9 @@ def test_a_public_name_is_quick_brings_the_library_alone_and_integrations_change
     )
     assert seconds < 1.5
     assert "flashmoe_science.attention" in public
-    assert not [name for name in public if name.startswith((*PROOF, "flash_attn", "fa3_fwd_interface"))]
+    # Of Triton what PyTorch's counter of operations brings, but no kernel, and not Gluon.
+    kernels = ("flashmoe_science.ops.attention.forward", "flashmoe_science.ops.launch", "triton.experimental")
+    assert not [name for name in public if name.startswith((*PROOF, *kernels, "flash_attn", "fa3_fwd_interface"))]
     assert "transformers" not in modules  # before it is registered
 
 
