@@ -305,22 +305,22 @@ def warmup(
     gpu = current_gpu(None if device is None else torch.device(device))
     if gpu is None:
         raise ValueError("there is no NVIDIA GPU here; `flashmoe warmup --gpu` compiles for one elsewhere")
-    said = started
+    shown = started
 
-    def tell(words: str) -> None:
-        nonlocal said
-        if (now := time.monotonic()) - said >= _LINE_EVERY_S:
-            said = now
+    def show(words: str) -> None:
+        nonlocal shown
+        if (now := time.monotonic()) - shown >= _LINE_EVERY_S:
+            shown = now
             report(f"{words}, after {now - started:.0f} s")
 
-    jobs = jobs_of(model, gpu, lambda: tell("listing what the calls launch"))
+    jobs = jobs_of(model, gpu, lambda: show("listing what the calls launch"))
     from flashmoe_science.ops.launch import Build, kernels_loaded  # brings Triton
 
     before = kernels_loaded()
     with torch.cuda.device(device):
         for index, job in enumerate(jobs):
             Build(job.function, job.arguments, **job.options)
-            tell(f"{index + 1} of {len(jobs)} kernels are built")
+            show(f"{index + 1} of {len(jobs)} kernels are built")
     warmed = Warmed(len(jobs), kernels_loaded() - before, time.monotonic() - started)
     report(str(warmed))
     return warmed

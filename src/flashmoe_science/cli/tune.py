@@ -43,9 +43,9 @@ def tune(
     """Measure on this card which kernels and configs are the fastest, and let dispatch choose by that.
 
     For a card that no record knows: without records, each call is served by the kernel's own first guess. Here every kernel of
-    ours with its configs is held to the oracle, and timed beside PyTorch's operators, as by flashmoe prove. Records and
+    ours with its configs is held to the oracle, and timed against PyTorch's operators, as by flashmoe prove. Records and
     entries lie in the user's cache folder, in flashmoe-science/tuned (XDG_CACHE_HOME, else ~/.cache). Every process that starts
-    later on this card reads them beside the committed records; FLASHMOE_TUNED=0 leaves them out, and flashmoe explain says
+    later on this card reads them with the committed records; FLASHMOE_TUNED=0 leaves them out, and flashmoe explain says
     "tuned on this machine". A problem within a factor of two of one that was measured is served by its choice: name the
     problems of your model for choices of their own.
 

@@ -1,4 +1,4 @@
-"""Entries that ``flashmoe tune`` made on this machine, beside those of the committed table.
+"""Entries that ``flashmoe tune`` made on this machine, in addition to the committed table.
 
 ``tuned/GPU.json`` in the user's cache folder has the form of dispatch/table.json and the card's name: ``{"schema": 1, "gpu":
 "rtx-4000", "entries": [...]}``. It is no part of the package: each field is checked, and a file with a wrong one is ignored

@@ -23,7 +23,7 @@ def template(tile: Tile, dtype: str) -> TensorDescriptor:
 
 
 def vector(elements: int) -> TensorDescriptor:
-    """A descriptor of so many fp32 numbers of one dimension, over no tensor in particular."""
+    """A descriptor of ``elements`` fp32 numbers in one dimension, over no tensor in particular."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     return TensorDescriptor(Pointer(torch.float32), [elements], [1], [elements], layout)
 

@@ -47,7 +47,7 @@ class _NoGuards:
 
 
 class _Probe:
-    """The level of forward-mode gradients as the public functions tell it: they refuse a second one."""
+    """The level of forward-mode gradients as public functions show it: they refuse a second one."""
 
     @property
     def _current_level(self) -> int:

@@ -38,8 +38,8 @@ def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
 
 
 def threads(config: Config) -> tuple[int, int]:
-    """Threads of a program of the first kernel, which has eight warps of consumers, and of the second; each has a producer's
-    warpgroup beside them."""
+    """Threads of a program of the first kernel, which has eight warps of consumers, and of the second; each with a producer's
+    warpgroup."""
     return 32 * 8 + 128, 32 * config["warps_dq"] + 128
 
 

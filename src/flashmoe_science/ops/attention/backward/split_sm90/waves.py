@@ -12,7 +12,7 @@ from flashmoe_science.ops.launch import Grid, cdiv
 BUDGET = 2**30  # bytes of the workspace: it does not depend on the memory that is free, nor the bits on it
 MOST_TOGETHER = 8  # heads whose tiles go out in turns, so that Q, K, V and dO of them stay in the L2 cache
 # The time of a wave is counted in steps of a program of the first kernel, by what was measured on an H100: what a program takes
-# beside its steps, what a launch takes, and the bytes that a processor's share of the memory moves in a step.
+# besides its steps, what a launch takes, and the bytes that a processor's share of the memory moves in a step.
 _START, _LAUNCH, _STEP_BYTES = 5.6, 2.5, 43 << 10
 _HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # that are tried, and all of them
 _BANDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of keys
@@ -129,7 +129,7 @@ def _share(wave: Wave, sizes: Sizes) -> float:
 
 
 def _below(queries: int, keys: int) -> float:
-    """Scores of so many queries of which the first sees one of the keys, and each sees one more than that before it."""
+    """Scores of that many queries, of which the first sees one of the keys and each other sees one more than the one before."""
     inside = min(max(queries, 0), keys)
     return inside * inside / 2 + keys * (max(queries, 0) - inside)
 
