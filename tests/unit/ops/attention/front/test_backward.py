@@ -155,7 +155,7 @@ def decision_of(options: Any) -> Any:
     return Decision(options.kernel or "fwd", Config(), "chosen", "modelled")
 
 
-def test_hoppers_backward_serves_by_name() -> None:
+def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
     q = torch.empty(2, 16, 512, 128, dtype=torch.bfloat16)
 
     def chosen(**options: Any) -> str:
@@ -163,8 +163,8 @@ def test_hoppers_backward_serves_by_name() -> None:
             return choose_backward(Tensors(q, q, q), Options(**options)).kernel
 
     assert chosen() == "sdpa_bwd"
-    assert chosen(deterministic=True) == "bwd_triton"
-    assert chosen(deterministic=True, kernel="bwd_gluon_sm90") == "bwd_gluon_sm90"
+    assert chosen(deterministic=True) == "bwd_gluon_sm90"
+    assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
     with pytest.raises(CannotServe, match="softcap"):
         chosen(kernel="bwd_gluon_sm90", softcap=5.0)
 

@@ -80,8 +80,8 @@ def choose_backward(tensors: Tensors, options: Options) -> Decision:
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
         return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")
     if any(isinstance(size, torch.SymInt) for one in tensors[:3] for size in one.shape):
-        if asked and ours:  # whether it can is seen when it is called; the first of ours, the portable one, takes the most
-            return Decision(kernel or ours[0].name, Config(), asked, "requested")
+        if asked and ours:  # whether it can is seen when it is called; the last of ours takes the most
+            return Decision(kernel or ours[-1].name, Config(), asked, "requested")
         return Decision(FALLBACK, Config(), "no record is of sizes that are not known yet", "modelled")
     try:
         problem = backward_problem_of(tensors, options)

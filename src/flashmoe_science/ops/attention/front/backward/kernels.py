@@ -17,13 +17,11 @@ PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
 
 @cache
 def ours() -> tuple[BackwardKernel, ...]:
-    """Our kernels, the preferred first; none where Triton is missing: PyTorch's operators serve every call then.
-
-    The Hopper kernel serves by name alone until its tests have been run on a GPU as it is now (docs/notes/backward.md).
-    """
+    """Our kernels, the preferred first, the portable one, which takes the most, last; none where Triton is missing: PyTorch
+    serves every call then."""
     if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_triton.KERNEL, bwd_gluon_sm90.KERNEL)
+    return (bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)

@@ -56,7 +56,7 @@ def mass_of(inputs: BackwardInputs) -> Mass:
     for one in sequences(call):
         masses = one.k.new_zeros(2, *one.k.shape[:2])
         for chunk in chunks_of(call, one, CHUNK_SCORES, False):
-            weights, _ = _weights(call, one, chunk, torch.float64)
+            weights, norm = _weights(call, one, chunk, torch.float64)
             rows = slice(one.row + chunk.first, one.row + chunk.last)
             dout = grouped(inputs.saved.dout[one.place, :, rows].double(), one)[chunk.heads]
             of_scores = dout @ one.v[chunk.heads, None, chunk.low : chunk.high].mT
@@ -66,7 +66,7 @@ def mass_of(inputs: BackwardInputs) -> Mass:
             bound = weights * (of_scores.abs() + delta)
             masses[0, chunk.heads, chunk.low : chunk.high] += weights.sum((1, 2))
             masses[1, chunk.heads, chunk.low : chunk.high] += bound.sum((1, 2))
-            grouped(of_sinks, one)[chunk.heads] += ((1.0 - weights.sum(-1)) * delta[..., 0]).sum(-1)
+            grouped(of_sinks, one)[chunk.heads] += (_of_sinks(call, one, chunk, norm) * delta).sum((-1, -2))
             if bound.numel():
                 found = [*found[:2], max(found[2], bound.max().item()), max(found[3], bound.sum(-1).max().item())]
         if masses.numel():
@@ -82,14 +82,14 @@ def of_rounded_out(inputs: BackwardInputs) -> tuple[float, ...]:
     for one in sequences(call):
         keys = torch.zeros_like(one.k)
         for chunk in chunks_of(call, one, CHUNK_SCORES, False):
-            weights, _ = _weights(call, one, chunk, torch.float64)
+            weights, norm = _weights(call, one, chunk, torch.float64)
             rows = slice(one.row + chunk.first, one.row + chunk.last)
             visible = (chunk.heads, None, slice(chunk.low, chunk.high))
             dout = grouped(inputs.saved.dout[one.place, :, rows].double(), one)[chunk.heads]
             delta = (dout * (weights @ one.v[visible])).abs().sum(-1, keepdim=True)  # what it moves by
             queries = grouped(one.q[:, chunk.first : chunk.last], one)[chunk.heads]
             keys[chunk.heads, chunk.low : chunk.high] += ((weights * delta).mT @ queries.abs()).sum(1)
-            grouped(sinks, one)[chunk.heads] += ((1.0 - weights.sum(-1)) * delta[..., 0]).sum(-1)
+            grouped(sinks, one)[chunk.heads] += (_of_sinks(call, one, chunk, norm) * delta).sum((-1, -2))
             if weights.numel():
                 of_q = max(of_q, ((weights @ one.k[visible]).abs() * delta).max().item())
                 of_bias = max(of_bias, (weights * delta).max().item())
@@ -180,3 +180,10 @@ def _add(sums: Many[torch.Tensor], parts: Many[torch.Tensor | None]) -> None:
     for total, part in zip(sums, parts, strict=True):
         if part is not None:
             total += part
+
+
+def _of_sinks(call: AttentionInputs, one: Sequence, chunk: Chunk, norm: torch.Tensor) -> torch.Tensor:
+    """The probabilities of a chunk's sinks, [..., rows, 1], to fp64's accuracy: one less the sum of the others is not."""
+    if call.tensors.sinks is None:
+        return torch.zeros_like(norm)
+    return (grouped(call.tensors.sinks, one)[chunk.heads, :, None, None].to(norm.dtype) - norm).exp()
