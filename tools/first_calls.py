@@ -86,21 +86,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the record to write")
     out: Path = parser.parse_args().out
     rows: dict[str, Any] = {}
+
+    def row(name: str, *given: str) -> None:
+        rows[name] = found = measured(*given)
+        print(f"{name}: {', '.join(f'{what} {value:.3g}' for what, value in found.items())}", flush=True)
+
     with tempfile.TemporaryDirectory() as cache:
         for name in ("first calls, empty cache", "first calls, full cache"):
-            rows[name] = measured(_FIRST, cache)
+            row(name, _FIRST, cache)
     with tempfile.TemporaryDirectory() as cache:
         for name in ("decoding, empty cache", "decoding, full cache"):
-            rows[name] = measured(_DECODING, cache)
+            row(name, _DECODING, cache)
     with tempfile.TemporaryDirectory() as cache:
         for name in ("decoding after warmup, empty cache", "decoding after warmup, full cache"):
-            rows[name] = measured(_DECODING, cache, "warmup")
+            row(name, _DECODING, cache, "warmup")
     with tempfile.TemporaryDirectory() as cache:
         command = [sys.executable, "-m", "flashmoe_science", *_COMMAND]
         subprocess.run(command, check=True, env=os.environ | {"TRITON_CACHE_DIR": cache})
-        rows["decoding after `flashmoe warmup` and warmup"] = measured(_DECODING, cache, "warmup")
-    for name, found in rows.items():
-        print(f"{name}: {', '.join(f'{what} {value:.3g}' for what, value in found.items())}")
+        row("decoding after `flashmoe warmup` and warmup", _DECODING, cache, "warmup")
     from record import write_record
 
     write_record(out, {"rows": rows})

@@ -93,7 +93,8 @@ def _measured(targets: tuple[str, ...], seconds: float, folder: Path, screen: Sc
     for target in targets:
         for group in named_groups(Request(targets=(target,))):
             by_op.setdefault(group.op, {})[target] = len(group.problems)
-    ends, outcomes = time.monotonic() + seconds, list[Outcome]()
+    outcomes: list[Outcome] = []
+    ends = time.monotonic() + seconds
     ordered = sorted(by_op.items(), key=lambda item: sum(item[1].values()))
     for place, (op, words) in enumerate(ordered):
         share = max(1.0, (ends - time.monotonic()) / (len(ordered) - place))

@@ -10,8 +10,10 @@ import torch
 from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.cli import tune
+from flashmoe_science.cli.progress import Screen
 from flashmoe_science.dispatch import tuned
 from flashmoe_science.hardware.gpus import GPUS, Gpu, gpu_for_device
+from flashmoe_science.measure.request import Request
 from flashmoe_science.store import RunWriter
 
 Flashmoe = Callable[..., tuple[int, str, str]]
@@ -50,3 +52,22 @@ def test_a_time_that_is_none_is_refused(flashmoe: Flashmoe, monkeypatch: pytest.
     monkeypatch.setattr(tune.probe, "current_gpu", lambda: GPUS["l4"])
     code, _, said = flashmoe("tune", "--minutes", "0")
     assert (code, "it is 0; it must be from 0.5 to 1440" in said) == (2, True)
+
+
+def test_each_operation_is_measured_in_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Plan:
+        def __init__(self, request: Request) -> None:
+            asked.append(request)
+
+        def run(self, folder: Path, watch: Callable[[str], None]) -> list[str]:
+            return [str(len(asked))]
+
+    monkeypatch.setattr("flashmoe_science.measure.run.Plan", Plan)
+    monkeypatch.setattr(tune.time, "monotonic", lambda: 0.0)
+    assert tune._measured(("decode", "moe-qwen3", "long"), 60.0, tmp_path, Screen()) == ["1", "2"]
+    assert [(one.targets, one.budget_s, one.against) for one in asked] == [
+        (("moe-qwen3",), 30.0, ("grouped_mm",)),
+        (("decode", "long"), 60.0, ("sdpa",)),
+    ]
