@@ -97,13 +97,29 @@ def select(
 
 
 def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Decision | None:
-    """The decision that records support among the kernels in ``able``: by this problem, else by the nearest one with the same
-    tiles, else by the nearest one with other tiles, which gives the kernel but not its config."""
+    """The decision that records support among the kernels in ``able``: by the ``nearest`` one, which gives its config where the
+    tiles are the same."""
+    entry = nearest(problem, gpu, table, able)
+    if entry is None:
+        return None
+    if entry is table.exact(gpu.name, problem):
+        reason = f"the fastest of ours on this problem on {gpu.product}, {_measured(entry)}"
+        return Decision(entry.kernel, entry.config, reason, "measured", entry.run)
+    problem = problem.representative()
+    reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
+    if entry.problem.tile_key() == problem.tile_key():
+        return Decision(entry.kernel, entry.config, reason, "modelled", entry.run)
+    config = next(kernel for kernel in able if kernel.name == entry.kernel).configs(problem, gpu)[0]
+    return Decision(entry.kernel, config, f"{reason}; its own first config, as the tiles differ", "modelled", entry.run)
+
+
+def nearest(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Entry | None:
+    """The entry of the kernels in ``able`` for this problem, else for the nearest one within reach; with other tiles only where
+    there is none with the same."""
     kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
     if exact is not None and _usable(exact, kernels, gpu):
-        reason = f"the fastest of ours on this problem on {gpu.product}, {_measured(exact)}"
-        return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
+        return exact
     problem = problem.representative()
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels, gpu)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
@@ -111,13 +127,8 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     for entries in (same_tiles, near):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
         entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
-        if entry is None or entry.problem.distance(problem) > REACH:
-            continue
-        reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
-        if entries is same_tiles:
-            return Decision(entry.kernel, entry.config, reason, "modelled", entry.run)
-        config = kernels[entry.kernel].configs(problem, gpu)[0]
-        return Decision(entry.kernel, config, f"{reason}; its own first config, as the tiles differ", "modelled", entry.run)
+        if entry is not None and entry.problem.distance(problem) <= REACH:
+            return entry
     return None
 
 

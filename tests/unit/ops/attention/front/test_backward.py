@@ -10,11 +10,15 @@ import torch
 from tests.unit.interpreter import Interpreter
 
 import flashmoe_science as fm
+from flashmoe_science.dispatch.table import Entry, FasterPeer, Table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
-from flashmoe_science.kernel import CannotServe
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.backward import choose
 from flashmoe_science.ops.attention.front.backward.choose import choose_backward
+from flashmoe_science.ops.attention.front.backward.kernels import ours
+from flashmoe_science.ops.attention.problem.backward import parse
 
 OPERATOR = torch.ops.flashmoe.attention_backward.default
 H200 = gpu_named("h200")
@@ -167,6 +171,33 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
     assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
     with pytest.raises(CannotServe, match="softcap"):
         chosen(kernel="bwd_gluon_sm90", softcap=5.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "peer", "kernel", "words"),
+    [
+        (512, 128, False, "bwd_gluon_sm90", "nearest measured problem, attnbwd b2 h16 q400 d128"),
+        (512, 128, True, "sdpa_bwd", "1.20x the speed of ours (bwd_gluon_sm90) on attnbwd b2 h16 q400 d128 bf16 on h100"),
+        (400, 128, True, "sdpa_bwd", "1.20x the speed of ours"),
+        (512, 64, False, "sdpa_bwd", "no record has a backward of ours faster"),  # of other tiles
+        (2048, 128, False, "sdpa_bwd", "no record has a backward of ours faster"),  # far from it
+    ],
+)
+def test_the_nearest_record_of_like_tiles_says_which_backward_serves(
+    rows: int, head_dim: int, peer: bool, kernel: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = parse("attnbwd b2 h16 q400 d128 bf16")
+    (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)
+    peers = (FasterPeer("sdpa_bwd", Config(), 1.2, measured),) if peer else ()
+    table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, peers),))
+    monkeypatch.setattr(choose, "known_table", lambda: table)
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    choose._recorded.cache_clear()
+    q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
+    with assume(H200):
+        decision = choose_backward(Tensors(q, q, q), Options())
+    choose._recorded.cache_clear()
+    assert (decision.kernel, words in decision.reason) == (kernel, True)
 
 
 def test_of_sizes_that_are_not_known_yet_the_portable_kernel_is_asked() -> None:

@@ -12,8 +12,7 @@ from functools import cache
 
 import torch
 
-from flashmoe_science.dispatch.peers import faster_peer
-from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.select import Decision, nearest, select
 from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
@@ -105,13 +104,18 @@ def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, w
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
-    """The decision for one of ours where records have it faster than PyTorch's, else FALLBACK."""
+    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
     ours, table = operation(_OP).ours(), known_table()
     decision = select(problem, gpu, table, ours, FALLBACK)
-    if decision.record is None:
+    able = [one for one in ours if one.name == decision.kernel]
+    entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
+    if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
-    decision = faster_peer(decision, problem, gpu, table, operation(_OP).peers())
-    return decision if decision.kernel in {one.name for one in ours} else replace(decision, kernel=FALLBACK)
+    faster = next((one for one in entry.peers if one.kernel == FALLBACK), None)
+    if faster is None:
+        return decision
+    reason = f"{faster.ratio:.2f}x the speed of ours ({entry.kernel}) on {entry.problem} on {entry.gpu}"
+    return Decision(FALLBACK, Config(), reason, decision.basis, entry.run, decision.others)
 
 
 @cache
