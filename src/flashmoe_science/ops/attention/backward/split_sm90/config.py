@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.device.mask_triton import FAR
+from flashmoe_science.ops.attention.device.sm90 import FAR, window_of
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
@@ -15,11 +15,12 @@ from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
 ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows
+SERVED = ("window", "packed")
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    return why_not_on_sm90(problem, device) or unsupported(problem.features)
+    return why_not_on_sm90(problem, device) or unsupported(problem.features, SERVED)
 
 
 def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:
@@ -45,7 +46,9 @@ def threads(config: Config) -> tuple[int, int]:
 
 class Sizes(NamedTuple):
     """Of a call: batches, heads of keys, query heads that share one, lengths; ``offset``: query i sees keys up to i + offset;
-    and of the tiles: queries and keys of the first kernel's, columns of Q and K, of V and dO."""
+    and of the tiles: queries and keys of the first kernel's, columns of Q and K, of V and dO. In a window query i sees keys from
+    i + ``begin`` on, else None. Packed ``sequences``, of at most ``longest`` queries, are one batch of all their rows, and
+    offset and begin are from each one's own diagonal on; 0 where there are none."""
 
     batch: int
     heads_kv: int
@@ -57,34 +60,73 @@ class Sizes(NamedTuple):
     block_n: int
     of_qk: int
     of_v: int
+    begin: int | None = None
+    sequences: int = 0
+    longest: int = 0
 
     @property
     def padded(self) -> int:
-        """Rows of a head whose dS is computed: whole tiles of dQ."""
-        return cdiv(self.seqlen_q, QUERIES) * QUERIES
+        """Rows of a head in whole tiles of dQ."""
+        return _tiles(self.seqlen_q, QUERIES, self.sequences) * QUERIES
+
+    @property
+    def band(self) -> int:
+        """Tiles of queries of a head whose dS is written for a tile of keys, at the most: of windows and packed sequences as in
+        band.py, else 0: those of all queries."""
+        if self.begin is None and not self.sequences:
+            return 0
+        most = cdiv(self.longest or self.seqlen_q, QUERIES)
+        if self.begin is not None:  # whole tiles that so many rows touch, wherever they begin
+            most = min(most, (self.block_n + self.offset - self.begin + 2 * QUERIES - 2) // QUERIES)
+        return most * QUERIES // self.block_m
+
+    @property
+    def unit(self) -> int:
+        """The fewest steps that a wave may have; it has a multiple of them."""
+        return self.band or QUERIES // self.block_m
 
     @property
     def steps(self) -> int:
         """Of a program of the first kernel: tiles of queries of all heads that share its keys."""
-        return self.group * self.padded // self.block_m
+        return self.group * (self.band or self.padded // self.block_m)
 
     @property
     def tiles(self) -> int:
         """Programs of the first kernel for each head of keys."""
-        return cdiv(self.seqlen_k, self.block_n)
+        return _tiles(self.seqlen_k, self.block_n, self.sequences)
+
+    def queries(self, steps: int) -> int:
+        """Queries, of one head after another, of that many steps of a wave."""
+        return steps // self.band * self.padded if self.band else steps * self.block_m
+
+
+def _tiles(total: int, rows: int, sequences: int) -> int:
+    """Tiles of ``rows`` rows of a head; of packed sequences each begins one of its own, and so do the rows after the last."""
+    return total // rows + sequences + 1 if sequences else cdiv(total, rows)
 
 
 def sizes_of(problem: AttentionBackwardProblem, config: Config) -> Sizes:
-    return sizes_like(problem, config, problem.batch, problem.heads, problem.heads_kv, problem.seqlen_q, problem.seqlen_k)
+    heads = (problem.heads, problem.heads_kv)
+    if problem.features.lengths == "packed":
+        packed = (problem.batch, problem.seqlen_q)
+        return sizes_like(problem, config, 1, *heads, problem.queries(), problem.keys(), *packed)
+    return sizes_like(problem, config, problem.batch, *heads, problem.seqlen_q, problem.seqlen_k)
 
 
 def sizes_like(
-    problem: AttentionBackwardProblem, config: Config, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int
-) -> Sizes:
+    problem: AttentionBackwardProblem, config: Config, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int,
+    sequences: int = 0, longest: int = 0,
+) -> Sizes:  # fmt: skip
     """The Sizes of a call like the problem, with these numbers in place of its own."""
-    offset = FAR if problem.mask == "full" else seqlen_k - seqlen_q if problem.mask == "causal" else 0
+    left, right = window_of(problem)
+    diagonal = 0 if sequences or problem.mask == "causal-topleft" else seqlen_k - seqlen_q
+    if problem.causal:
+        right = 0
     tile = (config["block_m"], KEYS * config["consumers"])
-    return Sizes(batch, heads_kv, heads // heads_kv, seqlen_q, seqlen_k, offset, *tile, *widths(problem))
+    return Sizes(
+        batch, heads_kv, heads // heads_kv, seqlen_q, seqlen_k, FAR if right is None else diagonal + right, *tile,
+        *widths(problem), None if left is None else diagonal - left, sequences, min(longest, seqlen_q),
+    )  # fmt: skip
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:

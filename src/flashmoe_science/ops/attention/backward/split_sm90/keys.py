@@ -14,15 +14,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90 import config
-from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
+from flashmoe_science.ops.attention.backward.split_sm90.band import (
+    KEYS,
+    NONE,
+    QUERIES,
+    Packed,
+    Sequence,
+    band_of_keys,
+    first_that_sees,
+    number_of_sequence,
+    origin_of,
+    sequence_at,
+)
+from flashmoe_science.ops.attention.device.mask import columns_before
+from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
 SIZES = (
     "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "end_step", "first_tile", "tiles_n",
+    "band", "begin", "batches", "total_q", "total_k",
 )  # fmt: skip
-KEYS, QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
 _SLOTS = gl.constexpr(2)  # of a consumer's dS: one is copied out while the next is made
 
 
@@ -56,7 +68,8 @@ class Kept(NamedTuple):
 class Work(NamedTuple):
     """What a program works on. Steps are tiles of queries of one head after another that shares the key head, ``tiles_m``
     each; the wave has those from ``first_step`` to ``end_step``. Tiles of a head before ``low`` do not see the keys, and from
-    ``whole`` on every query sees all of them."""
+    ``whole`` on every query sees all of them. Of windows and packed sequences (band.py) the wave has whole heads, of numbers
+    ``first_step`` to ``end_step``, each with dS of ``band`` tiles; ``tiles_m`` are those of a head's sums over rows."""
 
     batch: Any
     head: Any  # of keys, in its batch
@@ -71,35 +84,75 @@ class Work(NamedTuple):
     low: Any
     whole: Any
     rows: Any  # of the workspace, at which the program's first tile of dS is
+    band: Any = NONE
+    begin: Any = NONE  # of a window: query i sees keys from i + begin on
+    sequence: Any = NONE
+    tiles: Any = NONE  # the Band
 
 
 @gluon.jit
 def _heads(work):
     """The first head of the group that the wave has steps of, and the end."""
-    return work.first_step // work.tiles_m, (work.end_step + work.tiles_m - 1) // work.tiles_m
+    if work.band is None:
+        return work.first_step // work.tiles_m, (work.end_step + work.tiles_m - 1) // work.tiles_m
+    else:
+        return work.first_step, work.end_step
 
 
 @gluon.jit
 def _tiles(work, head):
-    """The tiles of queries of a head of the group in this wave: the first, the first without a mask, the end."""
-    before = head * work.tiles_m
-    low = gl.maximum(work.low, work.first_step - before)
-    high = gl.maximum(gl.minimum(work.tiles_m, work.end_step - before), low)
-    return low, gl.minimum(gl.maximum(work.whole, low), high), high
+    """The tiles of queries of a head of the group in this wave: the first, the first without a mask, the one past the last of
+    these, the end."""
+    if work.band is None:
+        before = head * work.tiles_m
+        low = gl.maximum(work.low, work.first_step - before)
+        high = gl.maximum(gl.minimum(work.tiles_m, work.end_step - before), low)
+        return low, gl.minimum(gl.maximum(work.whole, low), high), high, high
+    else:
+        return work.tiles.low, work.tiles.whole, work.tiles.beyond, work.tiles.high
+
+
+@gluon.jit
+def _space_row(work, head, low, BLOCK_N: gl.constexpr):
+    """The row of the workspace of the first tile of a head in this wave."""
+    if work.band is None:
+        return work.rows + (head * work.tiles_m + low - work.first_step) * BLOCK_N
+    else:
+        return work.rows + (head - work.first_step) * work.band * BLOCK_N
+
+
+@gluon.jit
+def _resumes(work):
+    """Whether a wave before this one kept sums of the program."""
+    if work.band is None:
+        return (work.first_step > work.low) & (work.low < work.tiles_m)
+    else:
+        return work.first_step > 0
+
+
+@gluon.jit
+def _steps(work):
+    """The end of the steps of all waves."""
+    return work.tiles_m * work.group if work.band is None else work.group
 
 
 @gluon.jit
 def _load(descs, smem, barriers, work):
     """The producer: Q, dO and the numbers of their rows, a tile of queries a stage."""
     STAGES: gl.constexpr = smem.q.shape[0]
-    BLOCK_M: gl.constexpr = smem.q.shape[3]
+    BLOCK_M: gl.constexpr = smem.q.shape[-2]
     state = first_stage()
     first, end = _heads(work)
     for one in range(first, end):
-        low, _, high = _tiles(work, one)
+        low, _, _, high = _tiles(work, one)
         head = work.head * work.group + one
         numbers = (work.head_all * work.group + one) * (work.tiles_m * BLOCK_M)
-        origin = Origin((work.batch, head))
+        if work.band is None:
+            origin = origin_of(None, work.batch, head)
+        else:
+            origin = origin_of(work.sequence.queries, work.batch, head)
+            if work.sequence.first_row is not None:
+                numbers += work.sequence.first_row
         for tile in range(low, high):
             row = tile * BLOCK_M
             mbarrier.wait(barriers.empty.index(state.stage), state.phase ^ 1)
@@ -120,7 +173,7 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2
     would run beside them.
     """
     STAGES: gl.constexpr = smem.q.shape[0]
-    BLOCK_M: gl.constexpr = smem.q.shape[3]
+    BLOCK_M: gl.constexpr = smem.q.shape[-2]
     CONSUMERS: gl.constexpr = smem.k.shape[0]
     s_layout: gl.constexpr = _layout(BLOCK_M, CONSUMERS)
     stage = step % STAGES
@@ -135,8 +188,15 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2
     p = gl.exp2(s * scale_log2 - lse[None, :])
     if MASKED:
         key = work.first_key + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
-        last = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout)) + work.offset
-        p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+        if work.band is None:
+            last = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout)) + work.offset
+            p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+        else:
+            first = first_that_sees(key, tile * BLOCK_M, work.sequence, BLOCK_M)  # [KEYS]
+            seen = columns_before(p, first[:, None]) == 0
+            if work.begin is not None:
+                seen &= columns_before(p, (key - work.begin - tile * BLOCK_M + 1)[:, None])
+            p = gl.where(seen, p, 0.0)
     ds_smem = smem.ds.index(PART * _SLOTS + step % _SLOTS)
     p16 = p.to(smem.dout.dtype)
     if CONSUMERS == 2:
@@ -181,31 +241,36 @@ def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS
     """A consumer: KEYS keys."""
     CONSUMERS: gl.constexpr = smem.k.shape[0]
     scale_log2 = scale * 1.4426950408889634
-    D: gl.constexpr = smem.k.shape[4]
-    DV: gl.constexpr = smem.v.shape[4]
+    D: gl.constexpr = smem.k.shape[-1]
+    DV: gl.constexpr = smem.v.shape[-1]
     dk = gl.zeros([KEYS, D], gl.float32, _layout(D, CONSUMERS))
     dv = gl.zeros([KEYS, DV], gl.float32, _layout(DV, CONSUMERS))
     if kept.dk is not None:
-        resumes = (work.first_step > work.low) & (work.low < work.tiles_m)
+        resumes = _resumes(work)
         dk = gl.load(kept_at(kept.dk, kept.row + PART * KEYS, dk), mask=resumes, other=0.0)
         dv = gl.load(kept_at(kept.dv, kept.row + PART * KEYS, dv), mask=resumes, other=0.0)
     mbarrier.wait(barriers.keys, 0)
     step = gl.to_tensor(0)
     first, end = _heads(work)
     for one in range(first, end):
-        low, whole, high = _tiles(work, one)
-        space_row = work.rows + PART * KEYS + (one * work.tiles_m + low - work.first_step) * (CONSUMERS * KEYS)
+        low, whole, beyond, high = _tiles(work, one)
+        space_row = _space_row(work, one, low, CONSUMERS * KEYS) + PART * KEYS
         if MASKS:
             for tile in range(low, whole):
                 dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, True)
                 step += 1
                 space_row += CONSUMERS * KEYS
-        for tile in range(whole, high):
+        for tile in range(whole, beyond):
             dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, False)
             step += 1
             space_row += CONSUMERS * KEYS
+        if work.begin is not None:
+            for tile in range(beyond, high):
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, True)
+                step += 1
+                space_row += CONSUMERS * KEYS
     if kept.dk is not None:
-        if work.end_step < work.tiles_m * work.group:
+        if work.end_step < _steps(work):
             gl.store(kept_at(kept.dk, kept.row + PART * KEYS, dk), dk)
             gl.store(kept_at(kept.dv, kept.row + PART * KEYS, dv), dv)
         else:
@@ -223,32 +288,53 @@ def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr):
     as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
     fence_async_shared()
     barrier()
-    origin, row = Origin((work.batch, work.head)), work.first_key + PART * KEYS
+    origin = origin_of(None if work.band is None else work.sequence.every_key, work.batch, work.head)
+    row = work.first_key + PART * KEYS
     tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
     tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dkdv_gluon_sm90(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, ds_desc, dk_desc, dv_desc, dk_kept, dv_kept, softmax_scale,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, ds_desc, dk_desc, dv_desc, dk_kept, dv_kept,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
     heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step, first_tile, tiles_n,
+    band, begin, batches, total_q, total_k,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The grid: heads of a set, tiles of keys, sets of heads of keys. The wave has ``tiles_n`` tiles of keys from
     ``first_tile`` on; those that no query of the wave sees are left out. Without MASKS every query sees every key."""
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
     BLOCK_N: gl.constexpr = CONSUMERS * KEYS
     head_of_wave, tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0), gl.program_id(1)
     head_all, first_key = first_head + head_of_wave, (first_tile + tile) * BLOCK_N
-    low = gl.minimum(gl.maximum(first_key - offset, 0) // QUERIES * (QUERIES // BLOCK_M), tiles_m)
-    whole = (gl.maximum(first_key + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M
-    whole = gl.where(first_key + BLOCK_N > seqlen_k, tiles_m, whole)
-    place = head_of_wave * tiles_n + tile
-    work = Work(
-        head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step, end_step,
-        low, whole, place * (end_step - first_step) * BLOCK_N,
-    )  # fmt: skip
+    if band is None:
+        low = gl.minimum(gl.maximum(first_key - offset, 0) // QUERIES * (QUERIES // BLOCK_M), tiles_m)
+        whole = (gl.maximum(first_key + BLOCK_N - 1 - offset, 0) + BLOCK_M - 1) // BLOCK_M
+        whole = gl.where(first_key + BLOCK_N > seqlen_k, tiles_m, whole)
+        place = head_of_wave * tiles_n + tile
+        work = Work(
+            head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step,
+            end_step, low, whole, place * (end_step - first_step) * BLOCK_N,
+        )  # fmt: skip
+        of_keys = None
+    else:
+        sequence = Sequence(tiles_m // (QUERIES // BLOCK_M), seqlen_k, offset)
+        if cu_seqlens_q is not None:
+            packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
+            number = number_of_sequence(cu_seqlens_k, batches, first_tile + tile, BLOCK_N)
+            sequence = sequence_at(packed, number, offset, BLOCK_N)
+            first_key -= sequence.first_tile * BLOCK_N
+            if begin is not None:
+                begin += sequence.diagonal
+        place = head_of_wave * tiles_n + tile
+        work = Work(
+            head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step,
+            end_step, None, None, place * (end_step - first_step) * band * BLOCK_N,
+            band, begin, sequence, band_of_keys(sequence, begin, first_key, BLOCK_M, BLOCK_N),
+        )  # fmt: skip
+        of_keys = sequence.keys
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
@@ -265,7 +351,7 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     mbarrier.init(keys, count=1)
     fence_async_shared()
     mbarrier.expect(keys, (k_desc.block_type.nbytes + v_desc.block_type.nbytes) * CONSUMERS)
-    origin = Origin((work.batch, work.head))
+    origin = origin_of(of_keys, work.batch, work.head)
     for part in gl.static_range(CONSUMERS):
         tma_load(k_desc, coordinates(origin, first_key + part * KEYS, 0), keys, k_smem.index(part))
         tma_load(v_desc, coordinates(origin, first_key + part * KEYS, 0), keys, v_smem.index(part))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     sizes_like,
     widths,
 )
-from flashmoe_science.ops.attention.backward.split_sm90.keys import SIZES as SIZES_OF_KEYS
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.queries import SIZES as SIZES_OF_QUERIES
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.rows import flashmoe_bwd_rows_triton
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
@@ -41,11 +39,12 @@ from flashmoe_science.ops.attention.call.backward import (
     Wanted,
     gradients_like,
 )
-from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors
-from flashmoe_science.ops.attention.device.sm90 import PRODUCER_REGISTERS
+from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
+from flashmoe_science.ops.attention.device.launch import element_pointer
+from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
 from flashmoe_science.ops.attention.device.tma import copied_strides
 from flashmoe_science.ops.attention.problem import padded_head_dim
-from flashmoe_science.ops.descriptors import template, vector
+from flashmoe_science.ops.descriptors import ragged, template, vector
 from flashmoe_science.ops.launch import (
     Build,
     Encoder,
@@ -59,6 +58,7 @@ from flashmoe_science.ops.launch import (
 
 _Start = Callable[..., None]
 _Shape = tuple[tuple[int, ...], tuple[int, ...]]  # with strides
+_Lengths = tuple[Pointer | None, ...]  # of cu_seqlens_q, cu_seqlens_k, seqused_k
 _CONSUMER_REGISTERS, _REGISTERS = 240, 168  # of a consumer's thread, and at launch, of three warpgroups
 _REGISTERS_OF_TWO = 128  # at launch of two warpgroups, of which two programs share a processor
 
@@ -79,13 +79,12 @@ class SplitBackwardLauncher(BackwardLauncher):
         problem = self._problem = inputs.problem
         self._config, self._sm_count = config, gpu.sm_count
         (of_qk, of_v), block_m = widths(problem), config["block_m"]
-        q, dout, k, v, ds, dq = (
-            template(tile, problem.dtype)
-            for tile in (
-                (1, 1, block_m, of_qk), (1, 1, block_m, of_v), (1, 1, KEYS, of_qk), (1, 1, KEYS, of_v), (KEYS, block_m),
-                (1, 1, QUERIES, of_qk),
-            )
-        )  # fmt: skip
+        outer = (1, 1, 1) if problem.features.lengths == "packed" else (1, 1)
+        q, dout, k, v, dq = (
+            template((*outer, *tile), problem.dtype)
+            for tile in ((block_m, of_qk), (block_m, of_v), (KEYS, of_qk), (KEYS, of_v), (QUERIES, of_qk))
+        )
+        ds = template((KEYS, block_m), problem.dtype)
         rows = vector(block_m)
         self._of_keys, self._of_queries = (q, k, v, dout, rows, rows, ds, k, v), (ds, k, dq)
         self._out, self._dout = (Pointer(one.dtype, one.data_ptr()) for one in (inputs.saved.out, inputs.saved.dout))
@@ -93,14 +92,16 @@ class SplitBackwardLauncher(BackwardLauncher):
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
-        sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys)
+        packed = (0, 0) if tensors.cu_seqlens_q is None else (sequences(tensors), options.max_seqlen_q)
+        sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys, *packed)
         waves = waves_of(sizes, self._sm_count)
         space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
         unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
         q, k, v, dout = _fitting(unfit, (*tensors[:3], saved.dout))
         sum_rows = self._bind_rows(saved._replace(dout=dout), sizes)
-        of_keys = self._bind_keys((q, k, v, dout), every, sizes, space, each)
-        of_queries = self._bind_queries(k, every, sizes, space, each)
+        lengths = tuple(map(element_pointer, tensors[3:6]))
+        of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
+        of_queries = self._bind_queries(k, lengths, every, sizes, space, each)
         sums = (batch * heads * sizes.padded, torch.float32)
         parts = [sums, sums, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
@@ -112,9 +113,11 @@ class SplitBackwardLauncher(BackwardLauncher):
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
             q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
-            sum_rows(argument(out), argument(dout), argument(given_lse), argument(dlse), lse, delta)
-            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, scale)
-            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, scale)
+            lengths = map(argument, tensors[3:6]) if packed[0] else (None, None, None)
+            cu_q, cu_k, used = lengths
+            sum_rows(argument(out), argument(dout), argument(given_lse), argument(dlse), cu_q, lse, delta)
+            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, cu_q, cu_k, used, scale)
+            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, cu_q, cu_k, used, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
                 start_keys(*first)
                 if wanted.dq:
@@ -129,48 +132,52 @@ class SplitBackwardLauncher(BackwardLauncher):
         width = self._problem.head_dim_v
         constexprs = (width, padded_head_dim(width), ROWS, stride_unit((*of_out, *of_dout)))
         heads = sizes.heads_kv * sizes.group
-        numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded)
-        sums = Pointer(torch.float32)
-        pointers = (self._out, self._dout, sums, None if saved.dlse is None else sums, sums, sums)
+        numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
+        sums, starts = Pointer(torch.float32), Pointer(torch.int32, 4) if sizes.sequences else None
+        pointers = (self._out, self._dout, sums, None if saved.dlse is None else sums, starts, sums, sums)
         key = (saved.dlse is None, stride_class((*of_out, *of_dout)), constexprs)
         build = self._build(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
         return build.bound((sizes.padded // ROWS * heads * sizes.batch, 1, 1), *numbers, *constexprs)
 
     def _bind_keys(
-        self, given: Sequence[torch.Tensor], every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
+        self, given: Sequence[torch.Tensor], lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> _Bound:
         consumers = self._config["consumers"]
-        masks = self._problem.causal or sizes.seqlen_k % sizes.block_n > 0
+        masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
         constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
-        arguments = (*self._of_keys, *kept, 0.5, *(1,) * len(SIZES_OF_KEYS), *constexprs)
-        key, options = ("keys", masks, space.dk > 0), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        of_band = _of_band(sizes)
+        arguments = (*self._of_keys, *kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
+        key, options = ("keys", masks, space.dk > 0, *_kind(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
         build = self._build(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
-        starts = []
+        starts, unit = [], sizes.band or 1
         for wave in each:
-            numbers = (wave.first_head, wave.first_step, wave.first_step + wave.steps, wave.first_tile, wave.tiles)
-            starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *constexprs))
+            steps = (wave.first_step // unit, (wave.first_step + wave.steps) // unit)
+            numbers = (wave.first_head, *steps, wave.first_tile, wave.tiles)
+            starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *of_band, *constexprs))
         sums = ((sizes.batch * sizes.heads_kv * sizes.group * sizes.padded,), (1,))
         gradients = ((one.shape, one.strides) for one in every[1:3] if one is not None)
-        shapes = (*map(_shape, given), sums, sums, _tiles_of(space, sizes), *gradients)
+        shapes = (*_rows(map(_shape, given), sizes), sums, sums, _tiles_of(space, sizes), *_rows(gradients, sizes))
         return _Bound(starts, _encoders(build, self._of_keys, shapes))
 
-    def _bind_queries(self, k: torch.Tensor, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]) -> _Bound:
+    def _bind_queries(
+        self, k: torch.Tensor, lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
+    ) -> _Bound:
         warps = self._config["warps_dq"]
         constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS)
-        kept = Pointer(torch.float32) if space.dq else None
-        arguments = (*self._of_queries, kept, 0.5, *(1,) * len(SIZES_OF_QUERIES), *constexprs)
+        kept, of_band = Pointer(torch.float32) if space.dq else None, _of_band(sizes)
+        arguments = (*self._of_queries, kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
         options = {"num_warps": warps, "maxnreg": _REGISTERS_OF_TWO if warps == 4 else _REGISTERS}
-        build = self._build(("queries", space.dq > 0), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
+        build = self._build(("queries", space.dq > 0, *_kind(lengths)), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // QUERIES, sizes.offset)
-        starts, unit = [], QUERIES // sizes.block_m
+        starts = []
         for wave in each:
             keys = (wave.first_tile * sizes.block_n, (wave.first_tile + wave.tiles) * sizes.block_n)
-            numbers = (wave.first_head, wave.first_step // unit, *keys, wave.tiles)
-            starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *constexprs))
+            numbers = (wave.first_head, sizes.queries(wave.first_step) // QUERIES, *keys, wave.tiles)
+            starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *of_band, *constexprs))
         assert every.dq is not None
-        shapes = (_tiles_of(space, sizes), _shape(k), (every.dq.shape, every.dq.strides))
+        shapes = (_tiles_of(space, sizes), *_rows((_shape(k), (every.dq.shape, every.dq.strides)), sizes))
         return _Bound(starts, _encoders(build, self._of_queries, shapes))
 
     def _build(self, key: Hashable, function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
@@ -183,6 +190,23 @@ class SplitBackwardLauncher(BackwardLauncher):
 def _encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[_Shape, ...]) -> tuple[Encoder, ...]:
     every = zip(templates, shapes, strict=True)
     return tuple(build.encoder(index, one, *shape) for index, (one, shape) in enumerate(every))
+
+
+def _of_band(sizes: Sizes) -> tuple[int | None, ...]:
+    """The last integers of both kernels, None for those that a call has no use of."""
+    if not sizes.band:
+        return (None,) * 5
+    packed = (sizes.sequences, sizes.seqlen_q, sizes.seqlen_k) if sizes.sequences else (None,) * 3
+    return (sizes.band, sizes.begin, *packed)
+
+
+def _kind(lengths: _Lengths) -> tuple[bool, ...]:
+    return tuple([one is None for one in lengths])
+
+
+def _rows(shapes: Iterable[_Shape], sizes: Sizes) -> list[_Shape]:
+    """Shapes and strides of rows; of packed sequences such as end where a copy says."""
+    return [ragged(shape[1:], strides[1:]) if sizes.sequences else (shape, strides) for shape, strides in shapes]
 
 
 def _encoded(bound: _Bound, tensors: tuple[Any, ...]) -> list[Any]:

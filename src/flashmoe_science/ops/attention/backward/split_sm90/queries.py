@@ -14,13 +14,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.keys import KEYS, QUERIES, kept_at
-from flashmoe_science.ops.attention.device.tiles import Origin, as_matrix, coordinates
+from flashmoe_science.ops.attention.backward.split_sm90.band import (
+    KEYS,
+    NONE,
+    QUERIES,
+    Packed,
+    Sequence,
+    keys_of_queries,
+    number_of_sequence,
+    origin_of,
+    row_of_space,
+    sequence_at,
+)
+from flashmoe_science.ops.attention.backward.split_sm90.keys import kept_at
+from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, reinterpret, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
 SIZES = (
     "heads_kv", "group", "seqlen_k", "tiles_m", "offset", "first_head", "first_step", "first_key", "end_key", "tiles_n",
+    "band", "begin", "batches", "total_q", "total_k",
 )  # fmt: skip
 
 
@@ -33,7 +46,8 @@ class Kept(NamedTuple):
 
 class Work(NamedTuple):
     """What a program works on: keys from ``first_key`` to ``end_key`` in this wave, of the first ``seen`` that any of its
-    queries sees; their dS from ``rows`` of the workspace on, ``pitch`` from a tile of the first kernel to the next."""
+    queries sees; their dS from ``rows`` of the workspace on, ``pitch`` from a tile of the first kernel to the next. Of windows
+    and packed sequences (band.py) keys are counted from their sequence's first and seen from ``start`` on."""
 
     batch: Any
     head: Any
@@ -44,12 +58,20 @@ class Work(NamedTuple):
     seen: Any
     rows: Any
     pitch: Any
+    start: Any = NONE
+    sequence: Any = NONE
 
 
 @gluon.jit
 def _count(work):
     """Tiles of keys in this wave."""
-    return (gl.maximum(gl.minimum(work.seen, work.end_key) - work.first_key, 0) + KEYS - 1) // KEYS
+    return (gl.maximum(gl.minimum(work.seen, work.end_key) - _from(work), 0) + KEYS - 1) // KEYS
+
+
+@gluon.jit
+def _from(work):
+    """The first key in this wave that any query sees."""
+    return work.first_key if work.start is None else gl.maximum(work.start, work.first_key)
 
 
 @gluon.jit
@@ -58,30 +80,55 @@ def _load(ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N: gl.const
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_M: gl.constexpr = ds_desc.block_type.shape[1]
     TILES: gl.constexpr = QUERIES // BLOCK_M
-    origin = Origin((work.batch, work.head_kv))
+    origin = origin_of(None if work.start is None else work.sequence.keys, work.batch, work.head_kv)
     state = first_stage()
     for i in range(_count(work)):
         mbarrier.wait(empty.index(state.stage), state.phase ^ 1)
         arrived = full.index(state.stage)
         mbarrier.expect(arrived, k_desc.block_type.nbytes + ds_desc.block_type.nbytes * TILES)
-        row = work.rows + i * KEYS // BLOCK_N * work.pitch + i * KEYS % BLOCK_N
+        if work.start is None:
+            row = work.rows + i * KEYS // BLOCK_N * work.pitch + i * KEYS % BLOCK_N
+        else:
+            row = row_of_space(work.rows, work.pitch, _from(work) + i * KEYS, work.sequence.offset, TILES, BLOCK_N)
         for n in gl.static_range(TILES):
             ds = ds_smem.index(state.stage)
             if TILES > 1:
                 ds = ds.slice(n * BLOCK_M, BLOCK_M, 1)
             tma_load(ds_desc, [row + n * BLOCK_N, 0], arrived, ds)
-        tma_load(k_desc, coordinates(origin, work.first_key + i * KEYS, 0), arrived, k_smem.index(state.stage))
+        tma_load(k_desc, coordinates(origin, _from(work) + i * KEYS, 0), arrived, k_smem.index(state.stage))
         state = advance(state, STAGES)
+
+
+@gluon.jit
+def _resumes(work):
+    """Whether a wave before this one kept sums of the program."""
+    return work.first_key > 0 if work.start is None else work.start < work.first_key
+
+
+@gluon.jit
+def _continues(work):
+    """Whether queries see keys of waves after this one."""
+    return work.seen > work.end_key
+
+
+@gluon.jit
+def _ends(work):
+    """Whether the last key that any query sees is in this wave, of a wave after which there is none; where no key is seen,
+    whether the first key's place is."""
+    if work.start is None:
+        return (work.first_key == 0) | (work.seen > work.first_key)
+    else:
+        return (gl.maximum(work.seen, 1) > work.first_key) & (work.end_key > 0)
 
 
 @gluon.jit
 def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
-    D: gl.constexpr = k_smem.shape[4]
+    D: gl.constexpr = k_smem.shape[-1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
     dq = gl.zeros([QUERIES, D], gl.float32, layout)
     if kept.dq is not None:
-        dq = gl.load(kept_at(kept.dq, kept.row, dq), mask=work.first_key > 0, other=0.0)
+        dq = gl.load(kept_at(kept.dq, kept.row, dq), mask=_resumes(work), other=0.0)
     for i in range(_count(work)):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
@@ -91,9 +138,9 @@ def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)  # the product before this one is done
     dq = warpgroup_mma_wait(0, [dq])
     if kept.dq is not None:
-        if work.seen > work.end_key:
+        if _continues(work):
             gl.store(kept_at(kept.dq, kept.row, dq), dq)
-        elif (work.first_key == 0) | (work.seen > work.first_key):
+        elif _ends(work):
             _write(dq_desc, ds_smem, work, dq * scale)
     else:
         _write(dq_desc, ds_smem, work, dq * scale)
@@ -103,18 +150,20 @@ def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl
 def _write(dq_desc, ds_smem, work, dq):
     """Write dQ by way of the memory of dS."""
     barrier()
-    out = reinterpret(ds_smem, dq_desc.dtype, [1, 1, 1, QUERIES, dq.shape[1]], dq_desc.layout)
+    out = reinterpret(ds_smem, dq_desc.dtype, [1] + dq_desc.block_type.shape, dq_desc.layout)
     as_matrix(out, 0).store(dq.to(dq_desc.dtype))
     fence_async_shared()
     barrier()
-    tma_store(dq_desc, coordinates(Origin((work.batch, work.head)), work.first_query, 0), out.index(0))
+    origin = origin_of(None if work.start is None else work.sequence.queries, work.batch, work.head)
+    tma_store(dq_desc, coordinates(origin, work.first_query, 0), out.index(0))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dq_gluon_sm90(
-    ds_desc, k_desc, dq_desc, dq_kept, softmax_scale,
+    ds_desc, k_desc, dq_desc, dq_kept, cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
     heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, first_key, end_key, tiles_n,
+    band, begin, batches, total_q, total_k,
     WARPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The grid: heads of a set, tiles of queries of the wave, sets of heads of keys. ``tiles_m`` and ``first_step`` are of
@@ -125,13 +174,34 @@ def flashmoe_bwd_dq_gluon_sm90(
     tile = tiles - 1 - gl.program_id(1)
     head_all, step = first_head + head_of_wave, first_step + tile
     first_query = step % tiles_m * QUERIES
-    seen = gl.minimum(seqlen_k, gl.maximum(first_query + QUERIES + offset, 0))
-    pitch = tiles * TILES * BLOCK_N
-    rows = head_of_wave * tiles_n * pitch + tile * (TILES * BLOCK_N)
-    head_kv = head_all % heads_kv
-    work = Work(
-        head_all // heads_kv, head_kv * group + step // tiles_m, head_kv, first_query, first_key, end_key, seen, rows, pitch
-    )
+    if band is None:
+        seen = gl.minimum(seqlen_k, gl.maximum(first_query + QUERIES + offset, 0))
+        pitch = tiles * TILES * BLOCK_N
+        rows = head_of_wave * tiles_n * pitch + tile * (TILES * BLOCK_N)
+        head_kv = head_all % heads_kv
+        work = Work(
+            head_all // heads_kv, head_kv * group + step // tiles_m, head_kv, first_query, first_key, end_key, seen, rows, pitch
+        )
+    else:
+        sequence = Sequence(tiles_m, seqlen_k, offset)
+        if cu_seqlens_q is not None:
+            packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
+            number = number_of_sequence(cu_seqlens_q, batches, step % tiles_m, QUERIES)
+            sequence = sequence_at(packed, number, offset, BLOCK_N)
+            if begin is not None:
+                begin += sequence.diagonal
+            first_query -= sequence.first_row
+            before = sequence.first_tile * BLOCK_N
+            first_key, end_key = first_key - before, end_key - before
+        start, seen = keys_of_queries(sequence, begin, first_query)
+        pitch = tiles // tiles_m * band * BLOCK_N
+        of_head = (step // tiles_m - first_step // tiles_m) * band + first_query // QUERIES * TILES
+        rows = head_of_wave * tiles_n * pitch - first_key // BLOCK_N * pitch + of_head * BLOCK_N
+        head_kv = head_all % heads_kv
+        work = Work(
+            head_all // heads_kv, head_kv * group + step // tiles_m, head_kv, first_query, first_key, end_key, seen, rows,
+            pitch, start, sequence,
+        )  # fmt: skip
     kept = Kept(dq_kept, (head_of_wave * group * tiles_m + step) * QUERIES)
     ds_smem = gl.allocate_shared_memory(ds_desc.dtype, [STAGES, KEYS, QUERIES], ds_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, sequence_of_tile
 from flashmoe_science.ops.attention.device.strided import in_units
 
-SIZES = ("heads", "rows", "padded")
+SIZES = ("heads", "rows", "padded", "batches")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_rows_triton(
-    out, dout, lse, dlse, lse_log2, delta,
-    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, heads, rows, padded,
+    out, dout, lse, dlse, cu_seqlens_q, lse_log2, delta,
+    stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, heads, rows, padded, batches,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O) - dLSE and the log-sum-exp in powers of two, [B, H, padded], of a tile of rows of a head. Rows that
-    are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then."""
+    are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then. Each of packed
+    sequences begins a tile of QUERIES (band.py)."""
     if UNIT > 1:
         stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
         stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
@@ -27,6 +29,13 @@ def flashmoe_bwd_rows_triton(
     batch, head = head_all // heads, head_all % heads
     row, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, BLOCK_DV)
     inside = row < rows
+    place = row
+    if cu_seqlens_q is not None:
+        number = sequence_of_tile(cu_seqlens_q, batches, pid % tiles * BLOCK_M // QUERIES, QUERIES)
+        begin = tl.load(cu_seqlens_q + number)
+        end = tl.load(cu_seqlens_q + number + 1, mask=number < batches, other=0)
+        row += begin - (begin // QUERIES + number) * QUERIES
+        inside = row < end
     mask = inside[:, None] & (dim < DV)[None, :]
     o = tl.load(out + batch * stride_ob + head * stride_oh + row[:, None] * stride_om + dim, mask=mask, other=0.0)
     do = tl.load(dout + batch * stride_dob + head * stride_doh + row[:, None] * stride_dom + dim, mask=mask, other=0.0)
@@ -34,6 +43,6 @@ def flashmoe_bwd_rows_triton(
     norm = tl.load(lse + head_all * rows + row, mask=inside, other=float("-inf"))
     if dlse is not None:
         total -= tl.load(dlse + head_all * rows + row, mask=inside, other=0.0)
-    tl.store(delta + head_all * padded + row, total)
+    tl.store(delta + head_all * padded + place, total)
     norm = tl.where(norm == float("-inf"), float("inf"), norm * 1.4426950408889634)
-    tl.store(lse_log2 + head_all * padded + row, norm)
+    tl.store(lse_log2 + head_all * padded + place, norm)

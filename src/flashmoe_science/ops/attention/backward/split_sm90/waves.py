@@ -56,13 +56,13 @@ class Space(NamedTuple):
 def space_of(waves: Waves, sizes: Sizes) -> Space:
     keys = waves.heads * waves.tiles * sizes.block_n
     kept = keys if waves.steps < sizes.steps else 0
-    queries = waves.heads * sizes.steps * sizes.block_m if waves.tiles < sizes.tiles else 0
+    queries = waves.heads * sizes.queries(sizes.steps) if waves.tiles < sizes.tiles else 0
     return Space(keys * waves.steps * sizes.block_m, kept * sizes.of_qk, kept * sizes.of_v, queries * sizes.of_qk)
 
 
 def waves_of(sizes: Sizes, sm_count: int) -> Waves:
     """The waves that are the quickest by a count of steps, of those whose workspace is within BUDGET."""
-    tried = {waves: _count(waves, sizes) for waves in _tried(sizes)} or {Waves(1, QUERIES // sizes.block_m, 1): 1}
+    tried = {waves: _count(waves, sizes) for waves in _tried(sizes)} or {Waves(1, sizes.unit, 1): 1}
     few = [waves for waves, count in tried.items() if count <= _MORE * min(tried.values())]
     return min(few, key=lambda waves: _time(waves, sizes, sm_count))
 
@@ -75,7 +75,7 @@ def _count(waves: Waves, sizes: Sizes) -> int:
 
 def _tried(sizes: Sizes) -> Iterator[Waves]:
     """Waves that fit, with as many steps as they may have."""
-    heads, unit = sizes.batch * sizes.heads_kv, QUERIES // sizes.block_m
+    heads, unit = sizes.batch * sizes.heads_kv, sizes.unit
     for count in sorted({heads, *_HEADS}):
         for tiles in sorted({cdiv(sizes.tiles, bands) for bands in _BANDS}, reverse=True):
             waves = Waves(count, sizes.steps, tiles)
@@ -100,12 +100,13 @@ def _time(waves: Waves, sizes: Sizes, sm_count: int) -> float:
 
 def _time_of(wave: Wave, waves: Waves, sizes: Sizes, sm_count: int) -> float:
     """Steps that a wave takes, both kernels'. Sums that are kept are read and written."""
-    programs, products = wave.heads * max(wave.seen, 1), wave.heads * wave.steps * sizes.block_m // QUERIES
+    programs, products = wave.heads * max(wave.seen, 1), wave.heads * sizes.queries(wave.steps) // QUERIES
     share = _share(wave, sizes)
     kept = 8 * sizes.block_n * (sizes.of_qk + sizes.of_v) if waves.steps < sizes.steps else 0
     of_keys = _rounds(programs / sm_count, share) * (wave.steps + _START + kept / _STEP_BYTES)
     kept = 8 * QUERIES * sizes.of_qk if waves.tiles < sizes.tiles else 0
-    moved = 2 * QUERIES * max(wave.seen, 1) * sizes.block_n + kept
+    keys = max(wave.seen, 1) * sizes.block_n
+    moved = 2 * QUERIES * (min(keys, sizes.band * sizes.block_m) if sizes.band else keys) + kept
     of_product = max(1.0, products / sm_count * share + 0.1) * moved / _STEP_BYTES  # by memory: those that are few are faster
     return of_keys + of_product + 2 * _LAUNCH
 
@@ -116,7 +117,9 @@ def _rounds(rounds: float, share: float) -> float:
 
 
 def _share(wave: Wave, sizes: Sizes) -> float:
-    """Of the scores of a wave those that are not behind the diagonal."""
+    """Of the scores of a wave those that are not behind the diagonal; of a band, all."""
+    if sizes.band:
+        return 1.0
     keys, of_head = max(wave.seen, 1) * sizes.block_n, sizes.padded // sizes.block_m
     before = sizes.offset - wave.first_tile * sizes.block_n  # of a band's keys those that the query 0 sees, less one
     seen, step, end = 0.0, wave.first_step, wave.first_step + wave.steps
@@ -149,7 +152,7 @@ def _waves_of_set(head: int, count: int, waves: Waves, sizes: Sizes) -> Iterator
         for step in range(0, sizes.steps, waves.steps):
             end = min(step + waves.steps, sizes.steps)
             keys = max(0, min(sizes.seqlen_k, _last_query(step, end, sizes) + 1 + sizes.offset))
-            seen = tiles if end == sizes.steps else max(0, min(tiles, cdiv(keys, sizes.block_n) - tile))
+            seen = tiles if sizes.band or end == sizes.steps else max(0, min(tiles, cdiv(keys, sizes.block_n) - tile))
             if seen or tile == 0:
                 yield Wave(head, count, step, end - step, tile, tiles, seen)
 
@@ -167,4 +170,4 @@ def grids_of(wave: Wave, sizes: Sizes) -> tuple[Grid, Grid]:
     if sizes.offset < sizes.seqlen_k:
         together = max(n for n in range(1, MOST_TOGETHER + 1) if wave.heads % n == 0)
     sets = wave.heads // together
-    return (together, max(wave.seen, 1), sets), (together, wave.steps * sizes.block_m // QUERIES, sets)
+    return (together, max(wave.seen, 1), sets), (together, sizes.queries(wave.steps) // QUERIES, sets)
