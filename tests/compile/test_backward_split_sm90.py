@@ -32,6 +32,14 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("b4 h16 q4096 d192 dv128 bf16 causal", 0, 8, marks=AGAIN),
         pytest.param("b1 h16 q32768 d128 bf16 causal", 104, 344, marks=AGAIN),
         pytest.param("b1 h16 q32768 d256 bf16", 0, 8, marks=AGAIN),
+        ("b2 h16 q8192 d128 bf16 causal left1023", 88, 128),
+        ("b8 h16 q4096 d128 bf16 causal packed", 80, 120),
+        pytest.param("b4 h32 q4096 d64 bf16 causal left1023", 112, 88, marks=AGAIN),
+        pytest.param("b4 h32 q4096 d64 fp16 packed", 96, 88, marks=AGAIN),
+        pytest.param("b4 h16 q4096 d128 bf16 left100 right100 packed", 104, 136, marks=AGAIN),
+        pytest.param("b4 h16 q4096 d192 dv128 bf16 causal packed", 0, 40, marks=AGAIN),
+        pytest.param("b4 h8 q4096 d256 bf16 causal left1023", 24, 240, marks=AGAIN),
+        pytest.param("b1 h16 q65536 d128 bf16 causal packed", 80, 120, marks=AGAIN),
     ],
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:

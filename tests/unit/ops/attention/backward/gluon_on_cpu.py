@@ -282,9 +282,7 @@ _NAMES = {
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
     "fence_async_shared": lambda: None,
     "barrier": lambda: None,
-    "reinterpret": lambda memory, dtype, shape, layout: Memory(
-        memory.tensor.view(-1)[: torch.Size(shape).numel()].view(shape)
-    ),
+    "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: torch.Size(shape).numel()].view(shape)),
 }
 _FOUND: dict[int, Any] = {}  # by the dictionary of a module or the function
 

@@ -1,8 +1,10 @@
-"""bwd_gluon_sm90: what it serves, its waves, and on a GPU random problems, equal bits whatever the workspace holds."""
+"""bwd_gluon_sm90: what it serves, its waves, random problems as its source computes them, and on a GPU as it does."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -11,9 +13,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from tests.unit.ops.attention.backward.random_problems import LARGE, RandomCase, drawn
+from tests.unit.ops.attention.backward import traps
+from tests.unit.ops.attention.backward.gluon_on_cpu import CpuBuild
+from tests.unit.ops.attention.backward.random_problems import LARGE, Most, RandomCase, drawn
 
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
+from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops.attention.backward.split_sm90 import launch
 from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
 from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
@@ -26,6 +32,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_in_order,
     waves_of,
 )
+from flashmoe_science.ops.attention.call.backward import BackwardInputs
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
@@ -34,6 +41,7 @@ from flashmoe_science.ops.launch import collect_builds
 
 H100 = gpu_named("h100")
 BUDGETS = (2**30, 2**26, 2**23, 2**21)
+SMALL, SMALL_BUDGETS = Most(4, 2, 4, 300, 400, (64, 128, 40, 96)), (2**30, 2**20, 2**18, 1)
 
 
 def sizes(text: str) -> Sizes:
@@ -41,10 +49,11 @@ def sizes(text: str) -> Sizes:
     return sizes_of(problem, KERNEL.configs(problem, H100)[0])
 
 
-def plain(number: int) -> RandomCase:
+def served(number: int, most: Most) -> RandomCase:
     """The random case of a number, with what the kernel serves."""
-    case, chance = drawn(number, LARGE), Random(number)
-    features = {"features": PLAIN, "dtype": chance.choice(("bf16", "fp16"))}
+    case, chance = drawn(number, most), Random(number)
+    asked = {name: getattr(case.problem.features, name) for name in ("window_left", "window_right", "lengths")}
+    features = {"features": replace(PLAIN, **asked), "dtype": chance.choice(("bf16", "fp16"))}
     dims = {name: 8 if getattr(case.problem, name) == 1 else getattr(case.problem, name) for name in ("head_dim", "head_dim_v")}
     return replace(case, problem=replace(case.problem, **features, **dims))
 
@@ -54,9 +63,8 @@ def plain(number: int) -> RandomCase:
     [
         ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
         ("b1 h2 q128 d60 bf16", "head_dim is 60"),
-        ("b1 h2 q128 d64 bf16 causal left9", "a sliding window"),
         ("b1 h2 q128 d64 bf16 sinks softcap3", "a soft cap, attention sinks"),
-        ("b2 h2 q128 d64 bf16 packed", "packed sequences"),
+        ("b2 h2 q128 d64 bf16 causal packed prefix9", "a prefix"),
     ],
 )
 def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> None:
@@ -139,8 +147,94 @@ def test_the_share_of_scores_that_are_seen_is_counted(text: str) -> None:
         assert waves_module._share(wave, one) == pytest.approx(seen / (len(rows) * keys), abs=0.01)
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run on the CPU, by Python."""
+    monkeypatch.setattr(launch, "Build", CpuBuild)
+    with assume(H100):
+        yield
+
+
+@pytest.mark.parametrize("budget", SMALL_BUDGETS[::3])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2 h2 hk1 q300 k200 d64 bf16 causal",
+        "b1 h2 hk1 q400 k401 d64 bf16 causal left70",
+        "b2 h2 q200 k500 d128 fp16 left70 right60",
+        "b1 h1 q300 k130 d256 bf16 left90",
+        "b3 h2 hk1 q400 d64 bf16 causal bshd packed",
+        "b3 h2 q300 k400 d40 dv128 fp16 left50 right100 packed",
+    ],
+)
+def test_the_source_is_right(text: str, budget: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    monkeypatch.setattr(waves_module, "BUDGET", budget)
+    problem = parse(f"attnbwd {text}")
+    assert examine(KERNEL, KERNEL.configs(problem, H100)[0], problem, CONTRACT, torch.device("cpu")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(60))
+def test_the_source_is_right_for_random_problems(number: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    case = served(number, SMALL)
+    monkeypatch.setattr(waves_module, "BUDGET", SMALL_BUDGETS[number % len(SMALL_BUDGETS)])
+    config, device = KERNEL.configs(case.problem, H100)[0], torch.device("cpu")
+    assert examine(KERNEL, config, case.problem, case.contract, device, case.seed, case.distribution) == []
+
+
+OF_Q, OF_K = (0, 60, 60, 200, 330, 400), (0, 0, 130, 130, 300, 500)  # without queries, without keys; both end before the rows
+
+
+def odd_lengths(words: str, seqused: bool, device: torch.device) -> BackwardInputs:
+    """Packed sequences of which some are empty, with NaN where no sequence uses a row."""
+    text = f"attnbwd b5 h4 hk2 q200 k300 d64 bf16 bshd packed {words}"
+    one, room = parse(text), parse("attnbwd b1 h4 hk2 q450 k520 d64 bf16 bshd")
+    made = CONTRACT.inputs(room, device, torch.Generator(device).manual_seed(3))
+    of_q, of_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in (OF_Q, OF_K))
+    made |= {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    made["q"][:, :, 400:] = made["dout"][:, :, 400:] = math.nan
+    unused = [*range(500, 520)]
+    if seqused:
+        made["cache_seqlens"] = torch.tensor((0, 100, 0, 1, 30), dtype=torch.int32, device=device)
+        unused += [*range(100, 130), *range(131, 300), *range(330, 500)]
+    made["k"][:, :, unused] = made["v"][:, :, unused] = math.nan
+    return CONTRACT.for_kernel(one, made)
+
+
+def check_odd_lengths(words: str, seqused: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = odd_lengths(words, seqused, device)
+    for budget in SMALL_BUDGETS:
+        monkeypatch.setattr(waves_module, "BUDGET", budget)
+        call = CONTRACT.planned(KERNEL, KERNEL.configs(inputs.problem, H100)[0], inputs)
+        with allocations(True):  # memory full of NaN
+            found = call(inputs)
+        assert traps.complaints(inputs, found) == []
+
+
+ODD = pytest.mark.parametrize(
+    ("words", "seqused"), [("", False), ("causal", True), ("left40 right20", True), ("causal left70", False)]
+)
+
+
+@ODD
+def test_the_source_is_right_where_sequences_are_empty(
+    words: str, seqused: bool, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_odd_lengths(words, seqused, torch.device("cpu"), monkeypatch)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", range(4))
+@ODD
+def test_sequences_may_be_empty_on_a_gpu(words: str, seqused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_odd_lengths(words, seqused, torch.device("cuda"), monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(8))
 def test_random_problems_are_right_on_a_gpu(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unit.ops.attention.backward.cases import examine
 
@@ -148,10 +242,10 @@ def test_random_problems_are_right_on_a_gpu(part: int, monkeypatch: pytest.Monke
 
     gpu, found, device = current_gpu(), {}, torch.device("cuda")
     assert gpu is not None
-    for number in range(part, 100, 4):
-        case = plain(number)
+    for number in range(part, 240, 8):
+        case = served(number, LARGE)
         if KERNEL.cannot(case.problem, gpu) is None:
-            monkeypatch.setattr(waves_module, "BUDGET", BUDGETS[number // 4 % len(BUDGETS)])
+            monkeypatch.setattr(waves_module, "BUDGET", BUDGETS[number // 8 % len(BUDGETS)])
             config = KERNEL.configs(case.problem, gpu)[0]
             reasons = examine(KERNEL, config, case.problem, case.contract, device, case.seed, case.distribution)
             found[f"{number}: {case.problem} {case.distribution}"] = reasons
@@ -160,7 +254,15 @@ def test_random_problems_are_right_on_a_gpu(part: int, monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "text", ["b1 h8 hk2 q1000 d128 bf16 causal", "b1 h4 q700 k900 d256 fp16", "b2 h6 hk2 q600 k500 d64 bf16 causal"]
+    "text",
+    [
+        "b1 h8 hk2 q1000 d128 bf16 causal",
+        "b1 h4 q700 k900 d256 fp16",
+        "b2 h6 hk2 q600 k500 d64 bf16 causal",
+        "b2 h6 hk2 q900 k800 d64 bf16 causal left200",
+        "b6 h8 hk2 q900 d128 bf16 causal packed",
+        "b4 h4 hk2 q500 k700 d256 fp16 left90 right150 packed",
+    ],
 )
 def test_bits_are_equal_whatever_the_workspace_holds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, device = parse(f"attnbwd {text}"), torch.device("cuda")

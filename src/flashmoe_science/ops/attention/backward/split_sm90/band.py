@@ -42,9 +42,9 @@ class Rows(NamedTuple):
 
 class Sequence(NamedTuple):
     """A sequence of ``tiles`` tiles of QUERIES queries, of which query i sees keys up to i + ``offset``, and before
-    ``seqlen_k``; in a window from i + ``begin`` on, which is not here as it may be None. Of packed ones how many keys in use are
-    more than queries; the rows, of keys those in use and all; the first row of what is summed over rows; the first tile of keys.
-    The rows that no sequence owns have no query and no key in use."""
+    ``seqlen_k``; where a window begins is not here, as it may be None. Of packed ones how many more keys in use there are than
+    queries; the rows, of keys those in use and all; the first row of what is summed over rows; the first tile of keys. The rows
+    that no sequence owns have no query and no key in use."""
 
     tiles: Any
     seqlen_k: Any
@@ -148,7 +148,7 @@ def first_that_sees(key, first_query, sequence, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def keys_of_queries(sequence, begin, first_query):
-    """Of QUERIES queries from ``first_query`` on, the keys that any of them sees: the first, a multiple of KEYS, and the end."""
+    """The keys that any of QUERIES queries from ``first_query`` on sees: the first, a multiple of KEYS, and the end."""
     seen = gl.minimum(sequence.seqlen_k, gl.maximum(first_query + QUERIES + sequence.offset, 0))
     seen = gl.where(first_query < sequence.tiles * QUERIES, seen, 0)
     if begin is None:

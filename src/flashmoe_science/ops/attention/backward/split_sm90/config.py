@@ -46,9 +46,9 @@ def threads(config: Config) -> tuple[int, int]:
 
 class Sizes(NamedTuple):
     """Of a call: batches, heads of keys, query heads that share one, lengths; ``offset``: query i sees keys up to i + offset;
-    and of the tiles: queries and keys of the first kernel's, columns of Q and K, of V and dO. In a window query i sees keys from
-    i + ``begin`` on, else None. Packed ``sequences``, of at most ``longest`` queries, are one batch of all their rows, and
-    offset and begin are from each one's own diagonal on; 0 where there are none."""
+    and of the tiles: queries and keys of the first kernel's, columns of Q and K, of V and dO. In a window query i sees keys
+    from i + ``begin`` on; None without. Packed ``sequences``, of at most ``longest`` queries each, are one batch of all their
+    rows, and offset and begin are from each one's own diagonal on; 0 where there are none."""
 
     batch: int
     heads_kv: int

@@ -1,7 +1,7 @@
 """Attention backward for Hopper in Gluon, split: dS to a workspace by one kernel, with dK and dV; dQ from it by another.
 
 Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq];
-fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only. Full and causal masks.
+fp16 and bf16, D and Dv multiples of 8 up to 256, or packed sequences (problem/features.py). Compute capability 9.0 only.
 
 A kernel first sums delta = rowsum(dO O) - dLSE (rows.py). The first of two others (keys.py) has a program for each tile of
 keys: P and dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; it writes
@@ -10,7 +10,8 @@ programs add to one result: all sums are fp32, in one order, and equal calls giv
 once for dK and dV and once for dQ, five products are seven.
 
 The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
-wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave.
+wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave. Of a window it has for
+each tile of keys the queries that see it; of packed sequences as many as the longest has (band.py).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ NAME = "bwd_gluon_sm90"
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
     """Bytes of delta, of the log-sum-exp as it is taken, and of the waves' workspace at the most."""
     sizes = sizes_of(problem, config)
-    heads, rows = sizes.batch * sizes.heads_kv, problem.batch * problem.heads * sizes.padded
+    heads, rows = sizes.batch * sizes.heads_kv, sizes.batch * problem.heads * sizes.padded
     return 8 * rows + min(space_of(Waves(heads, sizes.steps, sizes.tiles), sizes).bytes, BUDGET)
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     sizes, (threads_of_keys, threads_of_queries) = sizes_of(problem, config), threads(config)
-    of_rows = sizes.padded // ROWS * problem.heads * problem.batch
+    of_rows = sizes.padded // ROWS * problem.heads * sizes.batch
     made = [Launch("^flashmoe_bwd_rows_triton$", (of_rows, 1, 1), 32 * ROWS_WARPS)]
     for wave in waves_in_order(waves_of(sizes, gpu.sm_count), sizes):
         of_keys, of_queries = grids_of(wave, sizes)

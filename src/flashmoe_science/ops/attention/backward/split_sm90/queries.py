@@ -107,18 +107,22 @@ def _resumes(work):
 
 @gluon.jit
 def _continues(work):
-    """Whether queries see keys of waves after this one."""
-    return work.seen > work.end_key
+    """Whether queries see keys of waves after this one, and of this one or before."""
+    if work.start is None:
+        return work.seen > work.end_key
+    else:
+        return (work.seen > work.end_key) & (work.start < work.end_key)
 
 
 @gluon.jit
 def _ends(work):
-    """Whether the last key that any query sees is in this wave, of a wave after which there is none; where no key is seen,
-    whether the first key's place is."""
+    """Whether the last key that any query sees is in this wave, which is not one that ``_continues``; where no key is seen,
+    whether the place of the first is."""
     if work.start is None:
         return (work.first_key == 0) | (work.seen > work.first_key)
     else:
-        return (gl.maximum(work.seen, 1) > work.first_key) & (work.end_key > 0)
+        last = gl.maximum(work.seen, 1)
+        return (last > work.first_key) & (last <= work.end_key)
 
 
 @gluon.jit
