@@ -32,7 +32,7 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("b4 h16 q4096 d192 dv128 bf16 causal", 0, 8, marks=AGAIN),
         pytest.param("b1 h16 q32768 d128 bf16 causal", 104, 344, marks=AGAIN),
         pytest.param("b1 h16 q32768 d256 bf16", 0, 8, marks=AGAIN),
-        ("b2 h16 q8192 d128 bf16 causal left1023", 88, 128),
+        ("b2 h16 q8192 d128 bf16 causal left1023 sinks", 88, 128),
         ("b8 h16 q4096 d128 bf16 causal packed", 80, 120),
         pytest.param("b4 h32 q4096 d64 bf16 causal left1023", 112, 88, marks=AGAIN),
         pytest.param("b4 h32 q4096 d64 fp16 packed", 96, 88, marks=AGAIN),

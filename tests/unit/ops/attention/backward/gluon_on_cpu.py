@@ -65,18 +65,15 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 class Address:
     """Numbers at an address, and which of them."""
 
-    def __init__(self, base: int, dtype: torch.dtype, at: Any = 0) -> None:
-        self.base, self.dtype, self.at = base, dtype, at
-
-    @property
-    def type(self) -> Any:
-        return SimpleNamespace(element_ty=self.dtype)
+    def __init__(self, base: int, element: torch.dtype, at: Any = 0) -> None:
+        self.base, self.element, self.at = base, element, at
+        self.dtype = SimpleNamespace(element_ty=element)
 
     def __add__(self, more: Any) -> Address:
-        return Address(self.base, self.dtype, self.at + more)
+        return Address(self.base, self.element, self.at + more)
 
     def numbers(self, count: int) -> torch.Tensor:
-        return _memory(self.base, count, self.dtype)
+        return _memory(self.base, count, self.element)
 
 
 def _memory(base: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,20 +83,21 @@ def _memory(base: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def _load(address: Address, mask: Any = True, other: Any = None) -> Any:
     if not isinstance(address.at, torch.Tensor):
         assert address.at >= 0
-        return Int(address.numbers(address.at + 1)[address.at].item()) if mask else other
+        found = address.numbers(address.at + 1)[address.at] if mask else other
+        return _values(found.clone()) if address.element.is_floating_point else Int(found)
     at, mask = torch.broadcast_tensors(address.at, torch.as_tensor(mask))
     assert not mask.any() or at[mask].min() >= 0
-    found = torch.full(at.shape, float("nan") if other is None else other, dtype=address.dtype)
+    found = torch.full(at.shape, float("nan") if other is None else other, dtype=address.element)
     if mask.any():
         found[mask] = address.numbers(int(at[mask].max()) + 1)[at[mask]]
     return _values(found)
 
 
 def _store(address: Address, values: torch.Tensor, mask: Any = True) -> None:
-    at, mask = torch.broadcast_tensors(address.at, torch.as_tensor(mask))
+    at, mask = torch.broadcast_tensors(torch.as_tensor(address.at), torch.as_tensor(mask))
     if mask.any():
         assert at[mask].min() >= 0
-        address.numbers(int(at[mask].max()) + 1)[at[mask]] = values.to(address.dtype)[mask]
+        address.numbers(int(at[mask].max()) + 1)[at[mask]] = values.to(address.element)[mask]
 
 
 class Descriptor:
@@ -256,6 +254,7 @@ _LANGUAGE = SimpleNamespace(
     expand_dims=lambda values, dim: values.unsqueeze(dim),
     convert_layout=lambda values, layout: values,
     to_tensor=Int,
+    cast=lambda value, dtype: value,
     static_range=range,
     warp_specialize=_specialize,
     SliceLayout=lambda dim, layout: None,

@@ -52,7 +52,7 @@ def sizes(text: str) -> Sizes:
 def served(number: int, most: Most) -> RandomCase:
     """The random case of a number, with what the kernel serves."""
     case, chance = drawn(number, most), Random(number)
-    asked = {name: getattr(case.problem.features, name) for name in ("window_left", "window_right", "lengths")}
+    asked = {name: getattr(case.problem.features, name) for name in ("window_left", "window_right", "lengths", "sinks")}
     features = {"features": replace(PLAIN, **asked), "dtype": chance.choice(("bf16", "fp16"))}
     dims = {name: 8 if getattr(case.problem, name) == 1 else getattr(case.problem, name) for name in ("head_dim", "head_dim_v")}
     return replace(case, problem=replace(case.problem, **features, **dims))
@@ -63,7 +63,7 @@ def served(number: int, most: Most) -> RandomCase:
     [
         ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
         ("b1 h2 q128 d60 bf16", "head_dim is 60"),
-        ("b1 h2 q128 d64 bf16 sinks softcap3", "a soft cap, attention sinks"),
+        ("b1 h2 q128 d64 bf16 sinks softcap3", "a soft cap"),
         ("b2 h2 q128 d64 bf16 causal packed prefix9", "a prefix"),
     ],
 )
@@ -162,8 +162,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b2 h2 hk1 q300 k200 d64 bf16 causal",
         "b1 h2 hk1 q400 k401 d64 bf16 causal left70",
         "b2 h2 q200 k500 d128 fp16 left70 right60",
-        "b1 h1 q300 k130 d256 bf16 left90",
-        "b3 h2 hk1 q400 d64 bf16 causal bshd packed",
+        "b2 h1 q300 k130 d256 bf16 left90 sinks",
+        "b3 h2 hk1 q400 d64 bf16 causal bshd sinks packed",
         "b3 h2 q300 k400 d40 dv128 fp16 left50 right100 packed",
     ],
 )

@@ -15,7 +15,7 @@ from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
 ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows
-SERVED = ("window", "packed")
+SERVED = ("window", "packed", "sinks")
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:

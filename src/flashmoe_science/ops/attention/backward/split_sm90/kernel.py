@@ -3,11 +3,11 @@
 Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq];
 fp16 and bf16, D and Dv multiples of 8 up to 256, or packed sequences (problem/features.py). Compute capability 9.0 only.
 
-A kernel first sums delta = rowsum(dO O) - dLSE (rows.py). The first of two others (keys.py) has a program for each tile of
-keys: P and dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; it writes
-dS = P (dP - delta) to the workspace, in tiles of 64 keys. The second (queries.py) is a product, dQ = scale dS^T K. No two
-programs add to one result: all sums are fp32, in one order, and equal calls give equal bits. Where scores are computed twice,
-once for dK and dV and once for dQ, five products are seven.
+A kernel first sums delta = rowsum(dO O) - dLSE, and with it the gradient of sinks (rows.py). The first of two others (keys.py)
+has a program for each tile of keys: P and dP of one tile of queries after another, of all heads that share the keys, dK and dV
+in registers; it writes dS = P (dP - delta) to the workspace, in tiles of 64 keys. The second (queries.py) is a product,
+dQ = scale dS^T K. No two programs add to one result: all sums are fp32, in one order, and equal calls give equal bits. Where
+scores are computed twice, once for dK and dV and once for dQ, five products are seven.
 
 The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
 wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave. Of a window it has for
@@ -37,16 +37,17 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_of,
 )
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
+from flashmoe_science.ops.attention.device.sinks_triton import SINKS_WARPS
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 NAME = "bwd_gluon_sm90"
 
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
-    """Bytes of delta, of the log-sum-exp as it is taken, and of the waves' workspace at the most."""
+    """Bytes of delta, of the log-sum-exp as it is taken, of parts of the sinks' gradient, of what is kept of a wave at most."""
     sizes = sizes_of(problem, config)
     heads, rows = sizes.batch * sizes.heads_kv, sizes.batch * problem.heads * sizes.padded
-    return 8 * rows + min(space_of(Waves(heads, sizes.steps, sizes.tiles), sizes).bytes, BUDGET)
+    return 8 * rows + rows // 8 + min(space_of(Waves(heads, sizes.steps, sizes.tiles), sizes).bytes, BUDGET)
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -57,6 +58,8 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
         of_keys, of_queries = grids_of(wave, sizes)
         made.append(Launch("^flashmoe_bwd_dkdv_gluon_sm90$", of_keys, threads_of_keys))
         made.append(Launch("^flashmoe_bwd_dq_gluon_sm90$", of_queries, threads_of_queries))
+    if problem.features.sinks:
+        made.append(Launch("^flashmoe_bwd_dsinks_triton$", (problem.heads, 1, 1), 32 * SINKS_WARPS))
     return tuple(made)
 
 

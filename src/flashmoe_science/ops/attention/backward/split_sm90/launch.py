@@ -41,6 +41,7 @@ from flashmoe_science.ops.attention.call.backward import (
 )
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
 from flashmoe_science.ops.attention.device.launch import element_pointer
+from flashmoe_science.ops.attention.device.sinks_triton import PARTS_AT_ONCE, SINKS_WARPS, flashmoe_bwd_dsinks_triton
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
 from flashmoe_science.ops.attention.device.tma import copied_strides
 from flashmoe_science.ops.attention.problem import padded_head_dim
@@ -96,26 +97,35 @@ class SplitBackwardLauncher(BackwardLauncher):
         sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys, *packed)
         waves = waves_of(sizes, self._sm_count)
         space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
+        of_sinks = gradients_like(tensors, wanted).dsinks
         unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
         q, k, v, dout = _fitting(unfit, (*tensors[:3], saved.dout))
-        sum_rows = self._bind_rows(saved._replace(dout=dout), sizes)
+        sinks = element_pointer(None if of_sinks is None else tensors.sinks)
+        sum_rows, add_sinks = self._bind_rows(saved._replace(dout=dout), sinks, sizes)
         lengths = tuple(map(element_pointer, tensors[3:6]))
         of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
         of_queries = self._bind_queries(k, lengths, every, sizes, space, each)
         sums = (batch * heads * sizes.padded, torch.float32)
-        parts = [sums, sums, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
+        partials = (sums[0] // ROWS, torch.float32)
+        parts = [sums, sums, partials, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
         keeps = [count > 0 for count in space[1:]]
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = (new(*one) for one in every[:3] if one is not None)
-            memory, lse, delta, ds, *kept = take()  # kept alive until the last launch
+            dsinks = None if of_sinks is None else new(*of_sinks)
+            memory, lse, delta, partials, ds, *kept = take()  # kept alive until the last launch
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
             q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
             lengths = map(argument, tensors[3:6]) if packed[0] else (None, None, None)
             cu_q, cu_k, used = lengths
-            sum_rows(argument(out), argument(dout), argument(given_lse), argument(dlse), cu_q, lse, delta)
+            numbers = map(argument, (out, dout, given_lse, dlse))
+            if add_sinks is None:
+                sum_rows(*numbers, cu_q, None, lse, delta, None)
+            else:
+                sum_rows(*numbers, cu_q, argument(tensors[9]), lse, delta, partials)
+                add_sinks(partials, argument(dsinks))
             first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, cu_q, cu_k, used, scale)
             second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, cu_q, cu_k, used, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
@@ -123,21 +133,29 @@ class SplitBackwardLauncher(BackwardLauncher):
                 if wanted.dq:
                     start_queries(*second)
             del memory
-            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, None, None)
+            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, dsinks, None)
 
         return launch
 
-    def _bind_rows(self, saved: Saved, sizes: Sizes) -> _Start:
+    def _bind_rows(self, saved: Saved, of_sinks: Pointer | None, sizes: Sizes) -> tuple[_Start, _Start | None]:
+        """The launches of what is summed over rows, and of the sinks' gradient where it is wanted."""
         of_out, of_dout = saved.out.stride()[:3], saved.dout.stride()[:3]
         width = self._problem.head_dim_v
         constexprs = (width, padded_head_dim(width), ROWS, stride_unit((*of_out, *of_dout)))
         heads = sizes.heads_kv * sizes.group
         numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
         sums, starts = Pointer(torch.float32), Pointer(torch.int32, 4) if sizes.sequences else None
-        pointers = (self._out, self._dout, sums, None if saved.dlse is None else sums, starts, sums, sums)
-        key = (saved.dlse is None, stride_class((*of_out, *of_dout)), constexprs)
+        given = (self._out, self._dout, sums, None if saved.dlse is None else sums, starts, of_sinks)
+        pointers = (*given, sums, sums, None if of_sinks is None else sums)
+        key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
         build = self._build(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
-        return build.bound((sizes.padded // ROWS * heads * sizes.batch, 1, 1), *numbers, *constexprs)
+        parts = sizes.padded // ROWS * sizes.batch
+        start = build.bound((parts * heads, 1, 1), *numbers, *constexprs)
+        if of_sinks is None:
+            return start, None
+        arguments = (sums, of_sinks, parts, PARTS_AT_ONCE)
+        build = self._build("sinks", flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
+        return start, build.bound((heads, 1, 1), parts, PARTS_AT_ONCE)
 
     def _bind_keys(
         self, given: Sequence[torch.Tensor], lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]

@@ -1,4 +1,4 @@
-"""What is summed over a row before the products: delta, and the log-sum-exp as the products take it."""
+"""What is summed over rows before the products: delta, parts of the sinks' gradient, and the log-sum-exp as those take it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, sequence_of_tile
+from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
 from flashmoe_science.ops.attention.device.strided import in_units
 
 SIZES = ("heads", "rows", "padded", "batches")
@@ -13,13 +14,14 @@ SIZES = ("heads", "rows", "padded", "batches")
 
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_rows_triton(
-    out, dout, lse, dlse, cu_seqlens_q, lse_log2, delta,
+    out, dout, lse, dlse, cu_seqlens_q, sinks, lse_log2, delta, partials,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, heads, rows, padded, batches,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O) - dLSE and the log-sum-exp in powers of two, [B, H, padded], of a tile of rows of a head. Rows that
     are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then. Each of packed
-    sequences begins a tile of QUERIES (band.py)."""
+    sequences begins a tile of QUERIES (band.py). Where there are sinks, also what a tile adds to the gradient of its head's,
+    [H, B, tiles]."""
     if UNIT > 1:
         stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
         stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
@@ -44,5 +46,8 @@ def flashmoe_bwd_rows_triton(
     if dlse is not None:
         total -= tl.load(dlse + head_all * rows + row, mask=inside, other=0.0)
     tl.store(delta + head_all * padded + place, total)
+    if sinks is not None:
+        at = (head * (tl.num_programs(0) // tiles // heads) + batch) * tiles + pid % tiles
+        tl.store(partials + at, sink_gradient(sinks, head, norm, total))
     norm = tl.where(norm == float("-inf"), float("inf"), norm * 1.4426950408889634)
     tl.store(lse_log2 + head_all * padded + place, norm)

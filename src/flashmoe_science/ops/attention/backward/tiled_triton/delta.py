@@ -1,8 +1,5 @@
-"""What is summed over rows: delta, and the gradient of the sinks.
-
-delta = rowsum(dO O) - dLSE; a gradient into the log-sum-exp changes nothing else. A sink's logit has probability
-exp(sink - lse) in each row, and no value: dsink = -sum of it times delta.
-"""
+"""What is summed over rows: delta = rowsum(dO O) - dLSE, and parts of the gradient of the sinks. A gradient into the
+log-sum-exp changes nothing else."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import triton.language as tl
 
 from flashmoe_science.ops.attention.backward.tiled_triton.tile import load_tile
 from flashmoe_science.ops.attention.device.output_triton import lse_rows
+from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
 from flashmoe_science.ops.attention.device.strided import Strided, in_units
 
 SIZES = ("heads", "rows", "batches", "parts")
@@ -46,18 +44,5 @@ def flashmoe_bwd_delta_triton(
     tl.store(delta_base + at, delta, mask=inside)
     if sinks is not None:
         lse = tl.load(lse_base + at, mask=inside, other=float("inf"))
-        sink = tl.load(sinks + head).to(tl.float32)
-        p = tl.exp2((sink - lse) * 1.4426950408889634)
-        total = tl.sum(tl.where(lse == float("-inf"), 0.0, -p * delta), 0)  # -inf: the sink is too
+        total = sink_gradient(sinks, head, lse, delta)
         tl.store(partials + tl.cast(head, tl.int64) * parts + batch * tiles + tile, total)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def flashmoe_bwd_dsinks_triton(partials, dsinks, parts, BLOCK: tl.constexpr):
-    """The gradient of a head's sink: its partials in their order."""
-    head, place = tl.program_id(0), tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, parts, BLOCK):
-        at = first + place
-        total += tl.load(partials + tl.cast(head, tl.int64) * parts + at, mask=at < parts, other=0.0)
-    tl.store(dsinks + head, tl.sum(total, 0).to(dsinks.dtype.element_ty))

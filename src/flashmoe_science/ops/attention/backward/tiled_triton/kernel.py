@@ -26,6 +26,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.config import (
 )
 from flashmoe_science.ops.attention.backward.tiled_triton.launch import TiledBackwardLauncher
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
+from flashmoe_science.ops.attention.device.sinks_triton import SINKS_WARPS
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.launch import cdiv
 
@@ -51,7 +52,7 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
         Launch("^flashmoe_bwd_delta_triton$", (of_delta, 1, 1), 32 * DELTA_WARPS),
     ]
     if features.sinks:
-        made.append(Launch("^flashmoe_bwd_dsinks_triton$", (problem.heads, 1, 1), 32 * DELTA_WARPS))
+        made.append(Launch("^flashmoe_bwd_dsinks_triton$", (problem.heads, 1, 1), 32 * SINKS_WARPS))
     if features.bias == "additive":  # of what it is expanded by, there is one tile
         made.append(Launch("^flashmoe_bwd_dbias_triton$", None, 32 * queries[2]))
     return tuple(made)

@@ -18,10 +18,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.config import (
     constexprs_of,
     tile_of,
 )
-from flashmoe_science.ops.attention.backward.tiled_triton.delta import (
-    flashmoe_bwd_delta_triton,
-    flashmoe_bwd_dsinks_triton,
-)
+from flashmoe_science.ops.attention.backward.tiled_triton.delta import flashmoe_bwd_delta_triton
 from flashmoe_science.ops.attention.backward.tiled_triton.keys import flashmoe_bwd_dkdv_triton
 from flashmoe_science.ops.attention.backward.tiled_triton.queries import flashmoe_bwd_dq_triton
 from flashmoe_science.ops.attention.call.backward import (
@@ -37,6 +34,7 @@ from flashmoe_science.ops.attention.call.backward import (
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device.launch import check_programs, element_pointer
 from flashmoe_science.ops.attention.device.mask_triton import FAR, window_of
+from flashmoe_science.ops.attention.device.sinks_triton import PARTS_AT_ONCE, SINKS_WARPS, flashmoe_bwd_dsinks_triton
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import (
     Build,
@@ -50,7 +48,6 @@ from flashmoe_science.ops.launch import (
     workspace_allocator,
 )
 
-_PARTS_AT_ONCE = 128  # partials of a sink's gradient that are added at a time
 _Start = Callable[..., None]
 
 
@@ -139,9 +136,9 @@ class TiledBackwardLauncher(BackwardLauncher):
         start = build.bound(_grid(programs), *numbers, *constexprs)
         if of_sinks is None or sinks is None:
             return start, None
-        adding = (self._sums, element_pointer(sinks)), (parts,), (_PARTS_AT_ONCE,)
-        build = self._build(flashmoe_bwd_dsinks_triton, *adding, DELTA_WARPS, 1)
-        return start, build.bound((sizes.heads, 1, 1), parts, _PARTS_AT_ONCE)
+        adding = (self._sums, element_pointer(sinks)), (parts,), (PARTS_AT_ONCE,)
+        build = self._build(flashmoe_bwd_dsinks_triton, *adding, SINKS_WARPS, 1)
+        return start, build.bound((sizes.heads, 1, 1), parts, PARTS_AT_ONCE)
 
     def _bind_keys(self, tensors: Tensors, sizes: _Sizes, with_dk: bool, with_dv: bool) -> _Start | None:
         if not (with_dk or with_dv):
