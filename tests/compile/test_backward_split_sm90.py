@@ -34,6 +34,8 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("b1 h16 q32768 d256 bf16", 0, 8, marks=AGAIN),
         ("b2 h16 q8192 d128 bf16 causal left1023 sinks", 88, 128),
         ("b8 h16 q4096 d128 bf16 causal packed", 80, 120),
+        ("b4 h16 q4096 d128 bf16 causal softcap50", 0, 0),
+        pytest.param("b4 h8 q4096 d256 bf16 causal left4095 softcap50", 72, 256, marks=AGAIN),
         pytest.param("b4 h32 q4096 d64 bf16 causal left1023", 112, 88, marks=AGAIN),
         pytest.param("b4 h32 q4096 d64 fp16 packed", 96, 88, marks=AGAIN),
         pytest.param("b4 h16 q4096 d128 bf16 left100 right100 packed", 104, 136, marks=AGAIN),

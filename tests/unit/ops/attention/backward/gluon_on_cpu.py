@@ -220,6 +220,11 @@ def _most(a: Any, b: Any) -> Any:
     return torch.maximum(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else max(a, b)
 
 
+def _inline(assembly: str, given: list[torch.Tensor]) -> torch.Tensor:
+    assert assembly.startswith("rcp.approx.ftz.f32"), assembly
+    return 1.0 / given[0]
+
+
 def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
     errors: list[BaseException] = []
 
@@ -254,6 +259,7 @@ _LANGUAGE = SimpleNamespace(
     expand_dims=lambda values, dim: values.unsqueeze(dim),
     convert_layout=lambda values, layout: values,
     to_tensor=Int,
+    inline_asm_elementwise=lambda asm, operands, given, *rest: _inline(asm, given),
     cast=lambda value, dtype: value,
     static_range=range,
     warp_specialize=_specialize,

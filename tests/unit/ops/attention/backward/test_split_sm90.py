@@ -52,7 +52,8 @@ def sizes(text: str) -> Sizes:
 def served(number: int, most: Most) -> RandomCase:
     """The random case of a number, with what the kernel serves."""
     case, chance = drawn(number, most), Random(number)
-    asked = {name: getattr(case.problem.features, name) for name in ("window_left", "window_right", "lengths", "sinks")}
+    fields = ("window_left", "window_right", "lengths", "sinks", "softcap")
+    asked = {name: getattr(case.problem.features, name) for name in fields}
     features = {"features": replace(PLAIN, **asked), "dtype": chance.choice(("bf16", "fp16"))}
     dims = {name: 8 if getattr(case.problem, name) == 1 else getattr(case.problem, name) for name in ("head_dim", "head_dim_v")}
     return replace(case, problem=replace(case.problem, **features, **dims))
@@ -63,7 +64,7 @@ def served(number: int, most: Most) -> RandomCase:
     [
         ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
         ("b1 h2 q128 d60 bf16", "head_dim is 60"),
-        ("b1 h2 q128 d64 bf16 sinks softcap3", "a soft cap"),
+        ("b1 h2 q128 d64 bf16 sinks softcap3 alibi", "ALiBi"),
         ("b2 h2 q128 d64 bf16 causal packed prefix9", "a prefix"),
     ],
 )
@@ -165,6 +166,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b2 h1 q300 k130 d256 bf16 left90 sinks",
         "b3 h2 hk1 q400 d64 bf16 causal bshd sinks packed",
         "b3 h2 q300 k400 d40 dv128 fp16 left50 right100 packed",
+        "b1 h2 q200 d64 fp16 causal softcap3",
     ],
 )
 def test_the_source_is_right(text: str, budget: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:

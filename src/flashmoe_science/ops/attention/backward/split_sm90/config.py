@@ -15,7 +15,7 @@ from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
 ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows
-SERVED = ("window", "packed", "sinks")
+SERVED = ("window", "softcap", "sinks", "packed")
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
@@ -25,10 +25,10 @@ def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
 
 def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the programs by head dimension (docs/notes/backward.md)."""
-    of_qk, of_v = widths(problem)
-    if max(of_qk, of_v) == 64:
+    width = 256 if problem.features.softcap else max(widths(problem))  # in the narrower programs a cap spills registers
+    if width == 64:
         return (Config(block_m=128, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
-    if max(of_qk, of_v) == 128:
+    if width == 128:
         return (Config(block_m=64, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
     return (Config(block_m=64, consumers=1, stages=2, warps_dq=8, stages_dq=4),)
 

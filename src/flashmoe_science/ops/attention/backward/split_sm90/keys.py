@@ -27,6 +27,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.band import (
     sequence_at,
 )
 from flashmoe_science.ops.attention.device.mask import columns_before
+from flashmoe_science.ops.attention.device.softcap import Scales, capped, capped_scales
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
@@ -166,7 +167,7 @@ def _load(descs, smem, barriers, work):
 
 
 @gluon.jit
-def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART: gl.constexpr, MASKED: gl.constexpr):
+def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART: gl.constexpr, MASKED: gl.constexpr):
     """dK and dV with a tile of queries added, whose dS goes out.
 
     dV is started before dP is waited for: the assembler would else move that wait above all of the exponentials, and nothing
@@ -185,7 +186,11 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     lse = smem.lse.index(stage).load(gl.SliceLayout(0, s_layout))  # [BLOCK_M]
-    p = gl.exp2(s * scale_log2 - lse[None, :])
+    if scales.cap is None:
+        p = gl.exp2(s * scales.log2 - lse[None, :])
+    else:
+        half = capped(s, scales.cap)  # (tanh - 1) / 2, of scores less the cap
+        p = gl.exp2(half * scales.log2 - (lse - 0.5 * scales.log2)[None, :])
     if MASKED:
         key = work.first_key + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, s_layout))
         if work.band is None:
@@ -199,6 +204,8 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2
             p = gl.where(seen, p, 0.0)
     ds_smem = smem.ds.index(PART * _SLOTS + step % _SLOTS)
     p16 = p.to(smem.dout.dtype)
+    if scales.cap is not None:
+        p *= -4.0 * half * (1.0 + half)  # 1 - tanh^2
     if CONSUMERS == 2:
         operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
         dv = warpgroup_mma(gl.convert_layout(p16, operand), dout, dv, is_async=True)
@@ -237,10 +244,12 @@ def kept_at(base, row, x):
 
 
 @gluon.jit
-def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS: gl.constexpr):
+def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constexpr, MASKS: gl.constexpr):
     """A consumer: KEYS keys."""
     CONSUMERS: gl.constexpr = smem.k.shape[0]
-    scale_log2 = scale * 1.4426950408889634
+    scales = Scales(scale * 1.4426950408889634, softcap)
+    if softcap is not None:
+        scales = capped_scales(scale, softcap)
     D: gl.constexpr = smem.k.shape[-1]
     DV: gl.constexpr = smem.v.shape[-1]
     dk = gl.zeros([KEYS, D], gl.float32, _layout(D, CONSUMERS))
@@ -257,16 +266,16 @@ def _consume(descs, smem, barriers, work, kept, scale, PART: gl.constexpr, MASKS
         space_row = _space_row(work, one, low, CONSUMERS * KEYS) + PART * KEYS
         if MASKS:
             for tile in range(low, whole):
-                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, True)
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, True)
                 step += 1
                 space_row += CONSUMERS * KEYS
         for tile in range(whole, beyond):
-            dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, False)
+            dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, False)
             step += 1
             space_row += CONSUMERS * KEYS
         if work.begin is not None:
             for tile in range(beyond, high):
-                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scale_log2, PART, True)
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, True)
                 step += 1
                 space_row += CONSUMERS * KEYS
     if kept.dk is not None:
@@ -297,7 +306,7 @@ def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dkdv_gluon_sm90(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, ds_desc, dk_desc, dv_desc, dk_kept, dv_kept,
-    cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale, softcap,
     heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step, first_tile, tiles_n,
     band, begin, batches, total_q, total_k,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
@@ -364,7 +373,7 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, MASKS)),
                 (_load, (sources, smem, barriers, work)),
             ],
             [1], [PRODUCER_REGS],
@@ -372,8 +381,8 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, 0, MASKS)),
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, 1, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 1, MASKS)),
                 (_load, (sources, smem, barriers, work)),
             ],
             [4, 1], [CONSUMER_REGS, PRODUCER_REGS],

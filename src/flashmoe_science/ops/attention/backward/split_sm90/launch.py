@@ -109,6 +109,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         partials = (sums[0] // ROWS, torch.float32)
         parts = [sums, sums, partials, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
+        cap = options.softcap if self._problem.features.softcap else None
         keeps = [count > 0 for count in space[1:]]
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
@@ -126,7 +127,7 @@ class SplitBackwardLauncher(BackwardLauncher):
             else:
                 sum_rows(*numbers, cu_q, argument(tensors[9]), lse, delta, partials)
                 add_sinks(partials, argument(dsinks))
-            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, cu_q, cu_k, used, scale)
+            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, cu_q, cu_k, used, scale, cap)
             second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, cu_q, cu_k, used, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
                 start_keys(*first)
@@ -165,7 +166,8 @@ class SplitBackwardLauncher(BackwardLauncher):
         constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
         of_band = _of_band(sizes)
-        arguments = (*self._of_keys, *kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
+        cap = 0.5 if self._problem.features.softcap else None
+        arguments = (*self._of_keys, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
         key, options = ("keys", masks, space.dk > 0, *_kind(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
         build = self._build(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
