@@ -119,16 +119,15 @@ class SplitBackwardLauncher(BackwardLauncher):
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
             q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
-            lengths = map(argument, tensors[3:6]) if packed[0] else (None, None, None)
-            cu_q, cu_k, used = lengths
-            numbers = map(argument, (out, dout, given_lse, dlse))
+            lengths = tuple(map(argument, tensors[3:6])) if packed[0] else (None, None, None)
+            numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0])
             if add_sinks is None:
-                sum_rows(*numbers, cu_q, None, lse, delta, None)
+                sum_rows(*numbers, None, lse, delta, None)
             else:
-                sum_rows(*numbers, cu_q, argument(tensors[9]), lse, delta, partials)
+                sum_rows(*numbers, argument(tensors[9]), lse, delta, partials)
                 add_sinks(partials, argument(dsinks))
-            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, cu_q, cu_k, used, scale, cap)
-            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, cu_q, cu_k, used, scale)
+            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, *lengths, scale, cap)
+            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, *lengths, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
                 start_keys(*first)
                 if wanted.dq:
