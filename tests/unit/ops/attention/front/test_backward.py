@@ -169,8 +169,9 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
     assert chosen() == "sdpa_bwd"
     assert chosen(deterministic=True) == "bwd_gluon_sm90"
     assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
-    with pytest.raises(CannotServe, match="softcap"):
-        chosen(kernel="bwd_gluon_sm90", softcap=5.0)
+    assert chosen(kernel="bwd_gluon_sm90", softcap=5.0) == "bwd_gluon_sm90"
+    with assume(H200), pytest.raises(CannotServe, match="ALiBi"):
+        choose_backward(Tensors(q, q, q, alibi_slopes=torch.ones(2, 16)), Options(kernel="bwd_gluon_sm90"))
 
 
 @pytest.mark.parametrize(
