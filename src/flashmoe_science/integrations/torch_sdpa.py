@@ -8,7 +8,8 @@
 ``register`` adds the name "flashmoe" for ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
 While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
 PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
-are served as before. A backward pass is PyTorch's own, FlashAttention 2's, on our output and log-sum-exp.
+are served as before. The backward operators are ours too, with equal bits in equal calls, where a backward of ours takes the
+call: without dropout, at head dimensions that it serves. PyTorch's own, FlashAttention 2's, takes the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from flashmoe_science.ops.attention.call.tensors import DTYPES, Options
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.call.tensors import DTYPES, Options, Tensors
+from flashmoe_science.ops.attention.front.arguments import of_features
+from flashmoe_science.ops.attention.front.backward.operator import OPERATOR as BACKWARD
+from flashmoe_science.ops.attention.front.flash import mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.private import private
 from flashmoe_science.serving import flash_attn_varlen_func
@@ -39,6 +44,8 @@ _CHOOSE: Callable[..., object] = private(
 )
 _DENSE, _PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
 _PACKED_OUT = "_flash_attention_forward_no_dropout_inplace"  # from PyTorch 2.12
+_DENSE_BACKWARD, _PACKED_BACKWARD = "_scaled_dot_product_flash_attention_backward", "_flash_attention_backward"
+_WANTED = [True, True, True, False, False]  # gradients: of q, k and v; there are no sinks and no bias
 _OPTIONS = {causal: Options("causal" if causal else "full", return_lse=True) for causal in (False, True)}
 
 
@@ -86,6 +93,8 @@ def _activate() -> _Active:
     active = _Active()
     active.override(_DENSE, _dense)
     active.override(_PACKED, _packed)
+    active.override(_DENSE_BACKWARD, _dense_backward)
+    active.override(_PACKED_BACKWARD, _packed_backward)
     if hasattr(torch.ops.aten, _PACKED_OUT):
         active.override(_PACKED_OUT, _packed_out)
     return active
@@ -213,6 +222,88 @@ def _attend_packed(
             num_splits=num_splits or 0, return_attn_probs=True, block_table=block_table,
         )  # fmt: skip
     return out.contiguous(), lse
+
+
+def _dense_backward(original: _Original) -> Callable[..., Any]:
+    def scaled_dot_product_backward(
+        keys: torch.DispatchKeySet,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        philox_seed: torch.Tensor,
+        philox_offset: torch.Tensor,
+        *,
+        scale: float | None = None,
+    ) -> Any:
+        """Of ``scaled_dot_product``'s inputs and results. Nothing was random without dropout."""
+        made = None
+        if not (_BUSY.now or dropout_p):
+            made = _gradients(Tensors(query, key, value), Options(mask_of(is_causal)), scale, grad_out, out, logsumexp)
+        if made is not None:
+            return made
+        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+        return original(keys, grad_out, query, key, value, out, logsumexp, *rest, scale=scale)
+
+    return scaled_dot_product_backward
+
+
+def _packed_backward(original: _Original) -> Callable[..., Any]:
+    def flash_attention_backward(keys: torch.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        return _differentiate_packed(*args, **options) or original(keys, *args, **options)
+
+    return flash_attention_backward
+
+
+def _differentiate_packed(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of ``_attend_packed``'s query, key and value; None for a call that PyTorch's own kernel serves."""
+    if cum_seq_q is None or cum_seq_k is None or _BUSY.now or dropout_p:
+        return None
+    left, right = window_of((window_size_left, window_size_right), is_causal)
+    options = Options(mask_of(is_causal), window_left=left, window_right=right, max_seqlen_q=max_q, max_seqlen_k=max_k)
+    tensors = Tensors(packed_view(query), packed_view(key), packed_view(value), cum_seq_q, cum_seq_k)
+    made = _gradients(tensors, options, scale, packed_view(grad_out), packed_view(out), logsumexp[None])
+    return None if made is None else tuple(one[0].transpose(0, 1) for one in made)
+
+
+def _gradients(
+    tensors: Tensors, options: Options, scale: float | None, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, ...] | None:
+    """(dq, dk, dv); None where no backward of ours takes the call."""
+    rest = options.mask, scale, None, *of_features(tensors, options._replace(deterministic=True))  # by ours, then
+    try:
+        with _ours():
+            dq, dk, dv, *_ = BACKWARD(dout, None, *tensors[:3], out, lse, _WANTED, *rest)
+    except CannotServe:
+        return None
+    return dq, dk, dv
 
 
 def _nothing_random(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

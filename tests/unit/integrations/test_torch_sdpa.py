@@ -25,9 +25,18 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from flashmoe_science.integrations import torch_sdpa
+from flashmoe_science.kernel import CannotServe
 
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 DENSE, PACKED, PACKED_OUT = torch_sdpa._DENSE, torch_sdpa._PACKED, torch_sdpa._PACKED_OUT
+DENSE_BACKWARD, PACKED_BACKWARD = torch_sdpa._DENSE_BACKWARD, torch_sdpa._PACKED_BACKWARD
+MAKERS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    DENSE: torch_sdpa._dense,
+    PACKED: torch_sdpa._packed,
+    PACKED_OUT: torch_sdpa._packed_out,
+    DENSE_BACKWARD: torch_sdpa._dense_backward,
+    PACKED_BACKWARD: torch_sdpa._packed_backward,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +58,7 @@ def on_cuda(name: str) -> bool:
 
 
 def test_an_activation_registers_operators_and_undoes_it() -> None:
-    before = {name: on_cuda(name) for name in (DENSE, PACKED, PACKED_OUT)}
+    before = {name: on_cuda(name) for name in MAKERS}
     order = torch._C._get_sdp_priority_order()
     flash = int(SDPBackend.FLASH_ATTENTION)
     with torch_sdpa.activated():
@@ -105,15 +114,15 @@ def test_an_error_within_undoes_it_too() -> None:
 
 
 def made(name: str, original: Any = None) -> Callable[..., Any]:
-    make = {DENSE: torch_sdpa._dense, PACKED: torch_sdpa._packed, PACKED_OUT: torch_sdpa._packed_out}[name]
-    return make(original or torch_sdpa._Original(name))
+    return MAKERS[name](original or torch_sdpa._Original(name))
 
 
-@pytest.mark.parametrize("name", [DENSE, PACKED, PACKED_OUT])
+@pytest.mark.parametrize("name", MAKERS)
 def test_parameters_are_those_of_the_schema(name: str) -> None:
     """But for ALiBi's slopes, with which a call is PyTorch's own."""
     schema = getattr(torch.ops.aten, name).default._schema
-    function = made(DENSE) if name == DENSE else torch_sdpa._attend_packed
+    packed = {PACKED: torch_sdpa._attend_packed, PACKED_OUT: torch_sdpa._attend_packed}
+    function = {**packed, PACKED_BACKWARD: torch_sdpa._differentiate_packed}.get(name) or made(name)
     found = [(one.name, one.kind is one.KEYWORD_ONLY) for one in inspect.signature(function).parameters.values()]
     expected = [(one.name, one.kwarg_only) for one in schema.arguments if one.name != "alibi_slopes"]
     assert [one for one in found if one[0] not in ("keys", "others")] == expected[name == PACKED_OUT :]
@@ -162,7 +171,7 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Callable
     return torch.cat(pieces)
 
 
-@pytest.mark.parametrize(
+BANDS = pytest.mark.parametrize(
     ("causal", "window", "band"),
     [
         (False, (-1, -1), lambda ones: ones),
@@ -171,6 +180,9 @@ def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Callable
         (False, (1, 0), lambda ones: ones.tril() & ones.triu(-1)),
     ],
 )
+
+
+@BANDS
 def test_the_packed_operators_attend_each_sequence(causal: bool, window: tuple[int, int], band: Any) -> None:
     q, k, v = drawn(9, 4, 16)
     k, v = k[:, :2], v[:, :2]
@@ -199,6 +211,68 @@ def test_the_packed_operator_reads_pages() -> None:
         expected = F.scaled_dot_product_attention(q[row][None, :, None], keys, values, scale=0.3)
         torch.testing.assert_close(out[row], expected[0, :, 0])
     assert lse.shape == (2, 2)
+
+
+def held_to(gradients: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...], *leaves: torch.Tensor) -> None:
+    """Right, and as PyTorch's fake says that they lie, on which compiled code relies."""
+    assert len(gradients) == 3
+    for got, right, leaf in zip(gradients, expected, leaves, strict=True):
+        torch.testing.assert_close(got, right)
+        assert (got.shape, got.stride(), got.dtype) == (leaf.shape, torch.empty_like(leaf).stride(), leaf.dtype)
+        assert not got.requires_grad
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_dense_backward_is_of_what_the_dense_operator_returned(causal: bool, sliced: bool) -> None:
+    q, k, v = drawn(2, 9, 4, 16)
+    q, k, v = q.transpose(1, 2), k[:, :, :2].transpose(1, 2), v[:, :, :2].contiguous().transpose(1, 2)
+    if sliced:  # of one product, as of a model's fused projection
+        q, k, v = torch.randn(2, 9, 8, 16).transpose(1, 2).split((4, 2, 2), 1)
+    leaves = [one.requires_grad_() for one in (q, k, v)]
+    out, lse, *rest = made(DENSE)(KEYS, *leaves, 0.0, causal, False, scale=0.3)
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True)
+    dout = torch.ones(()).expand_as(out)  # of a sum
+    got = made(DENSE_BACKWARD)(KEYS, dout, *leaves, out, lse, *rest[:4], 0.0, causal, *rest[4:6], scale=0.3)
+    held_to(got, torch.autograd.grad(right, leaves, dout), *leaves)
+
+
+@BANDS
+def test_the_packed_backward_is_of_each_sequence(causal: bool, window: tuple[int, int], band: Any) -> None:
+    q, k, v = drawn(9, 4, 16)
+    leaves = [q.requires_grad_(), k[:, :2].contiguous().requires_grad_(), v[:, :2].contiguous().requires_grad_()]
+    window_sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+    rest = (STARTS, STARTS, 5, 5, 0.0, causal)
+    out, lse, *random = made(PACKED)(KEYS, *leaves, *rest, False, **{**OPTIONS, **window_sizes})
+    dout = drawn(9, 4, 16)[1]
+    got = made(PACKED_BACKWARD)(KEYS, dout, *leaves, out, lse, *rest, *random[:2], scale=0.3, **window_sizes)
+    held_to(got, torch.autograd.grad(one_by_one(*leaves, band), leaves, dout), *leaves)
+
+
+def test_a_backward_that_no_kernel_of_ours_takes_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def original(keys: Any, *args: Any, **options: Any) -> str:
+        asked.append((args, options))
+        return "theirs"
+
+    def refused(*args: Any) -> Any:
+        raise CannotServe("head_dim is 272")
+
+    q = drawn(2, 4, 9, 16)[0]
+    lse, none = q[..., 0], q.new_empty(0)
+    dense = (q, q, q, q, q, lse, None, None, 9, 9, 0.5, True, none, none)
+    packed = (*(q[0].transpose(0, 1),) * 5, lse[0], STARTS, STARTS, 5, 5, 0.5, True, none, none)
+    windows = {"window_size_left": 2, "window_size_right": 0}
+    for dropout in (0.5, 0.0):
+        for name, given, more in ((DENSE_BACKWARD, dense, {}), (PACKED_BACKWARD, packed, windows)):
+            arguments = (*given[:10], dropout, *given[11:])
+            assert made(name, original)(KEYS, *arguments, scale=0.3, **more) == "theirs"
+            args, options = asked.pop()
+            assert all(one is other for one, other in zip(args, arguments, strict=True))
+            assert options == {"scale": 0.3, **more}
+        monkeypatch.setattr(torch_sdpa, "BACKWARD", refused)
+    assert not torch_sdpa._BUSY.now
 
 
 def test_what_is_not_served_is_given_to_pytorchs_own_kernel() -> None:
@@ -279,23 +353,35 @@ def test_on_a_gpu_the_kernel_that_runs_is_ours_while_active(causal: bool, on_gpu
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_gradients_flow_through_our_output(on_gpu: list[torch.Tensor]) -> None:
-    def gradients() -> list[torch.Tensor]:
-        leaves = [one.detach().requires_grad_() for one in on_gpu]
-        F.scaled_dot_product_attention(*leaves, is_causal=True).square().sum().backward()
-        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_the_backward_that_runs_is_ours_while_active(causal: bool, on_gpu: list[torch.Tensor]) -> None:
+    leaves = [one.requires_grad_() for one in on_gpu]
+
+    def loss() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*leaves, is_causal=causal).square().sum()
+
+    def gradients(function: Callable[[], torch.Tensor] = loss) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(function(), leaves)
 
     expected = gradients()
     with torch_sdpa.activated():
+        names = kernels(gradients)
+        assert is_ours(names), names
         got = gradients()
-    assert len(got) == 3
+        assert all(map(torch.equal, got, gradients()))
+        compiled = torch.compile(loss, fullgraph=True)
+        assert is_ours(kernels(lambda: gradients(compiled)))
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+    dropped = drawn(2, 8, 64, 128)[0].cuda().bfloat16().requires_grad_()
+    with torch_sdpa.activated():
+        names = kernels(lambda: F.scaled_dot_product_attention(dropped, dropped, dropped, dropout_p=0.5).sum().backward())
+    assert not is_ours(names), names
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_varlen_attn_is_ours_while_active() -> None:
-    q, k, v = (one.cuda().bfloat16() for one in drawn(1000, 8, 128))
+    q, k, v = (one.cuda().bfloat16().requires_grad_() for one in drawn(1000, 8, 128))
     starts = torch.tensor([0, 300, 1000], dtype=torch.int32, device="cuda")
 
     def call() -> torch.Tensor:
@@ -308,3 +394,7 @@ def test_on_a_gpu_varlen_attn_is_ours_while_active() -> None:
         during = kernels(call)
         assert is_ours(during), during
         torch.testing.assert_close(call(), expected, rtol=0.02, atol=0.02)
+        assert is_ours(kernels(lambda: torch.autograd.grad(call().sum(), (q, k, v))))
+        got = torch.autograd.grad(call().square().sum(), (q, k, v))
+    for ours, theirs in zip(got, torch.autograd.grad(call().square().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
