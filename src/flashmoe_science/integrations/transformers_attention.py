@@ -15,8 +15,12 @@ import torch.nn.functional as F
 
 from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, make_mask
 from flashmoe_science.ops.attention.call.checks import Unsupported
+from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.attention.front.backward.choose import choose_backward
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.flash import max_seqlen
+from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.problem import Mask
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
@@ -55,6 +59,8 @@ def attention_forward(
         attention_mask: of ``make_mask``; or a model's own, boolean (True is seen) or added to the scores, broadcasting to
             [B, H, Sq, Sk]; or None, with which ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` are
             the mask. A query that sees no key, as one of padding, gets zeros.
+        others: of these ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``max_length_q``, ``max_length_k`` are where packed sequences
+            begin and how long they are at most, as a collator gives them: a sequence sees itself alone.
         dropout: above 0, and head dimensions above 256, are served by PyTorch's attention.
         softcap: scores s become softcap * tanh(s / softcap).
         s_aux: [H], a learned logit of each head that takes part in the softmax and has no value.
@@ -73,25 +79,32 @@ def attention_forward(
             raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
     if module.__dict__.get("_modules", {}).get("compressor") is not None:  # DeepSeek-V4 writes -inf into a mask of booleans
         raise ValueError(f"attn_implementation={NAME!r} does not serve the compressed keys of {type(module).__name__}")
-    queries = query.shape[2]
+    queries, sequences = query.shape[2], _given_sequences(query, key, others)
     if attention_mask is None:
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         call = _by_flags(causal, sliding_window, queries, key.shape[2])
-    elif isinstance(attention_mask, StructuredMask) and attention_mask.shape[3] == key.shape[2]:
+    elif isinstance(attention_mask, StructuredMask) and _says_all(attention_mask, key, sequences, position_bias):
         call = _by_structure(attention_mask, queries)
     else:
         matrix = attention_mask.matrix() if isinstance(attention_mask, StructuredMask) else attention_mask
-        call = _Call("full", key.shape[2], matrix=matrix)
+        call, sequences = _Call("full", key.shape[2], matrix=_within(matrix, sequences, query, key)), None
+    if sequences is not None:
+        if position_bias is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not serve position_bias with cu_seq_lens_q and no mask")
+        call.packed, call.keys = sequences, key.shape[2]
     if call.keys < key.shape[2]:  # the rest of a static cache is empty
         key, value = key[:, :, : call.keys], value[:, :, : call.keys]
     call.add_bias(query, position_bias)
     call.softcap = float(softcap or 0.0)
     if s_aux is not None:
         call.tensors["sinks"] = s_aux.reshape(-1)
-    try:
-        out = None if dropout else call.serve(query, key, value, scaling)
-    except Unsupported:
-        out = None
+    if call.is_packed():
+        out: torch.Tensor | None = call.serve_packed(query, key, value, scaling, dropout)
+    else:
+        try:
+            out = None if dropout else call.serve(query, key, value, scaling)
+        except Unsupported:
+            out = None
     if out is None:
         out = _by_pytorch(query, key, value, attention_mask, position_bias, call, dropout, scaling)
     return out.transpose(1, 2).contiguous(), None
@@ -102,8 +115,8 @@ class _Call:
     """Arguments of our functions: ``keys`` of the keys, a window, tensors by their names in Tensors.
 
     matrix: a mask that has no structure, which becomes a bias.
-    packed: of padded sequences of more than a few queries, which the kernels for prompts serve as packed ones. What those lack
-        (gradients, a bias) is served by lengths, which are in ``tensors`` too.
+    packed: packed sequences; of padded rows of more than a few queries too, which the kernels for prompts serve so. What those
+        lack (a bias, gradients by PyTorch's operators) is served by lengths, which are in ``tensors`` then.
     """
 
     mask: Mask
@@ -122,22 +135,70 @@ class _Call:
             bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
             self.tensors["bias"] = bias.expand(*query.shape[:3], self.keys)
 
+    def is_packed(self) -> bool:
+        """Whether packed sequences are all that there is."""
+        return self.packed is not None and "cache_seqlens" not in self.tensors
+
     def serve(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
         if not self.tensors and self.left is self.right is None and not self.softcap:
             return attend((query, key, value), _PLAIN[self.mask], scaling)[0]
-        most = (self.max_seqlen_q, self.keys if self.max_seqlen_q else 0)
-        options = Options(self.mask, False, None, self.left, self.right, self.softcap, 0, *most)
         tensors = Tensors(query, key, value, **self.tensors)
-        if self.packed is None or tensors.bias is not None or tensors.needs_grad():
-            return attend(tensors, options, scaling)[0]
-        batch, _, queries, _ = query.shape
-        q, k, v = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value))
-        packed = Tensors(
-            q, k, v, self.packed.cu_seqlens_q, self.packed.cu_seqlens_k, self.packed.seqused_k, sinks=tensors.sinks
-        )
-        options = options._replace(max_seqlen_q=queries, max_seqlen_k=self.keys, tokens_first=True)
-        tokens_first = attend(packed, options, scaling)[0]
-        return tokens_first.reshape(batch, queries, *tokens_first.shape[1:]).transpose(1, 2)
+        if self.packed is None or tensors.bias is not None or (tensors.needs_grad() and self._is_pytorchs(query, key, value)):
+            most = (self.max_seqlen_q, self.keys if self.max_seqlen_q else 0)
+            return attend(tensors, self._options()._replace(max_seqlen_q=most[0], max_seqlen_k=most[1]), scaling)[0]
+        return self.serve_packed(query, key, value, scaling)
+
+    def serve_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, dropout: float = 0.0
+    ) -> torch.Tensor:
+        tensors, options = self._as_packed(query, key, value)
+        out = attend_with_dropout(tensors, options, scaling, dropout)[0] if dropout else attend(tensors, options, scaling)[0]
+        return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]).transpose(1, 2)
+
+    def _is_pytorchs(self, *rows: torch.Tensor) -> bool:
+        """Whether PyTorch's operators would serve packed sequences, which they pad: lengths cost them half."""
+        return choose_backward(*self._as_packed(*rows)).kernel == FALLBACK
+
+    def _as_packed(self, *rows: torch.Tensor) -> tuple[Tensors, Options]:
+        assert self.packed is not None
+        starts_q, starts_k, used, *most = self.packed
+        q, k, v = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in rows)
+        options = self._options()._replace(max_seqlen_q=most[0], max_seqlen_k=most[1], tokens_first=True)
+        return Tensors(q, k, v, starts_q, starts_k, used, sinks=self.tensors.get("sinks")), options
+
+    def _options(self) -> Options:
+        return Options(self.mask, False, None, self.left, self.right, self.softcap)
+
+
+def _given_sequences(query: torch.Tensor, key: torch.Tensor, keywords: dict[str, Any]) -> Packed | None:
+    """The packed sequences that transformers' keywords for FlashAttention tell of; None without them."""
+    starts, most = [], []
+    for side, rows in (("q", query), ("k", key)):
+        of_side, longest = keywords.get(f"cu_seq_lens_{side}"), keywords.get(f"max_length_{side}")
+        if of_side is None:
+            return None
+        total = rows.shape[0] * rows.shape[2]
+        starts.append(of_side.int())
+        most.append(total if longest is None else max_seqlen(longest, f"max_length_{side}", total))
+    return Packed(starts[0], starts[1], None, most[0], most[1])
+
+
+def _says_all(mask: StructuredMask, key: torch.Tensor, sequences: Packed | None, position_bias: torch.Tensor | None) -> bool:
+    """Whether the structure of a mask may be served without its matrix."""
+    visible = mask.visible
+    packed = position_bias is None or visible.sequences is None
+    return mask.shape[3] == key.shape[2] and packed and (sequences is None or visible.end is None)
+
+
+def _within(matrix: torch.Tensor, sequences: Packed | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask without the keys of other sequences."""
+    if sequences is None:
+        return matrix
+    of_q, _, _ = owners(sequences.cu_seqlens_q, query.shape[0] * query.shape[2])
+    of_k, _, owned = owners(sequences.cu_seqlens_k, key.shape[0] * key.shape[2])
+    of_k = torch.where(owned, of_k, -1)
+    same = of_q.view(query.shape[0], 1, -1, 1) == of_k.view(key.shape[0], 1, 1, -1)
+    return same & matrix if matrix.dtype == torch.bool else matrix.masked_fill(~same, -torch.inf)
 
 
 def _by_flags(causal: bool, window: int | None, queries: int, keys: int) -> _Call:
@@ -158,7 +219,7 @@ def _by_structure(mask: StructuredMask, queries: int) -> _Call:
         call.tensors["cache_seqlens"], call.max_seqlen_q = visible.end, queries
     if visible.first is not None:
         call.tensors["leftpad"] = visible.first
-    if queries > _SPLIT_QUERIES:
+    if queries > _SPLIT_QUERIES or visible.sequences is not None:
         call.packed = mask.packed()
     return call
 

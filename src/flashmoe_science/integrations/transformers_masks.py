@@ -35,6 +35,20 @@ def _with_matrices(given: Any) -> Any:
     return given.matrix() if isinstance(given, StructuredMask) else given
 
 
+class Packed(NamedTuple):
+    """The queries and the keys of all rows as packed sequences, in the terms of FlashAttention.
+
+    Of padded rows each is two sequences, the first of which is its padding and has no keys that take part. So nothing is
+    gathered, and padding gets zeros.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_k: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
 @dataclass(frozen=True)
 class Visible:
     """The keys that each query sees, of the [batch, 1, queries, keys] mask.
@@ -44,6 +58,8 @@ class Visible:
     left, right: how many keys before and after its own a query sees; None for no limit.
     first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all
         are; with ``first`` alone None all from 0. Where a query's place matters, ``end`` is the length.
+    sequences: packed in the rows, each sees itself alone; ``causal``, ``left`` and ``right`` are of places in them. None: each
+        row is one.
     """
 
     length: int
@@ -52,15 +68,7 @@ class Visible:
     right: int | None = None
     first: torch.Tensor | None = None
     end: torch.Tensor | None = None
-
-
-class Packed(NamedTuple):
-    """A ``Visible`` of padded queries and keys as packed sequences: two for each, the first of which is its padding
-    and has no keys that take part. So nothing is gathered, and padding gets zeros."""
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    seqused_k: torch.Tensor
+    sequences: Packed | None = None
 
 
 class StructuredMask(torch.Tensor):
@@ -88,10 +96,10 @@ class StructuredMask(torch.Tensor):
         return self._matrix
 
     def packed(self) -> Packed | None:
-        """The mask of packed sequences, made once; None where none is padded."""
+        """The mask of packed sequences, made once; None where each row is one, without padding."""
         if self._packed is None and self.visible.end is not None:
             self._packed = _packed(self.visible, self.visible.end, self.shape[2])
-        return self._packed
+        return self.visible.sequences or self._packed
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -114,7 +122,7 @@ def _packed(visible: Visible, end: torch.Tensor, queries: int) -> Packed:
     of_keys = torch.stack((place * visible.length + first, place * visible.length + end), 1)
     used = torch.stack((torch.zeros_like(end), end - first), 1)
     cu_seqlens_q, cu_seqlens_k = (torch.nn.functional.pad(one.flatten(), (1, 0)).int() for one in (of_queries, of_keys))
-    return Packed(cu_seqlens_q, cu_seqlens_k, used.flatten().int())
+    return Packed(cu_seqlens_q, cu_seqlens_k, used.flatten().int(), queries, visible.length)
 
 
 def make_mask(**arguments: Any) -> torch.Tensor | None:
@@ -129,7 +137,7 @@ def make_mask(**arguments: Any) -> torch.Tensor | None:
     if visible is None:
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     batch, queries, keys = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    whole = visible.left is None and visible.right is None and visible.end is None
+    whole = all(one is None for one in (visible.left, visible.right, visible.end, visible.sequences))
     if whole and visible.length == keys:
         if visible.causal and arguments.get("allow_is_causal_skip", True) and queries in (1, keys):
             return None
@@ -155,7 +163,8 @@ def _visible(arguments: dict[str, Any]) -> Visible | None:
     if arguments.get("use_vmap") or not all(name in arguments for name in needed):
         return None
     queries, keys = arguments["q_length"], arguments["kv_length"]
-    shape = _shape_of(arguments["mask_function"])
+    function, sequences = _of_sequences(arguments["mask_function"])
+    shape = _shape_of(function)
     if shape is None or not (isinstance(queries, int) and isinstance(keys, int)):
         return None
     causal, left, right = shape
@@ -170,8 +179,33 @@ def _visible(arguments: dict[str, Any]) -> Visible | None:
         right = None
     padding = arguments.get("attention_mask")
     if padding is None:
-        return Visible(length, causal, left, right)
+        return Visible(length, causal, left, right, sequences=None if sequences is None else _starts(sequences))
+    if sequences is not None:
+        return None
     return _padded(Visible(length, causal, left, right), padding, arguments["kv_offset"], arguments["batch_size"])
+
+
+def _of_sequences(function: Indices) -> tuple[Indices, torch.Tensor | None]:
+    """A mask function of transformers for the places in a sequence, and the sequence [batch, tokens] of each token, None where
+    rows are not packed."""
+    from transformers import masking_utils as hf
+
+    parts = _closed_over(function, hf.and_masks, "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2:
+        sequence = _closed_over(parts[0], getattr(hf, "packed_sequence_mask_function", None), "packed_sequence_mask")
+        within = _closed_over(parts[1], getattr(hf, "remap_positions_for_packed_sequence", None), "mask_function")
+        if isinstance(sequence, torch.Tensor) and callable(within):
+            return within, sequence
+    return function, None
+
+
+def _starts(sequence: torch.Tensor) -> Packed:
+    """Where each sequence begins. It waits for the GPU, as transformers has done to see that there are several."""
+    begins = torch.ones_like(sequence, dtype=torch.bool)
+    begins[:, 1:] = sequence.diff(dim=1) != 0
+    starts = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=sequence.numel()).int()
+    longest = int(starts.diff().max())
+    return Packed(starts, starts, None, longest, longest)
 
 
 def _shape_of(function: Indices) -> tuple[bool, int | None, int | None] | None:

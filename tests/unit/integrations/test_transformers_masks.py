@@ -65,6 +65,43 @@ def descriptions(draw: st.DrawFn) -> dict[str, Any]:
     return described(kind, queries, keys, past, skipped, window=draw(st.integers(1, 8)), attention_mask=mask)
 
 
+@st.composite
+def packed_descriptions(draw: st.DrawFn) -> dict[str, Any]:
+    kind, tokens = draw(st.sampled_from(sorted(FUNCTIONS))), draw(st.integers(2, 9))
+    begins = st.lists(st.booleans(), min_size=tokens, max_size=tokens)
+    rows = []
+    for _ in range(2):
+        place, places = -1, []
+        for begin in draw(begins):
+            place = 0 if begin else place + 1
+            places.append(place)
+        rows.append([*places[:-1], 0])
+    positions = torch.tensor(rows)
+    arguments = described(kind, tokens, tokens, window=draw(st.integers(1, 8)))
+    sequences = hf.find_packed_sequence_indices(positions)
+    assert sequences is not None
+    function = hf.packed_sequence_compatibility_function(arguments["mask_function"], positions, sequences)
+    return arguments | {"mask_function": function, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+
+@given(packed_descriptions())
+def test_sequences_that_are_packed_by_their_positions(arguments: dict[str, Any]) -> None:
+    mask, expected = make_mask(**arguments), hf.sdpa_mask(**arguments)
+    assert isinstance(mask, StructuredMask)
+    assert torch.equal(mask & True, expected)
+    packed, tokens = mask.packed(), mask.shape[2]
+    assert packed is not None
+    assert packed.max_seqlen_q == packed.max_seqlen_k == packed.cu_seqlens_q.diff().max()
+    assert packed.cu_seqlens_q.dtype == torch.int32
+    seen = torch.zeros(2 * tokens, 2 * tokens, dtype=torch.bool)
+    for first, last in zip(packed.cu_seqlens_q[:-1].tolist(), packed.cu_seqlens_k[1:].tolist(), strict=True):
+        visible = Visible(last - first, mask.visible.causal, mask.visible.left, mask.visible.right)
+        seen[first:last, first:last] = matrix_of(visible, last - first, last - first)[0, 0]
+    by_rows = seen.view(2, tokens, 2, tokens)
+    assert torch.equal(torch.stack([by_rows[row, :, row] for row in range(2)])[:, None], expected)
+    assert seen.sum() == expected.sum()
+
+
 @given(descriptions())
 @settings(max_examples=400)
 def test_the_structure_is_that_of_the_matrix_that_transformers_makes(arguments: dict[str, Any]) -> None:

@@ -118,13 +118,13 @@ def refuse_other_order(seqused_q: object) -> None:
 
 
 def max_seqlen(value: object, name: str, total: int) -> int:
-    """A ``max_seqlen`` as an integer. One that is on a GPU is not waited for: no sequence is longer than all together.
+    """A ``max_seqlen`` as an integer. One that is on a GPU, or is traced, is not read: no sequence is longer than all together.
 
     Raises:
         TypeError, ValueError: not an integer of at least 0.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item() if value.device.type == "cpu" else total
+        value = value.item() if value.device.type == "cpu" and not torch.compiler.is_compiling() else total
     check_count(value, name, 0)
     return min(cast("int", value), total)
 
