@@ -94,3 +94,69 @@ def test_a_checkpointed_block_attends_once_where_attention_is_kept(kept: bool, b
         checkpoint(block, x, use_reentrant=False, **options).sum().backward()
     assert calls.count == (1 if kept else 2)
     torch.testing.assert_close(x.grad, expected)
+
+
+def test_what_is_kept_for_the_backward_is_what_was_given_and_the_results(by_our_operator: None) -> None:
+    """FSDP2 frees a parameter by its storage: a copy of one would stay."""
+    fused, sinks = torch.randn(24, 8, 16, requires_grad=True), torch.randn(4, requires_grad=True)
+    starts = torch.tensor([0, 10, 24], dtype=torch.int32)
+    bias = torch.randn(1, 1, 24, 24, requires_grad=True)
+    q, k, v = fused.split((4, 2, 2), 1)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    def packed() -> torch.Tensor:
+        out = fms.flash_attn_varlen_func(q, k, v, starts, starts, 14, 14, causal=True, s_aux=sinks)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def biased() -> torch.Tensor:
+        views = [one.transpose(0, 1)[None] for one in (q, k, v)]
+        out: torch.Tensor = torch.ops.flashmoe.attention_forward(*views, "full", bias=bias.expand(1, 4, 24, 24))[0]
+        return out
+
+    for call, given in ((packed, [fused, sinks, starts]), (biased, [fused, bias])):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = call()
+        ours = {one.untyped_storage().data_ptr() for one in given}
+        others = [one for one in kept if one.untyped_storage().data_ptr() not in ours]
+        assert len(kept) - len(others) >= len(given)
+        assert [one.untyped_storage().nbytes() for one in others] == [
+            24 * 4 * 16 * 4,
+            24 * 4 * 4,
+        ]  # out, lse
+        assert others[0].untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    out, lse, _ = fms.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    return out.square().sum() + lse.sin().sum()
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    starts = torch.arange(q.shape[0] + 1, dtype=torch.int32) * q.shape[1]
+    rows = [one.flatten(0, 1) for one in (q, k, v)]
+    out, lse = fms.flash_attn_varlen_func(
+        *rows, starts, starts, q.shape[1], q.shape[1], causal=True, window_size=(5, 0), return_attn_probs=True
+    )
+    return out.square().sum() + lse.sin().sum()
+
+
+@pytest.mark.parametrize("function", [dense, packed])
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "pytorch"])
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_one_compilation_trains_at_every_length(function: object, ours: bool, request: pytest.FixtureRequest) -> None:
+    if ours:
+        request.getfixturevalue("by_our_operator")
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    for batch, length in ((5, 7), (3, 12), (5, 40)):  # equal sizes would be one to PyTorch
+        shapes = ((batch, length, 4, 16), (batch, length, 2, 16), (batch, length, 2, 16))
+        inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+        want, got = (torch.autograd.grad(each(*inputs), inputs) for each in (function, compiled))
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)

@@ -177,7 +177,7 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
     offset = keys - queries if mask == "causal" else 0
     step = max(1, _SCORES_AT_ONCE // (batch * heads * keys))
     chunks = []
-    for first in range(0, queries, step):
+    for first in (0,) if queries <= step else range(0, queries, step):  # a range is of one length to torch.compile
         rows = grouped[:, :, :, first : first + step].float()
         scores = (rows * factor) @ keys_t
         if mask != "full":

@@ -255,13 +255,16 @@ RULE: dict[str, Callable[[dict[str, Any]], bool]] = {
         all(one < 1e-5 for one in found["errors"]) and found["bits"] and found["node"] == "_AttentionBackward"
     ),
     "compiled": lambda found: all(one < 1e-5 for one in found["errors"]) and "attention_backward" in found["graphs"],
+    "dynamic": lambda found: all(one < 1e-5 for one in found["errors"]),
+    "transformed": lambda found: all(one < 1e-5 for one in found["errors"]) and "transform of torch.func" in found["refusal"],
+    "autocast": lambda found: all(one < 0.2 for one in found["errors"]) and set(found["dtypes"]) == {"torch.float32"},
     "checkpointed": lambda found: found["bits"],
     "features": lambda found: all(one < 2e-5 for one in found["errors"]),
     "launches": lambda found: found["none"] == found["without"],
 }
 
 
-@pytest.mark.parametrize("case", RULE)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "dynamic")) for case in RULE])
 def test_the_rule_by_our_kernels(case: str, interpreted: Interpreter) -> None:
     found = interpreted("ops/attention/front/trained.py", case)
     assert RULE[case](found), found

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops import launch
 
 
@@ -20,8 +21,8 @@ def leaves() -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = True) -> torch.Tensor:
-    out, lse, _ = fm.flash_attn_func(q, k, v, causal=True, deterministic=deterministic, return_attn_probs=True)
+def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = True, **more: Any) -> torch.Tensor:
+    out, lse, _ = fm.flash_attn_func(q, k, v, causal=True, deterministic=deterministic, return_attn_probs=True, **more)
     return out.square().sum() + lse.sin().sum()
 
 
@@ -52,6 +53,42 @@ def compiled() -> dict[str, Any]:
 
     function = torch.compile(loss, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
     return {"errors": errors(gradients(function), gradients(loss, False)), "graphs": "\n".join(graphs)}
+
+
+def dynamic() -> dict[str, Any]:
+    """One compilation for all lengths."""
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 1, True
+    function = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    found = []
+    for queries, keys in ((20, 33), (7, 9)):
+        generator, shapes = torch.Generator().manual_seed(3), ((3, queries, 4, 16), (3, keys, 2, 16), (3, keys, 2, 24))
+        inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        found += errors(*(list(torch.autograd.grad(each(*inputs), inputs)) for each in (function, loss)))
+    return {"errors": found}
+
+
+def transformed() -> dict[str, Any]:
+    """The gradients of each sample, where equal bits are asked of PyTorch, and of the call."""
+    alone = [one.unsqueeze(1) for one in leaves()]
+    torch.use_deterministic_algorithms(True)
+    of_each = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), (0, 0, 0, None))
+    ours = [one.squeeze(1) for one in of_each(*(one.detach() for one in alone), False)]
+    torch.use_deterministic_algorithms(False)
+    try:
+        of_each(*(one.detach() for one in alone), True)
+        refusal = ""
+    except CannotServe as error:
+        refusal = str(error)
+    return {"errors": errors(ours, gradients(loss)), "refusal": refusal}
+
+
+def autocast() -> dict[str, Any]:
+    def cast(*inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(*inputs, kernel="fwd_triton")  # in 16 bits one that is not interpreted would be chosen
+
+    ours = gradients(cast)
+    return {"errors": errors(ours, gradients(loss)), "dtypes": [str(one.dtype) for one in ours]}
 
 
 def checkpointed() -> dict[str, Any]:
