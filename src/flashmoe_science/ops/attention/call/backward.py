@@ -22,7 +22,8 @@ class Saved(NamedTuple):
     """What a backward is given besides the Tensors of the call: the forward's results, and the gradients into them.
 
     out, dout: [batch, heads, seqlen_q, head_dim_v] in the dtype of q, of any strides with a contiguous last dimension.
-    lse, dlse: fp32 [batch, heads, seqlen_q], contiguous; of packed queries [1, heads, total_q]. None: no gradient into it.
+    lse, dlse: fp32 [batch, heads, seqlen_q], of packed queries [1, heads, total_q]; contiguous, aligned to 16 bytes. None: no
+        gradient into it.
     """
 
     out: torch.Tensor

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.ops.attention.backward.random_problems import LARGE, TINY, drawn
+from tests.unit.ops.attention.backward.traps import NAMES
 
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
 from flashmoe_science.operations import parse_problem
@@ -49,9 +50,7 @@ def test_random_problems_are_right(first: str, count: str, interpreted: Interpre
     assert wrong(found) == {}
 
 
-@pytest.mark.parametrize(
-    "trap", ["lowest", "unseen", "unused", "expanded", "asked", "empty", "lengths", "broadcast", "overflow", "negative"]
-)
+@pytest.mark.parametrize("trap", [*NAMES, "asked"])
 def test_what_others_got_wrong_is_right(trap: str, interpreted: Interpreter) -> None:
     found = interpreted(TRAPS, trap)
     assert found

@@ -1,11 +1,14 @@
-"""What backwards of others got wrong (a script for Triton's interpreter): prints what is wrong with each case of one trap."""
+"""What backwards of others got wrong (a script for Triton's interpreter): prints what is wrong with each case of one trap.
+
+A GPU is given the same cases by test_traps_on_gpu.py.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,27 +18,28 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.guards import allocations
 from flashmoe_science.measure.inputs import same_bits
 from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
-from flashmoe_science.ops.attention.call.backward import BackwardInputs, Gradients, Wanted, planned
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, Wanted
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.backward.oracle import backward_oracle
 
-GPU, CPU = gpu_named("h200"), torch.device("cpu")
+GPU, DEVICE = gpu_named("h200"), torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 Case = tuple[str, BackwardInputs]
+Trap = Callable[[], Iterator[Case]]
 
 
 def made(text: str, seed: int = 1, **changed: Any) -> dict[str, torch.Tensor]:
     problem = parse(text)
-    return CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)) | changed
+    return CONTRACT.inputs(problem, DEVICE, torch.Generator(DEVICE).manual_seed(seed)) | changed
 
 
 def call(text: str, inputs: dict[str, torch.Tensor] | None = None) -> BackwardInputs:
     return CONTRACT.for_kernel(parse(text), made(text) if inputs is None else inputs)
 
 
-def run(inputs: BackwardInputs) -> Gradients:
-    launch = planned(KERNEL.plan, KERNEL.configs(inputs.problem, GPU)[0], inputs)
+def run(inputs: BackwardInputs, kernel: BackwardKernel = KERNEL) -> Gradients:
+    launch = CONTRACT.planned(kernel, kernel.configs(inputs.problem, GPU)[0], inputs)
     with allocations(True):  # memory full of NaN
         return launch(inputs)
 
@@ -125,10 +129,42 @@ def empty() -> Iterator[Case]:
         ("no keys", (0, 10, 20, 30, total_q), (0, 9, 9, 30, 30)),
         ("neither", (0, 0, 0, 20, total_q), (0, 0, 12, 30, total_k)),
     ):
-        tables = {"cu_seqlens_q": torch.tensor(of_q, dtype=torch.int32), "cu_seqlens_k": torch.tensor(of_k, dtype=torch.int32)}
-        longest = inputs.options._replace(max_seqlen_q=total_q, max_seqlen_k=total_k)
-        changed = replace(inputs, tensors=inputs.tensors._replace(**tables), options=longest)
-        yield f"{text} {name}", replace(changed, saved=results(changed))
+        yield f"{text} {name}", packed(inputs, of_q, of_k)
+
+
+def packed(inputs: BackwardInputs, of_q: tuple[int, ...], of_k: tuple[int, ...]) -> BackwardInputs:
+    """The inputs as sequences that begin there."""
+    x, int32 = inputs.tensors, {"dtype": torch.int32, "device": DEVICE}
+    tensors = x._replace(cu_seqlens_q=torch.tensor(of_q, **int32), cu_seqlens_k=torch.tensor(of_k, **int32))
+    options = inputs.options._replace(max_seqlen_q=x.q.shape[2], max_seqlen_k=x.k.shape[2])
+    changed = replace(inputs, tensors=tensors, options=options)
+    return replace(changed, saved=results(changed))
+
+
+def tiles() -> Iterator[Case]:
+    """Packed sequences that end at tiles of 64 and 128, one before and one after (FA's VARLEN_PREPROCESS_TILE_BUG)."""
+    for kind, of_q in (
+        ("h2 hk1 q450 d16 fp32 causal bshd", (0, 63, 127, 192, 320, 449, 450)),
+        ("h1 q450 d64 bf16 bshd", (0, 128, 129, 256, 383, 450)),
+    ):
+        text = f"attnbwd b{len(of_q) - 1} {kind} packed"
+        yield text, packed(replace(call(f"attnbwd b1 {kind}"), problem=parse(text)), of_q, of_q)
+
+
+def far() -> Iterator[Case]:
+    """Batches and rows that lie more than 2^31 elements apart (FA #1311)."""
+    text = "attnbwd b2 h2 hk1 q40 k33 d16 bf16 causal"
+    inputs = call(text)
+    for dim, step in ((0, 2**31 + 16), (2, 2**26)):
+        for name in ("q", "k", "v", "out", "dout"):
+            part = inputs.tensors if name in inputs.tensors._fields else inputs.saved
+            given = getattr(part, name)
+            strides = [*given.contiguous().stride()]
+            strides[dim] = step
+            count = 1 + sum((size - 1) * stride for size, stride in zip(given.shape, strides, strict=True))
+            apart = given.new_empty(count).as_strided(given.shape, strides).copy_(given)
+            field = "tensors" if part is inputs.tensors else "saved"
+            yield f"{text} {name} by {step}", replace(inputs, **{field: part._replace(**{name: apart})})
 
 
 def lengths() -> Iterator[Case]:
@@ -142,7 +178,7 @@ def broadcast() -> Iterator[Case]:
     """Biases that are expanded: their gradients are summed over what they are expanded by (xFormers #783)."""
     text = "attnbwd b2 h4 hk2 q40 k37 d16 fp32 causal bias"
     inputs = call(text)
-    bias = torch.randn(2, 4, 40, 37, generator=torch.Generator().manual_seed(4))
+    bias = torch.randn(2, 4, 40, 37, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     for some in ((1, 1, 40, 37), (2, 1, 40, 37), (2, 4, 1, 37), (2, 4, 40, 1), (1, 4, 1, 37), (1, 1, 1, 1)):
         part = bias[tuple(slice(0, size) for size in some)].expand(2, 4, 40, 37)
         changed = replace(inputs, tensors=inputs.tensors._replace(bias=part))
@@ -183,13 +219,17 @@ def asked() -> dict[str, list[str]]:
     return found
 
 
+TRAPS: tuple[Trap, ...] = (lowest, unseen, unused, expanded, empty, tiles, far, lengths, broadcast, overflow, negative)
+NAMES = [trap.__name__ for trap in TRAPS]
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    trap = globals()[sys.argv[1]]
-    if trap is asked:
+    name = sys.argv[1]
+    if name == "asked":
         print(json.dumps(asked()))
         return
-    print(json.dumps({name: complaints(inputs, run(inputs)) for name, inputs in trap()}))
+    print(json.dumps({case: complaints(inputs, run(inputs)) for case, inputs in TRAPS[NAMES.index(name)]()}))
 
 
 if __name__ == "__main__":

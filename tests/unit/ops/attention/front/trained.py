@@ -91,6 +91,51 @@ def autocast() -> dict[str, Any]:
     return {"errors": errors(ours, gradients(loss)), "dtypes": [str(one.dtype) for one in ours]}
 
 
+def again() -> dict[str, Any]:
+    """Calls alike but for one thing, one after the other: the second's gradients are not by the first's launch (FA #2402,
+    #2298, #2686)."""
+    q, k, v = leaves()
+    v = v[..., :16].detach().requires_grad_()
+    dense = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
+    apart = torch.empty(dense.numel() + 1)[1:].view(dense.shape).copy_(dense)
+    wide = torch.empty(*dense.shape[:3], 32)[..., :16].copy_(dense)
+    plain = {"causal": True, "softcap": 2.5}
+    found = {}
+    for name, changed, dout in (
+        ("first", {}, dense),
+        ("a cap with the same ceiling", {"softcap": 3.0}, dense),
+        ("a scale", {"softmax_scale": 0.5}, dense),
+        ("a window", {"window_size": (9, -1)}, dense),
+        ("another mask", {"causal": False}, dense),
+        ("an address that is no multiple of 16", {}, apart),
+        ("other strides", {}, wide),
+        ("expanded", {}, dense[:1, :1].expand_as(dense)),
+        ("the first again", {}, dense),
+    ):
+        both = []
+        for deterministic in (True, False):
+            out = fm.flash_attn_func(q, k, v, **{**plain, **changed}, deterministic=deterministic)
+            assert isinstance(out, torch.Tensor)
+            both.append(list(torch.autograd.grad(out, (q, k, v), dout)))
+        found[name] = max(errors(*both))
+    return {"errors": found}
+
+
+def operator() -> dict[str, Any]:
+    """Packed sequences by the operator itself, as by the function (FA-3's own dropped their lengths)."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in ((25, 4, 16), (37, 2, 16), (37, 2, 16))]
+    cu_q, cu_k = torch.tensor([0, 10, 10, 25], dtype=torch.int32), torch.tensor([0, 12, 20, 37], dtype=torch.int32)
+    of_function = fm.flash_attn_varlen_func(*inputs, cu_q, cu_k, 15, 17, causal=True, deterministic=True)
+    assert isinstance(of_function, torch.Tensor)
+    rows = [one.transpose(0, 1).unsqueeze(0) for one in inputs]
+    sizes = {"max_seqlen_q": 15, "max_seqlen_k": 17, "deterministic": True}
+    out, _ = torch.ops.flashmoe.attention_forward(*rows, "causal", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **sizes)
+    dout = torch.randn(25, 4, 16, generator=generator)
+    both = torch.autograd.grad(of_function, inputs, dout), torch.autograd.grad(out[0].transpose(0, 1), inputs, dout)
+    return {"bits": all(map(torch.equal, *both))}
+
+
 def checkpointed() -> dict[str, Any]:
     return {"bits": all(map(torch.equal, gradients(loss), gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False))))}
 

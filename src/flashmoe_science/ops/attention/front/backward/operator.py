@@ -177,9 +177,15 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _as_kernels_take(saved: Saved) -> Saved:
-    """O and dO with a contiguous last dimension, which an expanded gradient lacks, and contiguous sums of rows."""
+    """O and dO with a contiguous last dimension, which an expanded gradient lacks, and sums of rows that are contiguous and
+    aligned to 16 bytes."""
     out, dout = (one if one.stride(3) == 1 or one.shape[3] == 1 else one.contiguous() for one in (saved.out, saved.dout))
-    return Saved(out, saved.lse.contiguous(), dout, None if saved.dlse is None else saved.dlse.contiguous())
+    return Saved(out, _aligned(saved.lse), dout, None if saved.dlse is None else _aligned(saved.dlse))
+
+
+def _aligned(sums: torch.Tensor) -> torch.Tensor:
+    sums = sums.contiguous()
+    return sums.clone() if sums.data_ptr() % 16 else sums
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
