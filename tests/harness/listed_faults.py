@@ -149,6 +149,7 @@ GPU = (
 # Faults that only the sweep of ``flashmoe check`` and ``flashmoe prove`` meets: the problem of the sweep, None for its first.
 ONE_QUERY = "attn b2 h2 q1 k200 d64"
 SWEPT = (
+    fault("gradient_without_the_log_sum_exp", "", "wrong with a gradient into the log-sum-exp too", problem=None),
     fault("wrong_in_inference_mode", "", r"wrong under torch.inference_mode\(\)", problem=None),
     fault("wrong_without_gradients", "", r"wrong under torch.no_grad\(\)", problem=None),
     fault("wrong_in_training", "", "wrong on inputs that require gradients", problem=None),

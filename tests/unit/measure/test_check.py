@@ -148,6 +148,27 @@ def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) 
     assert any("differs from call to call in some bits" in note for one in checked for note in one.notes)
 
 
+@pytest.mark.parametrize(
+    ("returned", "answer"), [("out, lse", "right"), ("out", "not served"), ("out, lse.detach()", "not served")]
+)
+def test_a_log_sum_exp_is_differentiated_where_one_is_returned(returned: str, answer: str, tmp_path: Path) -> None:
+    lines = (
+        "from flashmoe_science import flash_attn_func",
+        "from flashmoe_science.contract import contract",
+        "@contract('attention_backward')",
+        "def attention(q, k, v, causal=False, softmax_scale=None):",
+        "    rows = [one.transpose(1, 2) for one in (q, k, v)]",
+        "    out, lse, _ = flash_attn_func(*rows, causal=causal, softmax_scale=softmax_scale, return_attn_probs=True)",
+        "    out = out.transpose(1, 2)",
+        f"    return {returned}",
+    )
+    (tmp_path / "trains.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'trains.py'}:attention", "attnbwd b1 h4 hk2 q12 d16 fp32 causal").checked
+    answers = {one.inputs: one.answer for one in checked}
+    assert answers.pop("a gradient into the log-sum-exp too") == answer
+    assert set(answers.values()) == {"right"}
+
+
 class _Ends:
     """A child whose call raises."""
 

@@ -61,6 +61,7 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     "a softmax scale of 0": {"stretch": 0.0},
     "a negative softmax scale": {"stretch": -1.0},
     "slices of larger tensors": {"sliced": True},
+    "a gradient into the log-sum-exp too": {"of_lse": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
 IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:4])
@@ -166,10 +167,14 @@ class AttentionContract(SharedContract):
         return changed
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
+        """The first that ``returned`` gives."""
+        result = self.returned(fn, problem, inputs)
+        return result[0] if isinstance(result, tuple) and result else result
+
+    def returned(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
         """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; those that a problem lacks are not named."""
         scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
-        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
-        return result[0] if isinstance(result, tuple) and result else result
+        return fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return attention_oracle(self.for_kernel(problem, inputs))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.unit.ops.attention.backward import traps
 
+import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.ops.attention.front.backward.kernels import ours
 
@@ -25,3 +26,28 @@ def test_what_others_got_wrong_is_right(trap: traps.Trap, monkeypatch: pytest.Mo
                 found[f"{kernel.name}: {case}"] = traps.complaints(inputs, traps.run(inputs, kernel))
     assert "bwd_triton" in served
     assert {case: reasons for case, reasons in found.items() if reasons} == {}
+
+
+@pytest.mark.gpu
+def test_a_step_of_packed_sequences_does_not_wait_for_the_gpu() -> None:
+    """Their longest length is a tensor on it."""
+    rows = torch.randn(3, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    inputs = [one.clone().requires_grad_() for one in rows]
+    starts = torch.tensor([0, 100, 100, 300], dtype=torch.int32, device="cuda")
+    longest = starts.diff().max()
+
+    def gradients(most: object) -> tuple[torch.Tensor, ...]:
+        out = fm.flash_attn_varlen_func(*inputs, starts, starts, most, most, causal=True, deterministic=True)  # type: ignore[arg-type]
+        assert isinstance(out, torch.Tensor)
+        return torch.autograd.grad(out, inputs, rows[0])
+
+    expected = gradients(200)
+    gradients(longest)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = gradients(longest)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, right, rtol=0.02, atol=0.02)

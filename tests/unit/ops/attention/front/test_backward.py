@@ -272,6 +272,7 @@ RULE: dict[str, Callable[[dict[str, Any]], bool]] = {
     "transformed": lambda found: all(one < 1e-5 for one in found["errors"]) and "transform of torch.func" in found["refusal"],
     "autocast": lambda found: all(one < 0.2 for one in found["errors"]) and set(found["dtypes"]) == {"torch.float32"},
     "again": lambda found: all(one < 2e-5 for one in found["errors"].values()),
+    "lengths": lambda found: found["compiled"][2:] == [0, 0],  # after one of few and one of more
     "operator": lambda found: found["bits"],
     "checkpointed": lambda found: found["bits"],
     "features": lambda found: all(one < 2e-5 for one in found["errors"]),

@@ -136,6 +136,30 @@ def operator() -> dict[str, Any]:
     return {"bits": all(map(torch.equal, *both))}
 
 
+def lengths() -> dict[str, Any]:
+    """How many kernels each step compiles whose packed lengths are others, the longest a tensor (FA #2507)."""
+    compiled = [0]
+    build = launch.Build.__init__
+
+    def counted(self: Any, *args: Any, **options: Any) -> None:
+        compiled[0] += 1
+        build(self, *args, **options)
+
+    launch.Build.__init__ = counted  # type: ignore[method-assign]
+    generator, found = torch.Generator().manual_seed(6), []
+    for each in ((10, 0, 15), (3, 30, 8), (21, 1, 25), (40, 60, 17)):
+        compiled[0], total = 0, sum(each)
+        shapes = ((total, 4, 16), (total, 2, 16), (total, 2, 16))
+        inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+        starts = torch.tensor([0, *each]).cumsum(0).int()
+        longest = starts.diff().max()
+        out = fm.flash_attn_varlen_func(*inputs, starts, starts, longest, longest, causal=True, deterministic=True)
+        assert isinstance(out, torch.Tensor)
+        torch.autograd.grad(out.sum(), inputs)
+        found.append(compiled[0])
+    return {"compiled": found}
+
+
 def checkpointed() -> dict[str, Any]:
     return {"bits": all(map(torch.equal, gradients(loss), gradients(lambda *x: checkpoint(loss, *x, use_reentrant=False))))}
 

@@ -1,8 +1,9 @@
 """The contract of the backward: ``fn(q, k, v, causal=False, softmax_scale=None)``, differentiable through autograd.
 
 A candidate is called with leaves, and asked for the gradients of what it returns (the first of a tuple) by ``dout``: dq, dk and
-dv, then those of the sinks and of an additive bias where the problem has them. A kernel of the package is given O and the
-log-sum-exp too, as the fp64 oracle has them, rounded once.
+dv, then those of the sinks and of an additive bias where the problem has them. One that returns a log-sum-exp [B, H, S] as the
+second of a tuple, which requires gradients, is asked for those too: FlashAttention-3 drops them in silence. A kernel of the
+package is given O and the log-sum-exp too, as the fp64 oracle has them, rounded once.
 
 The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel may
 round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add one
@@ -60,14 +61,15 @@ _FP32 = 2.0**-24
 
 
 class AttentionBackwardContract(SharedContract):
-    """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient too, which a
-    candidate is not asked for."""
+    """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient too."""
 
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
-    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "a gradient of stride 0 (of a sum)")
+    sweep_variants: ClassVar[tuple[str, ...]] = (
+        *IN_MEMORY, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -103,8 +105,12 @@ class AttentionBackwardContract(SharedContract):
         leaves = {name: inputs[name].detach().requires_grad_() for name in names}
         scaled = FORWARD if self._explicit and self._stretch == 1.0 else type(FORWARD)(self._stretch, self._explicit)
         with torch.enable_grad():
-            out = scaled.call(fn, problem, {**inputs, **leaves})
-        return torch.autograd.grad(out, list(leaves.values()), inputs["dout"])
+            result = scaled.returned(fn, problem, {**inputs, **leaves})
+        results = list(result) if isinstance(result, tuple) else [result]
+        into = [inputs[name] for name in ("dout", "dlse") if name in inputs]
+        if len(into) > 1 and not _is_differentiable_lse(results[1:], inputs["dlse"]):
+            raise ValueError("it returns no log-sum-exp that requires gradients")
+        return torch.autograd.grad(results[: len(into)], list(leaves.values()), into)
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_oracle(self._for_backward(problem, inputs))
@@ -159,6 +165,12 @@ class AttentionBackwardContract(SharedContract):
         self, kernel: BackwardKernel, config: Config, like: BackwardInputs
     ) -> Callable[[BackwardInputs], Gradients]:
         return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
+
+
+def _is_differentiable_lse(others: list[Any], dlse: torch.Tensor) -> bool:
+    """Whether what a candidate returns besides its output begins with a log-sum-exp that has a gradient."""
+    lse = others[0] if others else None
+    return isinstance(lse, torch.Tensor) and lse.requires_grad and (lse.shape, lse.dtype) == (dlse.shape, dlse.dtype)
 
 
 def _sums(problem: AttentionBackwardProblem) -> float:
