@@ -74,6 +74,27 @@ def test_a_context_serves_by_it(calls: list[Any]) -> None:
     assert len(calls) == 2
 
 
+def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**inputs).sample.square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_transformer_trains(checkpointed: bool, calls: list[Any]) -> None:
+    model, inputs = flux()
+    model.train()
+    expected = gradients(model, inputs)
+    if checkpointed:
+        model.enable_gradient_checkpointing()
+    model.set_attention_backend("fms")
+    got = gradients(model, inputs)
+    assert len(calls) == (4 if checkpointed else 2)
+    assert got.keys() == expected.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-4, msg=f"{name} differs")
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_on_a_gpu_a_transformer_in_bf16_computes_the_same(calls: list[Any]) -> None:
