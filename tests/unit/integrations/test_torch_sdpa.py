@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -273,6 +274,14 @@ def test_a_backward_that_no_kernel_of_ours_takes_is_pytorchs_own(monkeypatch: py
             assert options == {"scale": 0.3, **more}
         monkeypatch.setattr(torch_sdpa, "BACKWARD", refused)
     assert not torch_sdpa._BUSY.now
+
+
+def test_fake_tensors_are_pytorchs_own() -> None:
+    with torch_sdpa.activated(), FakeTensorMode():
+        q, k, v = (torch.empty(2, 9, 4, 16, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
+        out, *rest = getattr(torch.ops.aten, DENSE)(q, k, v, 0.0, True)
+        made = getattr(torch.ops.aten, DENSE_BACKWARD)(out, q, k, v, out, *rest[:5], 0.0, True, *rest[5:7])
+        assert [(one.shape, one.stride()) for one in made] == 3 * [(q.shape, q.stride())]
 
 
 def test_what_is_not_served_is_given_to_pytorchs_own_kernel() -> None:
