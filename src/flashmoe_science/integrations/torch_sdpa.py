@@ -8,8 +8,8 @@
 ``register`` adds the name "flashmoe" for ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
 While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
 PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
-are served as before. The backward operators are ours too, with equal bits in equal calls, where a backward of ours takes the
-call: without dropout, at head dimensions that it serves. PyTorch's own, FlashAttention 2's, takes the rest.
+are served as before. The backward operators are ours too, where records have a backward of ours no slower than PyTorch's own,
+FlashAttention 2's, or PyTorch's switch for deterministic algorithms asks for equal bits; PyTorch's own serves the rest.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import torch.nn.attention as registry
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.tensors import DTYPES, Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import of_features
+from flashmoe_science.ops.attention.front.backward.choose import choose_backward
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FLASH
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR as BACKWARD
 from flashmoe_science.ops.attention.front.flash import mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
@@ -296,13 +297,13 @@ def _differentiate_packed(
 def _gradients(
     tensors: Tensors, options: Options, scale: float | None, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...] | None:
-    """(dq, dk, dv); None where no backward of ours takes the call."""
-    rest = options.mask, scale, None, *of_features(tensors, options._replace(deterministic=True))  # by ours, then
-    try:
-        with _ours():
-            dq, dk, dv, *_ = BACKWARD(dout, None, *tensors[:3], out, lse, _WANTED, *rest)
-    except CannotServe:
+    """(dq, dk, dv); None where no backward of ours serves the call."""
+    chosen = choose_backward(tensors, options, FLASH).kernel
+    if chosen == FALLBACK:
         return None
+    with _ours():
+        rest = options.mask, scale, chosen, *of_features(tensors, options)
+        dq, dk, dv, *_ = BACKWARD(dout, None, *tensors[:3], out, lse, _WANTED, *rest)
     return dq, dk, dv
 
 

@@ -1,7 +1,7 @@
 """Our kernels in PyTorch's registry of FlashAttentions: what an activation changes and undoes, and what its operators return.
 
-Without a GPU the operators are called directly, on the CPU; that ``scaled_dot_product_attention`` reaches them is proved on a
-GPU, by the names of the kernels that run.
+The operators are called directly, on the CPU; that ``scaled_dot_product_attention`` reaches them is proved on a GPU
+(test_torch_sdpa_on_gpu.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
-from torch.nn.attention.varlen import varlen_attn
 
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
 from flashmoe_science.integrations import torch_sdpa
-from flashmoe_science.kernel import CannotServe
+from flashmoe_science.kernel import Config
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.front.backward.choose import choose_backward
+from flashmoe_science.ops.attention.front.backward.kernels import FLASH
+from flashmoe_science.ops.attention.front.backward.operator import OPERATOR
 
 KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 DENSE, PACKED, PACKED_OUT = torch_sdpa._DENSE, torch_sdpa._PACKED, torch_sdpa._PACKED_OUT
@@ -223,6 +229,15 @@ def held_to(gradients: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, .
         assert not got.requires_grad
 
 
+@pytest.fixture
+def by_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward of ours is chosen on the CPU too, where PyTorch's operators serve it."""
+    decision = Decision("ours", Config(), "", "modelled")
+    monkeypatch.setattr(torch_sdpa, "choose_backward", lambda *call: decision)
+    monkeypatch.setattr(torch_sdpa, "BACKWARD", lambda *given: OPERATOR(*given[:10], None, *given[11:]))
+
+
+@pytest.mark.usefixtures("by_our_operator")
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "sliced"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_dense_backward_is_of_what_the_dense_operator_returned(causal: bool, sliced: bool) -> None:
@@ -238,6 +253,7 @@ def test_the_dense_backward_is_of_what_the_dense_operator_returned(causal: bool,
     held_to(got, torch.autograd.grad(right, leaves, dout), *leaves)
 
 
+@pytest.mark.usefixtures("by_our_operator")
 @BANDS
 def test_the_packed_backward_is_of_each_sequence(causal: bool, window: tuple[int, int], band: Any) -> None:
     q, k, v = drawn(9, 4, 16)
@@ -250,30 +266,34 @@ def test_the_packed_backward_is_of_each_sequence(causal: bool, window: tuple[int
     held_to(got, torch.autograd.grad(one_by_one(*leaves, band), leaves, dout), *leaves)
 
 
-def test_a_backward_that_no_kernel_of_ours_takes_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_that_is_not_ours_is_pytorchs_own() -> None:
     asked: list[Any] = []
 
     def original(keys: Any, *args: Any, **options: Any) -> str:
         asked.append((args, options))
         return "theirs"
 
-    def refused(*args: Any) -> Any:
-        raise CannotServe("head_dim is 272")
-
     q = drawn(2, 4, 9, 16)[0]
     lse, none = q[..., 0], q.new_empty(0)
     dense = (q, q, q, q, q, lse, None, None, 9, 9, 0.5, True, none, none)
     packed = (*(q[0].transpose(0, 1),) * 5, lse[0], STARTS, STARTS, 5, 5, 0.5, True, none, none)
     windows = {"window_size_left": 2, "window_size_right": 0}
-    for dropout in (0.5, 0.0):
+    for dropout in (0.5, 0.0):  # without it PyTorch's operators serve tensors on the CPU
         for name, given, more in ((DENSE_BACKWARD, dense, {}), (PACKED_BACKWARD, packed, windows)):
             arguments = (*given[:10], dropout, *given[11:])
             assert made(name, original)(KEYS, *arguments, scale=0.3, **more) == "theirs"
             args, options = asked.pop()
             assert all(one is other for one, other in zip(args, arguments, strict=True))
             assert options == {"scale": 0.3, **more}
-        monkeypatch.setattr(torch_sdpa, "BACKWARD", refused)
-    assert not torch_sdpa._BUSY.now
+
+
+def test_flashattention_2_is_what_a_backward_of_ours_has_to_be_no_slower_than() -> None:
+    q = torch.empty(4, 16, 4096, 128, dtype=torch.bfloat16, device="meta")
+    tensors, plain = Tensors(q, q, q), Options()
+    with assume(gpu_named("h100")):
+        assert choose_backward(tensors, plain).kernel == "sdpa_bwd"  # cuDNN's
+        assert choose_backward(tensors, plain, FLASH).kernel == "bwd_gluon_sm90"
+        assert choose_backward(tensors, plain._replace(window_left=9), FLASH).kernel == "sdpa_bwd"
 
 
 def test_fake_tensors_are_pytorchs_own() -> None:
@@ -315,95 +335,3 @@ def test_within_a_call_of_ours_pytorchs_own_kernel_answers(monkeypatch: pytest.M
 def test_without_one_the_call_is_refused_in_words() -> None:
     with pytest.raises(NotImplementedError, match="'flashmoe' does not serve this call"):
         made(DENSE)(KEYS, *drawn(2, 4, 9, 16), 0.5)
-
-
-# On a GPU --------------------------------------------------------------------------------------------------------------------
-
-
-def kernels(function: Callable[[], Any]) -> str:
-    """The names of the kernels that a second call of ``function`` runs."""
-    function()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return " ".join(event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-
-
-THEIRS = ("cudnn", "pytorch_flash", "fmha")
-
-
-def is_ours(names: str) -> bool:
-    return bool(names) and not any(name in names for name in THEIRS)
-
-
-@pytest.fixture
-def on_gpu() -> list[torch.Tensor]:
-    return [one.cuda().bfloat16() for one in drawn(2, 8, 1024, 128)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_on_a_gpu_the_kernel_that_runs_is_ours_while_active(causal: bool, on_gpu: list[torch.Tensor]) -> None:
-    def call() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*on_gpu, is_causal=causal)
-
-    expected, before = call(), kernels(call)
-    assert not is_ours(before), before
-    with torch_sdpa.activated():
-        during = kernels(call)
-        assert is_ours(during), during
-        torch.testing.assert_close(call(), expected, rtol=0.02, atol=0.02)
-        compiled = torch.compile(call, fullgraph=True)
-        assert is_ours(kernels(compiled))
-        masked = kernels(lambda: F.scaled_dot_product_attention(*on_gpu, attn_mask=on_gpu[0].new_zeros(1024, 1024)))
-        assert not is_ours(masked), masked
-    assert kernels(call) == before
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_on_a_gpu_the_backward_that_runs_is_ours_while_active(causal: bool, on_gpu: list[torch.Tensor]) -> None:
-    leaves = [one.requires_grad_() for one in on_gpu]
-
-    def loss() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*leaves, is_causal=causal).square().sum()
-
-    def gradients(function: Callable[[], torch.Tensor] = loss) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(function(), leaves)
-
-    expected = gradients()
-    with torch_sdpa.activated():
-        names = kernels(gradients)
-        assert is_ours(names), names
-        got = gradients()
-        assert all(map(torch.equal, got, gradients()))
-        compiled = torch.compile(loss, fullgraph=True)
-        assert is_ours(kernels(lambda: gradients(compiled)))
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
-    dropped = drawn(2, 8, 64, 128)[0].cuda().bfloat16().requires_grad_()
-    with torch_sdpa.activated():
-        names = kernels(lambda: F.scaled_dot_product_attention(dropped, dropped, dropped, dropout_p=0.5).sum().backward())
-    assert not is_ours(names), names
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_varlen_attn_is_ours_while_active() -> None:
-    q, k, v = (one.cuda().bfloat16().requires_grad_() for one in drawn(1000, 8, 128))
-    starts = torch.tensor([0, 300, 1000], dtype=torch.int32, device="cuda")
-
-    def call() -> torch.Tensor:
-        out = varlen_attn(q, k, v, starts, starts, 700, 700, window_size=(-1, 0))
-        assert isinstance(out, torch.Tensor)
-        return out
-
-    expected = call()
-    with torch_sdpa.activated():
-        during = kernels(call)
-        assert is_ours(during), during
-        torch.testing.assert_close(call(), expected, rtol=0.02, atol=0.02)
-        assert is_ours(kernels(lambda: torch.autograd.grad(call().sum(), (q, k, v))))
-        got = torch.autograd.grad(call().square().sum(), (q, k, v))
-    for ours, theirs in zip(got, torch.autograd.grad(call().square().sum(), (q, k, v)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)

@@ -52,8 +52,11 @@ def check_gradients(tensors: Tensors, options: Options) -> None:
         raise ValueError(f"{name} requires gradients, and is not differentiable: pass {name}.detach()")
 
 
-def choose_backward(tensors: Tensors, options: Options) -> Decision:
+def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -> Decision:
     """The decision for a call that has been checked: FALLBACK where PyTorch's operators serve it, the forward too.
+
+    Args:
+        rival: which of PyTorch's serves then, that records have to have no faster.
 
     Raises:
         CannotServe: a kernel, or the same bits, were asked for by name, and nothing can serve the call so.
@@ -84,9 +87,9 @@ def choose_backward(tensors: Tensors, options: Options) -> Decision:
         return Decision(FALLBACK, Config(), "no record is of sizes that are not known yet", "modelled")
     try:
         problem = backward_problem_of(tensors, options)
-        key = (problem, gpu, kernel, asked)
+        key = (problem, gpu, kernel, asked, rival)
         if key not in DECISIONS:
-            DECISIONS[key] = _asked(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
+            DECISIONS[key] = _asked(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
         return DECISIONS[key]
     except (CannotServe, ProblemError) as error:
         if named or by_option:
@@ -103,15 +106,15 @@ def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, w
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
-def _by_record(problem: AttentionBackwardProblem, gpu: Device) -> Decision:
-    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
+def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
+    """The decision for one of ours where the nearest record, of like tiles, does not have the rival faster; else FALLBACK."""
     ours, table = operation(_OP).ours(), known_table()
     decision = select(problem, gpu, table, ours, FALLBACK)
     able = [one for one in ours if one.name == decision.kernel]
     entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
     if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
-    faster = next((one for one in entry.peers if one.kernel == FALLBACK), None)
+    faster = next((one for one in entry.peers if one.kernel == rival), None)
     if faster is None:
         return decision
     reason = f"{faster.ratio:.2f}x the speed of ours ({entry.kernel}) on {entry.problem} on {entry.gpu}"
