@@ -82,7 +82,16 @@ def test_random_problems_are_right_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("text", ["b2 h8 hk2 q1000 d128 bf16 causal", "b1 h4 q700 d256 fp16", "b3 h4 q600 d64 bf16 packed"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2 h8 hk2 q1000 d128 bf16 causal",
+        "b1 h4 q700 d256 fp16",
+        "b3 h4 q600 d64 bf16 packed",
+        "b3 h8 hk2 q600 d128 bf16 causal packed sinks",
+        "b2 h8 hk2 q900 d64 bf16 causal left100 softcap5",
+    ],
+)
 def test_bits_are_equal_a_hundred_times_on_a_gpu(text: str) -> None:
     problem, device = parse_problem(f"attnbwd {text}"), torch.device("cuda")
     made = CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(1))  # type: ignore[arg-type]  # of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.unit.ops.attention.backward import traps
+from tests.unit.ops.attention.front import trained
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
@@ -26,6 +27,12 @@ def test_what_others_got_wrong_is_right(trap: traps.Trap, monkeypatch: pytest.Mo
                 found[f"{kernel.name}: {case}"] = traps.complaints(inputs, traps.run(inputs, kernel))
     assert "bwd_triton" in served
     assert {case: reasons for case, reasons in found.items() if reasons} == {}
+
+
+@pytest.mark.gpu
+def test_alike_calls_have_launches_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained, "DEVICE", torch.device("cuda"))
+    assert {name: error for name, error in trained.again()["errors"].items() if error > 1e-4} == {}
 
 
 @pytest.mark.gpu

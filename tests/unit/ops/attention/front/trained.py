@@ -15,10 +15,12 @@ from flashmoe_science.hardware.probe import assume
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops import launch
 
+DEVICE = torch.device("cpu")
+
 
 def leaves() -> list[torch.Tensor]:
     generator, shapes = torch.Generator().manual_seed(1), ((2, 20, 4, 16), (2, 33, 2, 16), (2, 33, 2, 24))
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
 
 
 def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, deterministic: bool = True, **more: Any) -> torch.Tensor:
@@ -96,9 +98,9 @@ def again() -> dict[str, Any]:
     #2298, #2686)."""
     q, k, v = leaves()
     v = v[..., :16].detach().requires_grad_()
-    dense = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
-    apart = torch.empty(dense.numel() + 1)[1:].view(dense.shape).copy_(dense)
-    wide = torch.empty(*dense.shape[:3], 32)[..., :16].copy_(dense)
+    dense = torch.randn(q.shape, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    apart = dense.new_empty(dense.numel() + 1)[1:].view(dense.shape).copy_(dense)
+    wide = dense.new_empty(*dense.shape[:3], 32)[..., :16].copy_(dense)
     plain = {"causal": True, "softcap": 2.5}
     found = {}
     for name, changed, dout in (
