@@ -1,8 +1,8 @@
 """FlashAttention-3's module ``flash_attn_interface`` by this package: its names, arguments and results.
 
 For code that imports it, and for FlashAttention's own tests (hopper/test_flash_attn.py): put ``tools/`` on the path, whose
-``flash_attn_interface.py`` is this one. Inputs that require gradients are served by PyTorch's operators; with
-``FLASH_ATTENTION_DISABLE_BACKWARD=TRUE``, as those tests read it, gradients are off and our kernels serve.
+``flash_attn_interface.py`` is this one. With ``FLASH_ATTENTION_DISABLE_BACKWARD=TRUE``, as those tests read it, gradients are
+off and our kernels serve.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def flash_attn_func(
     """
     mask = mask_of(causal)
     check_flag(return_attn_probs, "return_attn_probs")
+    check_flag(deterministic, "deterministic")
     left, right = window_of(window_size, causal)
     check_dimensions((("q", q), ("k", k), ("v", v)), (_ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
@@ -85,8 +86,9 @@ def flash_attn_func(
     if num_splits == 1 and q.shape[1] > _FEW_QUERIES:
         num_splits = 0  # no kernel splits the keys of this many queries, and any may serve
     options = Options(
-        mask, return_attn_probs, None, left, right, checked_cap(softcap), num_splits, tokens_first=True, names=FLASH_NAMES
-    )
+        mask, return_attn_probs, None, left, right, checked_cap(softcap), num_splits, deterministic=deterministic,
+        tokens_first=True, names=FLASH_NAMES,
+    )  # fmt: skip
     tensors = Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), k_scale=k_descale, v_scale=v_descale)
     out, lse = attend(with_chunks(tensors, options, attention_chunk), options, softmax_scale)
     return out if lse is None else (out, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,28 @@ def test_explain_names_what_serves_the_backward(switch: bool, monkeypatch: pytes
         choose_training(kernel="sdpa", deterministic=True)
     with pytest.raises(CannotServe, match=r"kernel 'fa4' cannot serve this call: .* it is a peer's"):
         choose_training(kernel="fa4")
+
+
+@pytest.mark.parametrize("module", ["flashmoe_science", "flashmoe_science.integrations.flash_attn_interface"])
+def test_each_function_with_the_word_serves_by_a_backward_of_ours(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmoe_science.ops.attention.front import choose
+
+    monkeypatch.setattr(choose, "plan_call", lambda *given: (choose.Plan(decision_of(given[1]), lambda *rest: None), None))
+    functions = importlib.import_module(module)
+    (q,) = leaves((2, 64, 4, 64), dtype=torch.bfloat16)
+    qkv, rows, starts = q[:, :, None].expand(2, 64, 3, 4, 64), q.flatten(0, 1), torch.tensor([0, 64, 128], dtype=torch.int32)
+    calls = {
+        "flash_attn_func": (q, q, q),
+        "flash_attn_varlen_func": (rows, rows, rows, starts, starts, 64, 64),
+        "flash_attn_qkvpacked_func": (qkv,),
+        "flash_attn_kvpacked_func": (q, qkv[:, :, 1:]),
+        "flash_attn_varlen_qkvpacked_func": (qkv.flatten(0, 1), starts, 64),
+        "flash_attn_varlen_kvpacked_func": (rows, qkv[:, :, 1:].flatten(0, 1), starts, starts, 64, 64),
+    }
+    for name in [one for one in functions.__all__ if one in calls]:
+        with assume(H200):
+            reason = fm.explain(getattr(functions, name), *calls[name], deterministic=True, softmax_scale=0.3).reason
+        assert "deterministic is True" in reason, name
 
 
 def decision_of(options: Any) -> Any:
