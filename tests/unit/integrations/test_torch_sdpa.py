@@ -23,6 +23,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
     sdpa_kernel,
 )
+from torch.nn.attention.varlen import varlen_attn
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.hardware.gpus import gpu_named
@@ -264,6 +265,38 @@ def test_the_packed_backward_is_of_each_sequence(causal: bool, window: tuple[int
     dout = drawn(9, 4, 16)[1]
     got = made(PACKED_BACKWARD)(KEYS, dout, *leaves, out, lse, *rest, *random[:2], scale=0.3, **window_sizes)
     held_to(got, torch.autograd.grad(one_by_one(*leaves, band), leaves, dout), *leaves)
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """PyTorch's dispatcher finds our operators for tensors on the CPU, where it has none of its own."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    for name in MAKERS:
+        library.impl(name, made(name), "CPU", with_keyset=True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("by_our_operator", "on_cpu")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pytorchs_functions_train_through_both_operators(compiled: bool) -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        packed = varlen_attn(q, k, v, STARTS, STARTS, 5, 5, scale=0.3, window_size=(1, 0), enable_gqa=True)
+        assert isinstance(packed, torch.Tensor)
+        rows = [one.transpose(0, 1)[None] for one in (q, k, v)]
+        dense = torch.ops.aten._scaled_dot_product_flash_attention(*rows, 0.0, True, scale=0.3)[0]
+        return (packed + dense[0].transpose(0, 1)).sin().sum()
+
+    def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows = [one.transpose(0, 1)[None] for one in (q, k, v)]
+        dense = F.scaled_dot_product_attention(*rows, is_causal=True, scale=0.3, enable_gqa=True)
+        return (one_by_one(q, k, v, lambda ones: ones.tril() & ones.triu(-1)) + dense[0].transpose(0, 1)).sin().sum()
+
+    q, k, v = drawn(9, 4, 16)
+    leaves = [q.requires_grad_(), k[:, :2].contiguous().requires_grad_(), v[:, :2].contiguous().requires_grad_()]
+    function = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    for got, expected in zip(*(torch.autograd.grad(one(*leaves), leaves) for one in (function, right)), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_a_backward_that_is_not_ours_is_pytorchs_own() -> None:
