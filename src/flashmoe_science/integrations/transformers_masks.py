@@ -58,6 +58,7 @@ class Visible:
     left, right: how many keys before and after its own a query sees; None for no limit.
     first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all
         are; with ``first`` alone None all from 0. Where a query's place matters, ``end`` is the length.
+    padded: behind the valid keys is padding, which its own queries alone see.
     sequences: packed in the rows, each sees itself alone; ``causal``, ``left`` and ``right`` are of places in them. None: each
         row is one.
     """
@@ -68,6 +69,7 @@ class Visible:
     right: int | None = None
     first: torch.Tensor | None = None
     end: torch.Tensor | None = None
+    padded: bool = False
     sequences: Packed | None = None
 
 
@@ -137,7 +139,7 @@ def make_mask(**arguments: Any) -> torch.Tensor | None:
     if visible is None:
         return sdpa_mask(**arguments)  # type: ignore[no-any-return]
     batch, queries, keys = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
-    whole = all(one is None for one in (visible.left, visible.right, visible.end, visible.sequences))
+    whole = all(one is None for one in (visible.left, visible.right, visible.end, visible.sequences)) and not visible.padded
     if whole and visible.length == keys:
         if visible.causal and arguments.get("allow_is_causal_skip", True) and queries in (1, keys):
             return None
@@ -240,7 +242,7 @@ def _closed_over(function: Any, maker: Any, name: str) -> object:
 
 def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:
     """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are not one interval, or end before a
-    causal mask does, as with padding to the right."""
+    window does that is not causal. What queries of padding see is left open."""
     valid = padding[:, offset : offset + visible.length].bool()
     if valid.shape[0] != batch:
         return None
@@ -254,8 +256,10 @@ def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) ->
     aligned = visible.causal or visible.left is not None or visible.right is not None
     flags = [(begins.sum(1) <= 1).all(), (valid[:, -1] | (count == 0)).all(), (valid[:, 0] | (count == 0)).all()]
     one_interval, to_the_end, from_the_start = torch.stack(flags).tolist()
-    if not one_interval or (aligned and not to_the_end):
+    if not one_interval or (aligned and not (visible.causal or to_the_end)):
         return None
+    if visible.causal and from_the_start:
+        return replace(visible, padded=True)
     first = begins.int().argmax(1)
     if aligned:
         first, end = torch.where(count > 0, first, visible.length), torch.full_like(count, visible.length)

@@ -141,7 +141,7 @@ def test_padding_as_packed_sequences_gives_the_logits_of_eager(family: str, pack
     assert packed[0].cache_seqlens.tolist() == [0, 7, 0, 11]
 
 
-@pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("padding", [None, PADDED, PADDED.flip(1)], ids=["whole", "left-padded", "right-padded"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_are_those_of_eager_in_fp32(family: str, padding: torch.Tensor | None, masks: list[Any]) -> None:
     got = logits(model_of(family, "fms"), padding)

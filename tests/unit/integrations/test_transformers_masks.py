@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import masking_utils as hf
@@ -111,14 +112,25 @@ def test_the_structure_is_that_of_the_matrix_that_transformers_makes(arguments: 
     if mask is None:  # is_causal says all
         assert hf.sdpa_mask(**arguments) is None or torch.equal(expected, matrix_by_flag(arguments))
     elif isinstance(mask, StructuredMask):
-        assert torch.equal(matrix_of(mask.visible, *mask.shape[2:]), expected)
+        valid = valid_queries(arguments, mask.visible)
+        assert torch.equal(matrix_of(mask.visible, *mask.shape[2:])[valid], expected[valid])
         assert torch.equal(mask & True, expected)
         packed = mask.packed()
         assert (packed is None) == (mask.visible.end is None)
-        assert packed is None or torch.equal(matrix_of_packed(packed, mask), expected)
+        assert packed is None or torch.equal(matrix_of_packed(packed, mask)[valid], expected[valid])
         assert mask.shape == expected.shape
     else:
         assert torch.equal(mask, expected)
+
+
+def valid_queries(arguments: dict[str, Any], visible: Visible) -> torch.Tensor:
+    """bool [2, 1, queries]: all but the queries of padding that ends a causal mask, which may see what they will."""
+    queries, padding = arguments["q_length"], arguments["attention_mask"]
+    if padding is None or not visible.causal:
+        return torch.ones(2, 1, queries, dtype=torch.bool)
+    padding = F.pad(padding[:, arguments["kv_offset"] :], (0, visible.length))[:, : visible.length]
+    behind = padding.flip(1).cummax(1).values.flip(1)  # a valid key is there or behind
+    return behind[:, None, -queries:]
 
 
 def matrix_of_packed(packed: Packed, mask: StructuredMask) -> torch.Tensor:
@@ -160,6 +172,7 @@ LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
         (described("causal", 2, 5, past=3), Visible(5, True)),  # more than one token after some
         (described("causal", 5, 9), Visible(5, True)),  # a static cache's first pass
         (described("window", 1, 3, past=9, skipped=7), None),  # all that a full sliding cache holds
+        (described("causal", 5, 5, attention_mask=LEFT.flip(1)), Visible(5, True, padded=True)),
     ],
 )  # fmt: skip
 def test_what_is_found(arguments: dict[str, Any], found: Visible | None) -> None:
@@ -186,7 +199,7 @@ def test_padding_to_the_right_of_an_encoder_is_its_lengths() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        described("causal", 5, 5, attention_mask=LEFT.flip(1)),  # to the right, where a causal mask ends in the last query
+        described("two-sided", 5, 5, window=2, attention_mask=LEFT.flip(1)),  # the window of the last query begins at its place
         described("causal", 5, 5, attention_mask=torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()),
         {
             **described("causal", 5, 5),
