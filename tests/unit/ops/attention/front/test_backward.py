@@ -229,12 +229,29 @@ def test_the_nearest_record_of_like_tiles_says_which_backward_serves(
     table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, peers),))
     monkeypatch.setattr(choose, "known_table", lambda: table)
     monkeypatch.setattr(choose, "DECISIONS", {})
-    choose._recorded.cache_clear()
     q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
     with assume(H200):
         decision = choose_backward(Tensors(q, q, q), Options())
-    choose._recorded.cache_clear()
     assert (decision.kernel, words in decision.reason) == (kernel, True)
+
+
+@pytest.mark.parametrize("table", [Table(()), None], ids=["no records", "records"])
+def test_what_pytorch_has_not_fused_is_served_by_ours(table: Table | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators would hold all scores in fp32."""
+    if table is not None:
+        monkeypatch.setattr(choose, "known_table", lambda: table)
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q, lengths = torch.empty(2, 16, 900, 96, dtype=torch.bfloat16), torch.tensor([0, 400, 900], dtype=torch.int32)
+    packed = Tensors(*(q[0].transpose(0, 1).contiguous().transpose(0, 1)[None],) * 3)._replace(
+        cu_seqlens_q=lengths, cu_seqlens_k=lengths
+    )
+    bias = torch.empty(2, 16, 900, 900, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), Options(window_left=99)).kernel == "bwd_triton"
+        assert "soft cap" in choose_backward(Tensors(q, q, q), Options(softcap=3.0)).reason
+        assert choose_backward(packed, Options(max_seqlen_q=500, max_seqlen_k=500)).kernel == "bwd_triton"
+        assert choose_backward(Tensors(q, q, q, bias=bias), Options()).kernel == "sdpa_bwd"
+        assert choose_backward(Tensors(q, q, q), Options(window_left=99), "sdpa_bwd_flash").kernel == "sdpa_bwd"
 
 
 def test_of_sizes_that_are_not_known_yet_the_portable_kernel_is_asked() -> None:

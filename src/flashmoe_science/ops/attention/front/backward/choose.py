@@ -1,14 +1,14 @@
 """Which backward serves a call whose inputs require gradients, and why.
 
-PyTorch's operators serve the forward and the backward while no record says that a backward of ours is faster on the GPU. Ours
-serve where they are asked for: by a kernel's name, by ``deterministic``, by PyTorch's switch for deterministic algorithms.
+PyTorch's operators serve the forward and the backward while no record says that a backward of ours is as fast on the GPU, but
+for what they hold all scores of: windows, packed sequences and the like. Ours serve where they are asked for: by a kernel's
+name, by ``deterministic``, by PyTorch's switch for deterministic algorithms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
 
 import torch
 
@@ -22,12 +22,14 @@ from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequen
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.private import function_transform
 from flashmoe_science.problem import ProblemError
 
 GRADIENTS = "an input requires gradients"
 _OP = AttentionBackwardProblem.op
+_FUSED = ("boolmask", "bias")  # features that a fused backward of PyTorch serves
 _NO_RECORD = "no record has a backward of ours faster than PyTorch's"
 DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
@@ -75,8 +77,6 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
     by_option = "deterministic is True" if options.deterministic else ""
     switch = "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
     asked = named or by_option or switch
-    if not (asked or _recorded()):
-        return Decision(FALLBACK, Config(), _NO_RECORD, "modelled")
     if function_transform() is not None:
         if named or by_option:
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
@@ -107,24 +107,23 @@ def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, w
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
-    """The decision for one of ours where the nearest record, of like tiles, does not have the rival faster; else FALLBACK."""
+    """The decision for one of ours where the nearest record, of like tiles, does not have the rival faster, and without one
+    where PyTorch's operators hold all scores in fp32; else FALLBACK."""
     ours, table = operation(_OP).ours(), known_table()
     decision = select(problem, gpu, table, ours, FALLBACK)
     able = [one for one in ours if one.name == decision.kernel]
     entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
     if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
+        unfused = unsupported(problem.features, _FUSED, "what PyTorch has fused")
+        # On other GPUs the tests of ours have not been run.
+        if unfused is not None and rival == FALLBACK and gpu is not None and gpu.arch == "sm_90":
+            return replace(decision, reason=f"{unfused}; {decision.reason}")
         return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
     faster = next((one for one in entry.peers if one.kernel == rival), None)
     if faster is None:
         return decision
     reason = f"{faster.ratio:.2f}x the speed of ours ({entry.kernel}) on {entry.problem} on {entry.gpu}"
     return Decision(FALLBACK, Config(), reason, decision.basis, entry.run, decision.others)
-
-
-@cache
-def _recorded() -> bool:
-    """Whether there is any record of a backward."""
-    return any(entry.problem.op == _OP for entry in known_table().entries)
 
 
 def _requested(options: Options) -> tuple[str | None, str]:
