@@ -1,0 +1,189 @@
+"""Exact attention of a sequence that is cut over ranks: keys and values are fetched, and each chunk of queries is one call.
+
+A chunk of queries needs the keys up to its own last one, of a window those near it. They are fetched in the order of the whole
+sequence, so that nothing is merged and nothing is rounded once more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
+from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
+from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
+from flashmoe_science.ops.attention.front.lengths import CHECK
+from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.parallel.exchange import fetch
+from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
+
+_NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
+
+
+def context_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: object,
+    layout: str = "head_tail",
+    seqlen: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the whole sequence. Every rank of the group calls it, with the same options.
+
+    The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence but for rounding: a chunk may
+    be served by other tiles than the whole. Equal calls give equal bits; their gradients do where those of the ordinary call do.
+    Keys and values that were fetched are kept for the backward; under torch.utils.checkpoint they are fetched again.
+
+    Args:
+        q, k, v: this rank's tokens, as ``shard`` gives them: [batch, tokens, heads, head_dim], or with ``cu_seqlens`` [tokens,
+            heads, head_dim]. k and v may have fewer heads, v another head_dim. Rotary embeddings come before, at ``positions``.
+        group: a ProcessGroup or a 1-D DeviceMesh.
+        layout: how the sequence is cut: "head_tail", which gives ranks equal work under a causal mask, or "contiguous".
+        seqlen: tokens of the whole sequence; None where all chunks have as many. No padding is needed.
+        softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. Of a window only the keys near it are fetched.
+        s_aux: [heads], a learned sink, the same on every rank. Its gradient is that of this rank's queries; like those of other
+            parameters it is to be added up over the ranks.
+        cu_seqlens: int32 [documents + 1], where each packed document begins in the whole sequence, and its length.
+        max_seqlen: no document is longer; by default ``seqlen``.
+        deterministic: the gradients have equal bits in equal calls, or the call is refused, as of ``flash_attn_func``.
+
+    Returns:
+        out in the shape of q with the width of v.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for what does not come.
+    """
+    packed = cu_seqlens is not None
+    dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
+    check_dimensions((("q", q), ("k", k), ("v", v)), (dimensions,) * 3)
+    left, right = window_of(window_size, causal)
+    check_flag(deterministic, "deterministic")
+    options = Options(
+        mask_of(causal), window_left=left, window_right=right, softcap=checked_cap(softcap), num_splits=int(packed),
+        deterministic=deterministic, tokens_first=True, names=_NAMES,
+    )  # fmt: skip
+    check_table(cu_seqlens, "cu_seqlens", (None,), q)
+    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen)
+    cut = _agreed_cut(q, k, v, call, group, layout, seqlen)
+    keys = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
+    of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, keys)
+    own = zip(cut.own(), keys[cut.group.rank()], q.split(cut.sizes(), -3), of_k, of_v, strict=True)
+    return torch.cat([_attend(*one, call) for one in own], -3)
+
+
+class _Call(NamedTuple):
+    """What is the same for every chunk of a call."""
+
+    options: Options
+    softmax_scale: float | None
+    sinks: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int | None
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, heads, head_dim] as [tokens, batch, heads, head_dim], and back; packed tokens as they are."""
+    return x.transpose(0, 1) if x.dim() == 4 else x
+
+
+def _keys(chunk: range, seqlen: int, options: Options) -> range:
+    """The keys that a chunk of queries needs."""
+    left, right = options.window_left, 0 if options.mask == "causal" else options.window_right
+    first = 0 if left is None else max(0, chunk.start - left)
+    return range(first, seqlen if right is None else min(seqlen, chunk.stop + right))
+
+
+def _attend(chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
+    """The attention of a chunk of queries to its keys, tokens first."""
+    options, starts = call.options, call.cu_seqlens
+    windowed = options.window_left is not None or options.window_right is not None
+    # A window counts from the last key: queries are added up to there, and their results dropped.
+    behind = keys.stop - chunk.stop if windowed else 0
+    q = F.pad(q, (0, 0, 0, 0, 0, behind)) if behind else q
+    if starts is None:
+        tensors = Tensors(q.transpose(1, 2), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), sinks=call.sinks)
+    else:
+        # A document's keys end with its queries of this chunk. Documents of other chunks have no queries.
+        starts_q = starts.clamp(chunk.start, chunk.stop + behind) - chunk.start
+        starts_k = starts.clamp(keys.start, keys.stop) - keys.start
+        tensors = Tensors(packed_view(q), packed_view(k), packed_view(v), starts_q, starts_k, sinks=call.sinks)
+        most = k.shape[0] if call.max_seqlen is None else call.max_seqlen
+        options = options._replace(max_seqlen_q=min(most, q.shape[0]), max_seqlen_k=min(most, k.shape[0]))
+    out = attend(tensors, options, call.softmax_scale)[0]
+    return out.narrow(-3, 0, len(chunk)) if behind else out
+
+
+def _agreed_cut(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, group: object, layout: str, seqlen: int | None
+) -> Cut:
+    """The cut of the sequence. On the CPU and with FLASHMOE_CHECK=1 ranks compare their arguments.
+
+    Raises:
+        TypeError, ValueError: shards that are not of the sequence; where ranks compare, also what another rank refuses.
+    """
+    ranks, refused = process_group(group), None
+    checked = CHECK or q.device.type == "cpu"
+    try:
+        cut = cut_of_shard(q.shape[-3], seqlen, ranks, layout)
+        _check_shards(q, k, v, call, cut, checked)
+    except (TypeError, ValueError) as error:
+        refused = error
+    if checked:
+        _compare(ranks, _facts(q, k, v, call, layout, seqlen), refused)
+    if refused is not None:
+        raise refused
+    return cut
+
+
+def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, checked: bool) -> None:
+    for name, one in (("k", k), ("v", v)):
+        if one.shape[:-2] != q.shape[:-2]:
+            raise ValueError(f"{name} has shape {tuple(one.shape)} and q {tuple(q.shape)}; they must have the same tokens")
+    if call.max_seqlen is not None:
+        check_count(call.max_seqlen, "max_seqlen", 0)
+    if checked and call.cu_seqlens is not None and (last := int(call.cu_seqlens[-1])) != cut.seqlen:
+        raise ValueError(f"cu_seqlens ends at {last}; it must be of the whole sequence and end at {cut.seqlen}")
+
+
+def _facts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, layout: str, seqlen: int | None
+) -> dict[str, object]:
+    """What must be the same on every rank, by name: else messages do not fit, or ranks compute different things."""
+    facts: dict[str, object] = {"layout": layout, "seqlen": seqlen}
+    if seqlen is None:
+        facts["the number of tokens of a shard without seqlen"] = q.shape[-3]
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        facts[f"{name}.dtype"] = str(one.dtype)
+        facts[f"the shape of {name} but for its tokens"] = (*one.shape[:-3], *one.shape[-2:])
+        facts[f"{name}.requires_grad"] = one.requires_grad
+    names = ("mask", "window_left", "window_right", "softcap", "deterministic")
+    facts.update({name: getattr(call.options, name) for name in names})
+    facts["softmax_scale"] = call.softmax_scale
+    facts["cu_seqlens"] = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
+    return facts
+
+
+def _compare(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None) -> None:
+    """Raise ValueError where another rank refuses its arguments, or has others."""
+    everyone: list[tuple[dict[str, object], str]] = [(facts, "")] * group.size()
+    dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
+    for rank, (theirs, refusal) in enumerate(everyone):
+        if refusal and refused is None:
+            raise ValueError(f"rank {rank} of the group refuses the call: {refusal}")
+        for name, value in theirs.items():
+            if refused is None and value != everyone[0][0].get(name):
+                given = f"{name} is {value} on rank {rank} of the group and {everyone[0][0].get(name)} on rank 0"
+                raise ValueError(f"{given}; it must be the same on every rank")

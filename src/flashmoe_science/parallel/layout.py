@@ -1,0 +1,128 @@
+"""How a sequence is cut over the ranks of a group: into chunks, of which a rank has one or two."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashmoe_science.ops.attention.call.checks import check_count
+
+Layout = Literal["head_tail", "contiguous"]
+
+
+class Cut(NamedTuple):
+    """A sequence over the ranks of a group: the tokens of each rank's chunks, in the order in which its shard holds them."""
+
+    group: dist.ProcessGroup
+    seqlen: int
+    chunks: list[list[range]]
+
+    def own(self) -> list[range]:
+        return self.chunks[self.group.rank()]
+
+    def sizes(self) -> list[int]:
+        """How many tokens each chunk of this rank has."""
+        return [len(chunk) for chunk in self.own()]
+
+
+def cut(seqlen: int, group: object, layout: str) -> Cut:
+    """The cut of ``seqlen`` tokens. Of M chunks, chunk i has the tokens from i * seqlen // M to (i + 1) * seqlen // M.
+
+    Args:
+        layout: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
+            "contiguous": N chunks.
+
+    Raises:
+        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks.
+    """
+    ranks = process_group(group)
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
+    count = ranks.size() * (2 if layout == "head_tail" else 1)
+    check_count(seqlen, "seqlen", 0)
+    if seqlen < count:
+        raise ValueError(f"seqlen is {seqlen}; {layout!r} cuts it into {count} chunks, each of at least one token")
+    chunks = [range(i * seqlen // count, (i + 1) * seqlen // count) for i in range(count)]
+    if layout == "contiguous":
+        return Cut(ranks, seqlen, [[chunk] for chunk in chunks])
+    return Cut(ranks, seqlen, [[chunks[rank], chunks[-1 - rank]] for rank in range(ranks.size())])
+
+
+def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) -> Cut:
+    """The cut of the sequence of which this rank's shard has ``tokens``.
+
+    Args:
+        seqlen: of the whole sequence; None where all chunks have as many tokens.
+
+    Raises:
+        TypeError, ValueError: as ``cut``, or a shard that this rank cannot have.
+    """
+    ranks = process_group(group)
+    found = cut(tokens * ranks.size() if seqlen is None else seqlen, ranks, layout)
+    if seqlen is None and len({len(chunk) for chunks in found.chunks for chunk in chunks}) > 1:
+        raise ValueError(
+            f"a shard has {tokens} tokens, which its {len(found.own())} chunks do not divide; seqlen must be given"
+        )
+    if tokens != sum(found.sizes()):
+        held = (
+            f"of seqlen {seqlen} in the layout {layout!r} rank {ranks.rank()} of {ranks.size()} must have {sum(found.sizes())}"
+        )
+        raise ValueError(f"a shard has {tokens} tokens; {held}")
+    return found
+
+
+def process_group(group: object) -> dist.ProcessGroup:
+    """The group, of a 1-D DeviceMesh its own.
+
+    Raises:
+        TypeError: neither, or a group that this rank is not in.
+        ValueError: a mesh of more dimensions.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it must have 1, as mesh['context'] has")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group is {group!r}; it must be a ProcessGroup that this rank is in, or a 1-D DeviceMesh")
+    return group
+
+
+def shard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail") -> torch.Tensor:
+    """This rank's tokens of ``x``, which holds the whole sequence in dimension ``dim``; never padding. Differentiable.
+
+    Args:
+        group: a ProcessGroup or a 1-D DeviceMesh.
+        layout: "head_tail": of 2N chunks rank r has r and 2N - 1 - r; "contiguous": one chunk a rank.
+
+    Raises:
+        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks.
+    """
+    chunks = cut(x.shape[dim], group, layout).own()
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+
+
+def positions(
+    seqlen: int,
+    group: object,
+    layout: str = "head_tail",
+    *,
+    cu_seqlens: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """The positions of this rank's tokens, int64, for a rotary embedding of its shard.
+
+    Args:
+        seqlen, group, layout: as of ``shard``.
+        cu_seqlens: of packed documents of the whole sequence, in which positions then begin at 0.
+        device: by default that of ``cu_seqlens``.
+
+    Raises:
+        TypeError, ValueError: as ``shard``.
+    """
+    own = shard(torch.arange(seqlen, device=device if cu_seqlens is None else cu_seqlens.device), 0, group, layout)
+    if cu_seqlens is not None:
+        own = own - cu_seqlens[torch.searchsorted(cu_seqlens, own, right=True) - 1]
+    return own
