@@ -42,9 +42,10 @@ def context_attention(
 ) -> torch.Tensor:
     """Attention of this rank's queries to the whole sequence. Every rank of the group calls it, with the same options.
 
-    The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence but for rounding: a chunk may
-    be served by other tiles than the whole. Equal calls give equal bits; their gradients do where those of the ordinary call do.
-    Keys and values that were fetched are kept for the backward; under torch.utils.checkpoint they are fetched again.
+    The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence but for rounding: a chunk
+    may be served by other tiles than the whole. Equal calls give equal bits; gradients do where those of the ordinary call do.
+    What was fetched is kept for the backward; under torch.utils.checkpoint it is fetched again. torch.compile cannot trace it:
+    a compiled model calls it from a function under torch.compiler.disable.
 
     Args:
         q, k, v: this rank's tokens, as ``shard`` gives them: [batch, tokens, heads, head_dim], or with ``cu_seqlens`` [tokens,
@@ -64,7 +65,7 @@ def context_attention(
 
     Raises:
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
-            call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for what does not come.
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for ever.
     """
     packed = cu_seqlens is not None
     dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
