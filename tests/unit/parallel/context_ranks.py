@@ -143,7 +143,9 @@ def check_positions(group: dist.ProcessGroup) -> list[str]:
             (context_attention(own_q, own_k, shard(v, 1, group), group=group, seqlen=37, causal=True) - right).abs().max()
         )
 
-    own = positions(37, group)
+    own, count = positions(37, group), group.size()
+    head_tail = [2 * group.rank(), 2 * group.rank() + 1, 4 * count - 2 * group.rank() - 2, 4 * count - 2 * group.rank() - 1]
+    assert positions(4 * count, group).tolist() == head_tail
     wrong = [] if error(own) < 1e-13 else ["positions are wrong"]
     wrong += [] if error(torch.arange(len(own))) > 1e-3 else ["positions that are not permuted are not noticed"]
     starts = torch.tensor([0, 5, 5, 30, 37], dtype=torch.int32)
@@ -180,7 +182,12 @@ def check_unshard(group: dist.ProcessGroup) -> list[str]:
     back = unshard(shard(x, 1, group), 1, group, seqlen=37)
     (gradient,) = torch.autograd.grad(back, x, x.detach())
     sums = unshard(shard(gradient, 1, group), 1, group, seqlen=37)
-    return [] if torch.equal(back, x) and torch.equal(sums, group.size() * x) else ["unshard is no inverse of shard"]
+    wrong = [] if torch.equal(back, x) and torch.equal(sums, group.size() * x) else ["unshard is no inverse of shard"]
+    # A sum in bf16 would stay at 1.
+    parts = torch.tensor([1.0] + [2.0**-8] * (group.size() - 1))
+    own = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+    (unshard(own, 0, group).sum() * parts[group.rank()]).backward()
+    return wrong if torch.equal(own.grad, parts.sum().bfloat16().expand(2)) else [*wrong, "gradients are not added up in fp32"]
 
 
 def check_checkpoint(group: dist.ProcessGroup) -> list[str]:
