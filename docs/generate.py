@@ -25,7 +25,7 @@ from numbers_from_records import NO_RECORDS, Numbers
 from picture import picture
 
 import flashmoe_science
-from flashmoe_science import proof
+from flashmoe_science import parallel, proof
 from flashmoe_science.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,8 @@ def api_page() -> str:
     """Signature and docstring of every public name."""
     parts = ["# The Python interface\n\n`from flashmoe_science import ...`\n"]
     public = {name: getattr(flashmoe_science, name) for name in sorted(flashmoe_science.__all__, key=str.lower)}
-    for name, value in {**public, "proof.check": proof.check, "proof.prove": proof.prove}.items():
+    others = {f"parallel.{name}": getattr(parallel, name) for name in parallel.__all__}
+    for name, value in {**public, **others, "proof.check": proof.check, "proof.prove": proof.prove}.items():
         if not callable(value):
             continue
         kind = "class " if inspect.isclass(value) else ""
