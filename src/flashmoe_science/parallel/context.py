@@ -38,14 +38,14 @@ def context_attention(
     s_aux: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Attention of this rank's queries to the whole sequence. Every rank of the group calls it, with the same options.
 
     The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence but for rounding: a chunk
-    may be served by other tiles than the whole. Equal calls give equal bits; gradients do where those of the ordinary call do.
-    What was fetched is kept for the backward; under torch.utils.checkpoint it is fetched again. torch.compile cannot trace it:
-    a compiled model calls it from a function under torch.compiler.disable.
+    may be served by other tiles than the whole. Equal calls give equal bits. What was fetched is kept for the
+    backward; under torch.utils.checkpoint it is fetched again. torch.compile cannot trace it: a compiled model calls it from
+    a function under torch.compiler.disable.
 
     Args:
         q, k, v: this rank's tokens, as ``shard`` gives them: [batch, tokens, heads, head_dim], or with ``cu_seqlens`` [tokens,
@@ -58,7 +58,8 @@ def context_attention(
             parameters it is to be added up over the ranks.
         cu_seqlens: int32 [documents + 1], where each packed document begins in the whole sequence, and its length.
         max_seqlen: no document is longer; by default ``seqlen``.
-        deterministic: the gradients have equal bits in equal calls, or the call is refused, as of ``flash_attn_func``.
+        deterministic: the gradients too have equal bits in equal calls, on a GPU by a backward of ours, or the call is refused.
+            With False PyTorch's may serve them, on a GPU with a mask of a chunk's queries by its keys.
 
     Returns:
         out in the shape of q with the width of v.
@@ -74,7 +75,8 @@ def context_attention(
     check_flag(deterministic, "deterministic")
     options = Options(
         mask_of(causal), window_left=left, window_right=right, softcap=checked_cap(softcap), num_splits=int(packed),
-        deterministic=deterministic, tokens_first=True, names=_NAMES,
+        deterministic=deterministic and q.device.type != "cpu",  # PyTorch's operators on the CPU always are
+        tokens_first=True, names=_NAMES,
     )  # fmt: skip
     check_table(cu_seqlens, "cu_seqlens", (None,), q)
     call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen)
