@@ -60,7 +60,7 @@ def main() -> None:
     whole.square().mean().backward()
     right = [shard(whole.detach(), 1, group), *(parameter.grad for parameter in layer.parameters())]
     for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-4 * other.abs().max().item())
     print(f"rank {rank} of {ranks} on {device}: {out.shape[1]} of {SEQLEN} tokens, output and gradients as of the whole")
     dist.destroy_process_group()
 
