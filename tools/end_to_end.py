@@ -219,7 +219,18 @@ class Decoder:
         rotation: Tensor,
     ) -> Tensor:
         """Logits of the last token, [batch, vocabulary]. ``rotation`` is [batch or 1, length, head_dim]."""
-        size, states = self.size, F.embedding(tokens, self.embedding)
+        states = self.through(F.embedding(tokens, self.embedding), attend, experts, rotation)
+        return F.linear(F.rms_norm(states[:, -1], (self.size.width,)), self.head)
+
+    def through(
+        self,
+        states: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        experts: Experts | None,
+        rotation: Tensor,
+    ) -> Tensor:
+        """The states [batch, length, width] behind all layers."""
+        size = self.size
         counts = (size.heads, size.heads_kv, size.heads_kv)
         for index, layer in enumerate(self.layers):
             both = F.linear(F.rms_norm(states, (size.width,)), layer["qkv"]).unflatten(-1, (sum(counts), size.head_dim))
@@ -227,7 +238,7 @@ class Decoder:
             out = attend(index, self._rotated(q, rotation), self._rotated(k, rotation), v)
             states = states + F.linear(out.flatten(2), layer["out"])
             states = states + self._mlp(F.rms_norm(states, (size.width,)), layer, experts)
-        return F.linear(F.rms_norm(states[:, -1], (size.width,)), self.head)
+        return states
 
 
 class Work(Protocol):

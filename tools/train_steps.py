@@ -1,0 +1,191 @@
+"""Time training steps of a stack of layers of random weights, attention or experts by ours and by others: tokens per second.
+
+    python tools/train_steps.py --out FILE [--size 8b|qwen3-30b|tiny|tiny-moe] [--layers 4] [--batch 1] [--length 8192]
+
+The layers are those of tools/end_to_end.py in bf16. Of Llama 3 8B attention differs: PyTorch's, ours as records choose, ours
+with equal bits, FlashAttention-4; of Qwen3-30B-A3B the experts. A step is a forward of random states, the mean square of what
+comes out, a backward, and AdamW, whose moments have the dtype of the weights. The gradients of each way are compared with the
+first's before any step is taken. Samples alternate between ways, forth and back.
+
+Of a step 6 operations a weight and token are counted, 3 for each expert's share of tokens, and 6 a score and head dimension of
+causal attention (PaLM, appendix B, halved); MFU is their rate by the GPU's dense peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from end_to_end import SIZES, Decoder, Sdpa, Size, Way, seconds, ways
+from record import write_record
+
+import flashmoe_science as fms
+from flashmoe_science.hardware.probe import current_gpu
+
+Tensor = torch.Tensor
+
+
+class Ours:
+    def __init__(self, deterministic: bool) -> None:
+        self.deterministic = deterministic
+        self.name = "fms-deterministic" if deterministic else "fms"
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = fms.flash_attn_func(q, k, v, causal=True, deterministic=self.deterministic)
+        assert isinstance(out, Tensor)
+        return out
+
+
+class FlashAttention4:
+    name = "fa4"
+
+    def __init__(self) -> None:
+        from flash_attn.cute import flash_attn_func
+
+        self.call = flash_attn_func
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = self.call(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+
+def trained_by(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
+    """The ways that can run, the reference first; and the reasons why others cannot."""
+    if size.experts:
+        found, absent = ways(size, device)
+        return [one for one in found if one.name != "batched_mm"], absent
+    found, absent = [Way("sdpa", Sdpa(False)), *(Way(one.name, one) for one in (Ours(False), Ours(True)))], {}  # type: ignore[arg-type]
+    try:
+        if device != "cuda":
+            raise ImportError("it needs a GPU")
+        found.append(Way("fa4", FlashAttention4()))  # type: ignore[arg-type]  # it takes no step of decoding
+    except ImportError as error:
+        absent["fa4"] = str(error)
+    return found, absent
+
+
+class Training:
+    """A stack of layers, its optimizer and its input."""
+
+    def __init__(self, size: Size, batch: int, length: int, device: str, dtype: torch.dtype) -> None:
+        self.model = Decoder(replace(size, vocabulary=1), device, dtype, length)
+        self.weights = [one.requires_grad_() for layer in self.model.layers for one in layer.values()]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=device == "cuda")
+        self.input = torch.randn(batch, length, size.width, device=device, dtype=dtype)
+        shared = sum(one.numel() * (size.top_k / size.experts if one.dim() == 3 else 1) for one in self.weights)
+        of_scores = 6 * size.layers * size.heads * size.head_dim * length
+        self.tokens = batch * length
+        self.flops = self.tokens * (6 * shared + of_scores)
+
+    def gradients(self, way: Way) -> list[Tensor]:
+        """Of all weights, which they are left with."""
+        self.optimizer.zero_grad()
+        attend = lambda _, q, k, v: way.attention.prefill(q, k, v)  # noqa: E731
+        out = self.model.through(self.input, attend, way.experts, self.model.rotation[None])
+        out.float().square().mean().backward()
+        return [one.grad for one in self.weights if one.grad is not None]
+
+    def step(self, way: Way) -> None:
+        self.gradients(way)
+        self.optimizer.step()
+
+
+@dataclass
+class Row:
+    """``seconds`` is the median of ``samples``, each the seconds of a step; ``error`` the RMS of all gradients' difference from
+    the first way's, relative to those."""
+
+    way: str
+    seconds: float | None = None
+    samples: list[float] | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    failed: str | None = None
+
+
+def compared(training: Training, found: list[Way]) -> list[Row]:
+    """A row a way, with its gradients' error; one that fails says why."""
+    rows, reference = [], None
+    for way in found:
+        row = Row(way.name)
+        try:
+            gradients = [one.double().cpu() for one in training.gradients(way)]
+            reference = gradients if reference is None else reference
+            pairs = list(zip(gradients, reference, strict=True))
+            off, size = (sum(one.square().sum().item() for one in many) for many in ([a - b for a, b in pairs], reference))
+            row.error = (off / size) ** 0.5
+        except Exception as error:
+            row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        rows.append(row)
+    return rows
+
+
+def timed(training: Training, found: list[Way], rows: list[Row], samples: int, device: str) -> None:
+    """Fill in what steps take, with a GPU also of memory."""
+    calls: dict[str, Callable[[], object]] = {}
+    for way, row in zip(found, rows, strict=True):
+        if row.failed is None:
+            calls[way.name] = partial(training.step, way)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds(calls[way.name], device)
+            row.peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
+    sampled: dict[str, list[float]] = {one: [] for one in calls}
+    for sample in range(samples):
+        for one in calls if sample % 2 == 0 else reversed(calls):
+            sampled[one].append(seconds(calls[one], device))
+    gpu = current_gpu()
+    for row in rows:
+        if row.way in sampled:
+            row.samples = [round(one, 9) for one in sampled[row.way]]
+            row.seconds = statistics.median(row.samples)
+            row.tokens_per_second = training.tokens / row.seconds
+            row.mfu = None if gpu is None else training.flops / row.seconds / gpu.fastest_flops("16-bit")
+
+
+def shown(rows: list[Row]) -> str:
+    lines = [f"{'by':18} {'ms':>9} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>8} {'error':>8}  against {rows[0].way}"]
+    for row in rows:
+        if row.seconds is None:
+            lines.append(f"{row.way:18} {row.failed}")
+            continue
+        mfu, peak = ("" if row.mfu is None else f"{row.mfu:.1%}"), (row.peak_bytes or 0) / 2**30
+        ratio = f"{rows[0].seconds / row.seconds:.3f}x" if rows[0].seconds else ""
+        tokens = f"{row.seconds * 1e3:9.2f} {row.tokens_per_second:10.0f}"
+        lines.append(f"{row.way:18} {tokens} {mfu:>6} {peak:8.2f} {row.error:8.1e}  {ratio}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--samples", type=int, default=10)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = replace(SIZES[arguments.size], layers=arguments.layers)
+    found, absent = trained_by(size, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    training = Training(size, arguments.batch, arguments.length, device, dtype)
+    rows = compared(training, found)
+    timed(training, found, rows, arguments.samples, device)
+    print(shown(rows))
+    for name, why in absent.items():
+        print(f"{name} was not run: {why}")
+    kept: dict[str, Any] = {"batch": arguments.batch, "length": arguments.length, "dtype": str(dtype), "absent": absent}
+    write_record(arguments.out, {"size": asdict(size), **kept, "rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
