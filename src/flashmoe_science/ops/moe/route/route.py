@@ -19,7 +19,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
-from flashmoe_science.ops.choose import NO_BACKWARD
+from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
@@ -97,7 +97,7 @@ def bind_route(like: Tensors, options: Options) -> RouteLaunch:
 def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
     """Why PyTorch's operators serve a call, in words; None where the kernel does."""
     if needs_grad(logits):
-        return NO_BACKWARD
+        return f"{GRADIENTS}, and the router's kernel has no backward"
     if logits.dtype == torch.float64:
         return "router_logits has dtype torch.float64, which the kernel does not take"
     refusal: str | None = TRITON_MISSING or why_no_triton(gpu_of(logits)) or _kernel().cannot(options, logits.shape[-1])
