@@ -1,50 +1,151 @@
-"""A mixture of experts by PyTorch's own operators, differentiable: on the CPU, and where gradients are needed."""
+"""A mixture of experts by PyTorch's own operators, forward and backward: on the CPU, and where they are faster.
+
+Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last;
+it is computed by the last expert on zeros and left out, so that nothing of it enters a sum. Nothing waits for the host.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Gradients, Wanted
+from flashmoe_science.ops.operator import gradients
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
+class _Rows(NamedTuple):
+    """here: [T, K], whether a pair has an expert here. pair, expert, inside ([P, 1], ``here``): of each row. ends: int32 [E],
+    the row after each expert's last."""
+
+    here: torch.Tensor
+    pair: torch.Tensor
+    expert: torch.Tensor
+    inside: torch.Tensor
+    ends: torch.Tensor
+
+    def of_tokens(self, one: torch.Tensor) -> torch.Tensor:
+        """The row of its token [P, ...] of each; zeros where the pair has no expert here."""
+        return torch.where(self.inside, one[self.pair // self.here.shape[1]], 0.0)
+
+    def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
+        placed = torch.zeros_like(rows).index_copy(0, self.pair, torch.where(self.inside, rows, 0.0))
+        return placed.view(*self.here.shape, -1)
+
+
+def _rows(ids: torch.Tensor, experts: int) -> _Rows:
+    here, numbers = (ids >= 0) & (ids < experts), torch.arange(experts, device=ids.device)
+    by_expert, pair = torch.where(here, ids.long(), experts).flatten().sort(stable=True)
+    expert = by_expert.clamp(max=experts - 1)
+    ends = torch.searchsorted(expert, numbers, right=True).int()
+    return _Rows(here, pair, expert, (by_expert < experts)[:, None], ends)
+
+
 def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
-    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
+    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids.
 
     Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes), every expert computes every row.
-
-    A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
+    return saving_moe(tensors, activation)[0]
+
+
+def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts, and the pre-activations as ``BackwardTensors`` has them."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    ids, experts = ids.long(), w1.shape[0]
-    tokens, top_k = ids.shape
-    here = (ids >= 0) & (ids < experts)
-    by_expert, order = torch.where(here, ids, 0).flatten().sort(stable=True)
-    inside = here.flatten()[order, None]
-    rows = torch.where(inside, x[order // top_k], 0.0)
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = add_bias(_products(rows, w1, ends, by_expert), gate_up_bias, by_expert)
-    down = add_bias(_products(activate(both, activation), w2, ends, by_expert), down_bias, by_expert)
-    unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
+    rows = _rows(ids, w1.shape[0])
+    z = add_bias(_products(rows.of_tokens(x), w1, rows), gate_up_bias, rows.expert)
+    down = add_bias(_products(activate(z, activation), w2, rows), down_bias, rows.expert)
     wide = torch.promote_types(x.dtype, torch.float32)
-    applied = torch.where(here, weights.to(wide), 0.0)
-    return (unsorted.view(tokens, top_k, -1).to(wide) * applied[:, :, None]).sum(1).to(x.dtype)
+    applied = torch.where(rows.here, weights.to(wide), 0.0)
+    return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
 
 
-def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
+def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted) -> Gradients:
+    """The gradients from the pre-activations: five products at most, those of frozen weights left out; each sum in one order.
+
+    With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
+    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
+    """
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
+    rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    if z is None:
+        z = add_bias(_products(rows.of_tokens(x), w1, rows), gate_up_bias, rows.expert)
+    scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
+    of_out = rows.of_tokens(dout)
+    of_active = _products(of_out, w2.mT, rows).to(wide)
+
+    def forward(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (activate(z, activation),)
+
+    (active,), (of_z,) = gradients(forward, [torch.where(rows.inside, z, 0.0).to(wide)], [of_active * scale])
+    assert of_z is not None
+    active, dz = active.detach(), of_z.to(x.dtype)
+    made: dict[str, torch.Tensor] = {}
+    if wanted.dx:
+        made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
+    if wanted.dw1:
+        made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+    if wanted.dw2:
+        made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, w2)
+    if wanted.dtopk_weights:
+        of_scale = (of_active * active).sum(1, keepdim=True)
+        if down_bias is not None:
+            of_scale += (of_out.to(wide) * down_bias[rows.expert].to(wide)).sum(1, keepdim=True)
+        made["dtopk_weights"] = rows.by_pair(of_scale).squeeze(-1)
+    if wanted.dgate_up_bias:
+        made["dgate_up_bias"] = _sums(of_z, rows)
+    if wanted.ddown_bias:
+        made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
+    return Gradients(*(_as_input(made.get(f"d{name}"), getattr(tensors, name)) for name in INPUTS))
+
+
+def _as_input(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient in the dtype and the memory order of what it is of."""
+    if gradient is None or like is None:
+        return None
+    made = torch.empty_like(like)
+    return gradient if (gradient.dtype, gradient.stride()) == (made.dtype, made.stride()) else made.copy_(gradient)
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
-    steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
-    supported = rows.dtype == torch.bfloat16 or (rows.dtype != torch.float64 and is_plain(rows, weights))
-    if supported and not any(step % _ALIGNED_BYTES for step in steps):
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    if _is_grouped(rows, weights):
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
-        out = torch.where((by_expert == expert)[:, None], rows @ weight.T, out)
+        out = torch.where((of.expert == expert)[:, None], rows @ weight.T, out)
     return out
+
+
+def _sums_of_products(left: torch.Tensor, right: torch.Tensor, of: _Rows, like: torch.Tensor) -> torch.Tensor:
+    """left[first:end].T @ right[first:end] of each expert, zeros for one without rows, in the memory order of ``like``."""
+    if like.stride(1) == 1 < like.stride(2):
+        return _sums_of_products(right, left, of, like.mT).mT
+    if not _is_grouped(left.mT, right):
+        return torch.stack([torch.where((of.expert == one)[:, None], left, 0.0).T @ right for one in range(like.shape[0])])
+    made = F.grouped_mm(left.mT, right, offs=of.ends)
+    return made.masked_fill_((of.ends.diff(prepend=of.ends.new_zeros(1)) == 0)[:, None, None], 0.0)  # unwritten on some GPUs
+
+
+def _sums(rows: torch.Tensor, of: _Rows) -> torch.Tensor:
+    """rows[first:end].sum(0) of each expert."""
+    offsets = torch.cat((of.ends.new_zeros(1), of.ends)).long()
+    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+
+
+def _is_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped product takes the operands."""
+    # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
+    if left.dtype == torch.float64 or not (left.dtype == torch.bfloat16 or is_plain(left, right)):
+        return False
+    steps = (stride * left.element_size() for one in (left, right) for stride in one.stride() if stride != 1)
+    return not any(step % _ALIGNED_BYTES for step in steps)
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:

@@ -1,0 +1,20 @@
+"""Every kernel of the experts' backward: ours, the preferred first, then the peers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from flashmoe_science.ops.moe.peers import backward
+
+if TYPE_CHECKING:
+    from flashmoe_science.ops.moe.call.backward import BackwardKernel
+
+FALLBACK = "grouped_mm_bwd"  # PyTorch's grouped products
+PEERS: tuple[BackwardKernel, ...] = backward.KERNELS
+
+
+@cache
+def ours() -> tuple[BackwardKernel, ...]:
+    """Our kernels, the preferred first: none yet, PyTorch's operators serve every call."""
+    return ()
