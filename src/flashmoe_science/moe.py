@@ -34,6 +34,7 @@ def fused_moe(
     alpha: float = 1.702,
     limit: float = 7.0,
     kernel: str | None = None,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
@@ -56,7 +57,8 @@ def fused_moe(
         transposed: the weights are [E, H, 2I] and [E, I, H], as in gpt-oss.
         interleaved: gates and ups alternate, as in gpt-oss.
         alpha, limit: of "clamped_silu".
-        kernel: serve by this kernel or raise; by default the best for the problem.
+        kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
+        recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -66,7 +68,7 @@ def fused_moe(
     """
     # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
+    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
     return experts_forward(tensors, options)
 
 

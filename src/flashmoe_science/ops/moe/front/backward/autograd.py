@@ -1,0 +1,63 @@
+"""The autograd rule of ``flashmoe::moe_forward``: gradients by ``flashmoe::moe_backward``.
+
+Saved between the passes are the call's own tensors and the pre-activations, which ``recompute`` leaves out: no copy of a
+weight, as FSDP2 frees the memory of weights and gathers them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.backward import INPUTS
+from flashmoe_science.ops.moe.front.backward.choose import names_of
+from flashmoe_science.ops.moe.front.backward.operator import OPERATOR
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
+from flashmoe_science.ops.moe.pytorch import pytorch_moe
+from flashmoe_science.ops.private import forward_level, function_transform
+
+_GRADIENTS = tuple(map(Tensors._fields.index, INPUTS))  # of Wanted, in its order
+
+
+def differentiable(tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool) -> torch.Tensor:
+    """Experts that are part of PyTorch's graph, of tensors that have been checked.
+
+    By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
+    torch.func or forward-mode gradients.
+    """
+    if kernel == FALLBACK or forward_level._current_level >= 0 or function_transform() is not None:
+        return pytorch_moe(tensors, activation)
+    out: torch.Tensor = _Experts.apply(activation, *names_of(kernel), recompute, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Experts(torch.autograd.Function):
+    """The forward's operator, and the backward's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Activation, kernel: str | None, backward: str | None, recompute: bool, *tensors: Any
+    ) -> torch.Tensor:
+        a, operators = activation, torch.ops.flashmoe
+        options = a.function, a.gated, a.interleaved, a.alpha, a.limit
+        z, out = None, None
+        if recompute:
+            out = operators.moe_forward.default(*tensors, *options, kernel)
+        else:
+            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel)
+        ctx.call = options, backward
+        ctx.save_for_backward(*tensors, z)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        options, kernel = ctx.call
+        tensors = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[4 + place] for place in _GRADIENTS]
+        made = OPERATOR(*tensors, dout, wanted, *options, kernel)
+        gradients: list[torch.Tensor | None] = [None] * len(Tensors._fields)
+        for place, gradient, needed in zip(_GRADIENTS, made, wanted, strict=True):
+            gradients[place] = gradient if needed else None
+        return (None, None, None, None, *gradients)
