@@ -16,6 +16,7 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.moe import explain_moe as explain_moe
     from flashmoe_science.moe import fused_moe as fused_moe
     from flashmoe_science.moe import route as route
+    from flashmoe_science.moe import z_loss as z_loss
     from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
     from flashmoe_science.packed import flash_attn_kvpacked_func as flash_attn_kvpacked_func
     from flashmoe_science.packed import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
@@ -47,6 +48,7 @@ _MODULES = {  # of each public name
     "route": "moe",
     "scaled_dot_product_attention": "attention",
     "warmup": "ahead",
+    "z_loss": "moe",
 }
 __all__ = [*_MODULES]
 

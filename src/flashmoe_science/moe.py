@@ -14,9 +14,10 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.operator import experts_forward
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
+from flashmoe_science.ops.moe.route.route import route
 
-__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
+__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route", "z_loss"]
 
 
 def fused_moe(

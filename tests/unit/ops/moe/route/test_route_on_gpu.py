@@ -10,7 +10,8 @@ from tests.unit.ops.moe.route.cases import CASES, NOT_FOR_KERNEL, Case, examine,
 
 from flashmoe_science.ops import calls, launch
 from flashmoe_science.ops.moe.route import route as module
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load
+from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
 from flashmoe_science.ops.moe.route.spec import Options
 
 pytestmark = pytest.mark.gpu
