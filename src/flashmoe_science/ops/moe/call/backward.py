@@ -82,6 +82,25 @@ class BackwardInputs:
     wanted: Wanted = OF_ROUTING
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step of training of a problem that starts from router logits [T, E] fp32: the forward, then all gradients by dout."""
+
+    problem: MoEBackwardProblem
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    router_logits: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    dout: torch.Tensor
+    activation: Activation = SWIGLU
+
+    def routed(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Tensors:
+        """The tensors of the experts when these have been chosen."""
+        return Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, self.gate_up_bias, self.down_bias)
+
+
 def backward_problem_of(problem: MoEProblem) -> MoEBackwardProblem:
     """The problem of a forward's backward."""
     return MoEBackwardProblem(**{one.name: getattr(problem, one.name) for one in fields(problem)})

@@ -33,7 +33,7 @@ from flashmoe_science.ops.moe.call import (
     checked,
     inputs_of,
 )
-from flashmoe_science.ops.moe.front.backward.autograd import differentiable
+from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward, names_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -62,7 +62,7 @@ def bind_call(tensors: Tensors, options: Options, saves: bool = False) -> MoELau
     if needs_grad(*tensors) and not saves:
         decide_training(views, activation, options)
         rest = options.kernel, options.recompute
-        return lambda *given: differentiable(*checked(Tensors(*given), options), *rest).view(shape)
+        return lambda *given: unviewed(differentiable(*checked(Tensors(*given), options), *rest), shape)
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
         return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves else torch.zeros_like(x)
@@ -87,6 +87,8 @@ def decide_training(tensors: Tensors, activation: Activation, options: Options) 
     Raises as ``fused_moe``."""
     if options.kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    if not tensors.x.shape[0]:
+        return Decision(FALLBACK, Config(), "hidden_states has no tokens: nothing is computed", "required")
     forward, backward = names_of(options.kernel)
     chosen = choose_backward(tensors, activation, backward)
     decision = decide_by_dtype(tensors.x, forward)

@@ -15,7 +15,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.front.backward.autograd import differentiable
+from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
@@ -94,7 +94,7 @@ def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     views, a = checked(tensors, options)
     rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, options.recompute
     out: torch.Tensor = _OPERATOR(*views, *rest)
-    return out.view(tensors.x.shape)
+    return unviewed(out, tensors.x.shape)
 
 
 def _forward(*args: Any) -> torch.Tensor:

@@ -33,6 +33,12 @@ def differentiable(tensors: Tensors, activation: Activation, kernel: str | None,
     return out
 
 
+def unviewed(out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The result in that shape, as no view: an operation in place on a view of it would take FSDP2's hooks away."""
+    shaped: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return shaped
+
+
 class _Experts(torch.autograd.Function):
     """The forward's operator, and the backward's."""
 

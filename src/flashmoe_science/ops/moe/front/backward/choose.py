@@ -42,8 +42,6 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
 
 def why_pytorch(x: torch.Tensor) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
-    if 0 in x.shape:
-        return "hidden_states has no tokens: there is nothing to compute"
     if x.dtype == torch.float64:
         return "hidden_states has dtype torch.float64, which no kernel of ours takes"
     return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None

@@ -25,12 +25,16 @@ from flashmoe_science.ops.moe.call.backward import (
     BackwardLaunch,
     BackwardTensors,
     Gradients,
+    StepInputs,
     Wanted,
 )
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
-from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations
+from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
 from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
+from flashmoe_science.ops.moe.route.route import bind_route
+from flashmoe_science.ops.moe.route.spec import Options as RouterOptions
+from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -55,12 +59,10 @@ class MoEBackwardContract(SharedContract):
         return torch.autograd.grad(out, list(leaves.values()), inputs["dout"], allow_unused=True, materialize_grads=True)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        tensors = oracle_tensors(problem, _of_call(inputs), torch.float64)
-        return gradients_oracle(tensors, activation_of(problem), inputs["dout"])
+        return _gradients(gradients_oracle, problem, inputs, torch.float64)
 
     def plain(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
-        tensors = oracle_tensors(problem, _of_call(inputs), torch.float32)
-        return gradients_plain(tensors, activation_of(problem), inputs["dout"])
+        return _gradients(gradients_plain, problem, inputs, torch.float32)
 
     def cap(
         self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
@@ -75,7 +77,10 @@ class MoEBackwardContract(SharedContract):
             yield Mistake("weights-twice", words, self.reference(problem, squared))
         yield from super().mistakes(replace(problem, bias=False) if problem.bias else problem, _without_biases(inputs))
 
-    def for_kernel(self, problem: MoEBackwardProblem, inputs: Inputs) -> BackwardInputs:
+    def for_kernel(self, problem: MoEBackwardProblem, inputs: Inputs) -> BackwardInputs | StepInputs:
+        if problem.routing != "ids":
+            biases = {name: inputs.get(name) for name in BIASES}
+            return StepInputs(problem, activation=activation_of(problem), **{**inputs, **biases})  # type: ignore[arg-type]
         given, wanted = oracle_tensors(problem, _of_call(inputs), torch.float32), Wanted(*4 * [True], *2 * [problem.bias])
         z = given.x.new_empty(problem.pairs(), given.w1.shape[1])
         tensors = BackwardTensors(*given, z, inputs["dout"])
@@ -84,21 +89,62 @@ class MoEBackwardContract(SharedContract):
             self.renew(problem, inputs, made)
         return made
 
-    def renew(self, problem: MoEBackwardProblem, inputs: Inputs, given: BackwardInputs) -> None:
+    def renew(self, problem: MoEBackwardProblem, inputs: Inputs, given: BackwardInputs | StepInputs) -> None:
         """The pre-activations."""
-        assert given.tensors.z is not None
-        given.tensors.z.copy_(pre_activations(given.tensors.of_call()))
+        if isinstance(given, BackwardInputs):
+            assert given.tensors.z is not None
+            given.tensors.z.copy_(pre_activations(given.tensors.of_call()))
 
     def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
         return tuple(one for one in result if one is not None)
 
     def planned(
-        self, kernel: BackwardKernel, config: Config, like: BackwardInputs
-    ) -> Callable[[BackwardInputs], Gradients]:
+        self, kernel: BackwardKernel, config: Config, like: BackwardInputs | StepInputs
+    ) -> Callable[[Any], Gradients]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
+        if isinstance(like, StepInputs):
+            return _step(kernel, config, like)
         launch: BackwardLaunch = kernel.plan(like, config)(like)
         return lambda inputs: launch(*inputs.tensors)
+
+
+def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[[StepInputs], Gradients]:
+    """The router, the forward that saves and the backward, then the router's backward: without autograd, as in a graph."""
+    problem, operators = like.problem.from_ids(), torch.ops.flashmoe
+    routing = RouterOptions(problem.top_k, normalize="sum")
+    route = bind_route(RouterTensors(like.router_logits), routing)
+    a, wanted = like.activation, Wanted(*4 * [True], *2 * [problem.bias])
+    options = a.function, a.gated, a.interleaved, a.alpha, a.limit
+
+    def given(inputs: StepInputs, weights: torch.Tensor, ids: torch.Tensor) -> BackwardInputs:
+        tensors = inputs.routed(weights, ids)
+        _, z = operators.moe_forward_saving(*tensors, *options)
+        return BackwardInputs(problem, BackwardTensors(*tensors, z, inputs.dout), a, wanted)
+
+    assert kernel.plan is not None
+    first = given(like, *route(like.router_logits, None))
+    launch: BackwardLaunch = kernel.plan(first, config)(first)
+
+    def step(inputs: StepInputs) -> Gradients:
+        weights, ids = route(inputs.router_logits, None)
+        made = launch(*given(inputs, weights, ids).tensors)
+        of_logits = operators.moe_route_backward(made.dtopk_weights, inputs.router_logits, ids, *routing)
+        return made._replace(dtopk_weights=of_logits)
+
+    return step
+
+
+def _gradients(
+    gradients: Callable[..., tuple[torch.Tensor, ...]], problem: MoEBackwardProblem, inputs: Inputs, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Of the problem's tensors. ``dtype``: of the router, which is fp32 at least."""
+    tensors = oracle_tensors(problem, _of_call(inputs), dtype)
+    made = gradients(tensors, activation_of(problem), inputs["dout"])
+    if problem.routing == "ids":
+        return made
+    of_logits = routing_gradient(inputs["router_logits"].to(dtype), tensors.topk_ids, made[3])
+    return *made[:3], of_logits, *made[4:]
 
 
 def _of_call(inputs: Inputs) -> Inputs:

@@ -25,6 +25,16 @@ def gradients_plain(tensors: Tensors, activation: Activation, dout: torch.Tensor
     return tuple(one.to(like.dtype) for one, like in zip(made, _differentiated(tensors), strict=True))
 
 
+def routing_gradient(logits: torch.Tensor, topk_ids: torch.Tensor, dweights: torch.Tensor) -> torch.Tensor:
+    """The gradient of router logits through the softmax over all experts, renormalised over the chosen."""
+    logits = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        chosen = torch.softmax(logits, -1).gather(-1, topk_ids.long())
+        weights = chosen / chosen.sum(-1, keepdim=True)
+    (made,) = torch.autograd.grad(weights, logits, dweights.to(logits.dtype))
+    return made
+
+
 def pre_activations(tensors: Tensors) -> torch.Tensor:
     """The first products and their biases, computed in fp64 and rounded once, of rows in ``BackwardTensors``' order; NaN for
     pairs without an expert here."""
