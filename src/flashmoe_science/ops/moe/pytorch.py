@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.moe.call import Activation, Tensors
-from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Gradients, Wanted
+from flashmoe_science.ops.moe.call.backward import BackwardTensors, Gradients, Output, Wanted, gradients_like
 from flashmoe_science.ops.operator import gradients
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
@@ -57,13 +57,22 @@ def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, weights, ids, _, down_bias = tensors
     rows = _rows(ids, w1.shape[0])
-    z = add_bias(_products(rows.of_tokens(x), w1, rows), gate_up_bias, rows.expert)
+    z = _pre_activations(tensors, rows)
     down = add_bias(_products(activate(z, activation), w2, rows), down_bias, rows.expert)
     wide = torch.promote_types(x.dtype, torch.float32)
     applied = torch.where(rows.here, weights.to(wide), 0.0)
     return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
+
+
+def pre_activations(tensors: Tensors) -> torch.Tensor:
+    """As ``BackwardTensors`` has them."""
+    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]))
+
+
+def _pre_activations(tensors: Tensors, rows: _Rows) -> torch.Tensor:
+    return add_bias(_products(rows.of_tokens(tensors.x), tensors.w1, rows), tensors.gate_up_bias, rows.expert)
 
 
 def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted) -> Gradients:
@@ -74,8 +83,7 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
     """
     x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
     rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    if z is None:
-        z = add_bias(_products(rows.of_tokens(x), w1, rows), gate_up_bias, rows.expert)
+    z = _pre_activations(tensors.of_call(), rows) if z is None else z
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
     of_out = rows.of_tokens(dout)
     of_active = _products(of_out, w2.mT, rows).to(wide)
@@ -98,19 +106,20 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
         if down_bias is not None:
             of_scale += (of_out.to(wide) * down_bias[rows.expert].to(wide)).sum(1, keepdim=True)
         made["dtopk_weights"] = rows.by_pair(of_scale).squeeze(-1)
-    if wanted.dgate_up_bias:
+    if wanted.dgate_up_bias and gate_up_bias is not None:
         made["dgate_up_bias"] = _sums(of_z, rows)
-    if wanted.ddown_bias:
+    if wanted.ddown_bias and down_bias is not None:
         made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
-    return Gradients(*(_as_input(made.get(f"d{name}"), getattr(tensors, name)) for name in INPUTS))
+    results = gradients_like(tensors, wanted)._asdict()
+    return Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
 
 
-def _as_input(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient in the dtype and the memory order of what it is of."""
-    if gradient is None or like is None:
-        return None
-    made = torch.empty_like(like)
-    return gradient if (gradient.dtype, gradient.stride()) == (made.dtype, made.stride()) else made.copy_(gradient)
+def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:
+    """The gradient in that memory order and dtype."""
+    shape, strides, dtype = like
+    if (gradient.stride(), gradient.dtype) == (strides, dtype):
+        return gradient
+    return gradient.new_empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
 
 def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Tensor:

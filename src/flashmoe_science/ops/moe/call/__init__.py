@@ -74,13 +74,13 @@ def activation_of(problem: MoEProblem) -> Activation:
 class MoEInputs:
     """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
 
-    Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves``: a launch returns the
-    pre-activations too, (out, z), as ``BackwardTensors`` has them."""
+    Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves_z``: a launch returns (out, z),
+    the pre-activations too, as ``BackwardTensors`` has them."""
 
     problem: MoEProblem
     tensors: Tensors
     activation: Activation = SWIGLU
-    saves: bool = False
+    saves_z: bool = False
 
 
 # A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
@@ -134,7 +134,7 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     return Tensors(x, gate_up_proj, down_proj, weights, ids, *biases), activation
 
 
-def inputs_of(tensors: Tensors, activation: Activation, saves: bool = False) -> MoEInputs:
+def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], w2.shape[2]
@@ -143,7 +143,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves: bool = False) -> 
     problem = _problem(*sizes, x.dtype, activation.function, bias, activation.gated, activation.interleaved, transposed)
     gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
     routing = weights.contiguous(), ids.contiguous()
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation, saves)
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation, saves_z)
 
 
 @lru_cache(maxsize=1024)

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors, inputs_of
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors, contiguous, inputs_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
+
+T = TypeVar("T")
+Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class BackwardTensors(NamedTuple):
     """The ``Tensors`` of the call, then what the backward is given besides.
 
-    z: [T * K, rows of w1] in the dtype of x, the first product and its bias before the activation. Rows are pairs of a token
-    and a choice, sorted by expert, those of one expert in the order of the pairs; pairs without an expert here come last, and
-    what z has for them is not read. None: to be computed again.
+    z: [T * K, rows of w1] in the dtype of x, contiguous: the first product and its bias before the activation. Rows are pairs
+    of a token and a choice, sorted by expert, those of one expert in the order of the pairs; pairs without an expert here come
+    last, and what z has for them is not read. None, which kernels are not given: to be computed again.
     dout: [T, H] in the dtype of x.
     """
 
@@ -38,48 +41,81 @@ class BackwardTensors(NamedTuple):
         return Tensors(*self[:7])
 
 
+INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # that have gradients, in the order of the gradients
+
+
 class Wanted(NamedTuple):
-    """Which gradients are asked for."""
+    """Which gradients are asked for. One of a bias that there is not is not computed."""
 
     dx: bool = True
     dw1: bool = True
     dw2: bool = True
     dtopk_weights: bool = True
-    dgate_up_bias: bool = False
-    ddown_bias: bool = False
+    dgate_up_bias: bool = True
+    ddown_bias: bool = True
 
 
-OF_ROUTING = Wanted()  # all that a call without biases has
+class ByInput(NamedTuple, Generic[T]):
+    """The gradients, or what is to be allocated for them: each like what it is the gradient of; None where it is not asked for.
+
+    dW1 and dW2 have the memory order of the weights, and are 0 for an expert without tokens.
+    """
+
+    dx: T | None
+    dw1: T | None
+    dw2: T | None
+    dtopk_weights: T | None
+    dgate_up_bias: T | None
+    ddown_bias: T | None
 
 
-class Gradients(NamedTuple):
-    """Each in the shape, the dtype and the memory order of what it is the gradient of; None where it is not asked for."""
+class Sums(NamedTuple):
+    """Tensors of w1's and w2's shapes that dW1 and dW2 are added to, in place of new ones; fp32 or of the weights' dtype."""
 
-    dx: torch.Tensor | None
-    dw1: torch.Tensor | None
-    dw2: torch.Tensor | None
-    dtopk_weights: torch.Tensor | None
-    dgate_up_bias: torch.Tensor | None
-    ddown_bias: torch.Tensor | None
+    dw1: torch.Tensor | None = None
+    dw2: torch.Tensor | None = None
 
 
-INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # what Wanted and Gradients are of, in their order
+ALL, NEW = Wanted(), Sums()
+Gradients = ByInput[torch.Tensor]
+Outputs = ByInput[Output]
 
 
-def empty_gradients(tensors: BackwardTensors, wanted: Wanted) -> Gradients:
-    """The gradients of a call, to be written."""
-    of = (getattr(tensors, name) if needed else None for name, needed in zip(INPUTS, wanted, strict=True))
-    return Gradients(*(None if one is None else torch.empty_like(one) for one in of))
+def gradients_like(tensors: BackwardTensors, wanted: Wanted, sums: Sums = NEW) -> Outputs:
+    """Shapes, strides and dtypes of the gradients of a call, those aside that are added to tensors."""
+    made: list[Output | None] = []
+    for name, needed in zip(INPUTS, wanted, strict=True):
+        one, total = getattr(tensors, name), getattr(sums, f"d{name}", None)
+        if one is None or not needed or total is not None:
+            made.append(None)
+        elif name in ("w1", "w2"):
+            made.append((tuple(one.shape), torch.empty_like(one, device="meta").stride(), one.dtype))
+        else:
+            made.append(contiguous(one.shape, one.dtype))
+    return Outputs(*made)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardInputs:
-    """The arguments of a kernel: a problem from ids, and its tensors, of which routing and biases are contiguous."""
+    """The arguments of a kernel: the problem of the call, from ids; its tensors as kernels take them; its activation."""
 
     problem: MoEBackwardProblem
     tensors: BackwardTensors
     activation: Activation = SWIGLU
-    wanted: Wanted = OF_ROUTING
+    wanted: Wanted = ALL
+    sums: Sums = NEW
+
+
+def backward_problem_of(problem: MoEProblem) -> MoEBackwardProblem:
+    """The problem of a forward's backward."""
+    return MoEBackwardProblem(**{one.name: getattr(problem, one.name) for one in fields(problem)})
+
+
+def backward_inputs_of(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> BackwardInputs:
+    """The inputs of a kernel, of tensors that have been checked. Weights, x and z are never copied."""
+    forward = inputs_of(tensors.of_call(), activation)
+    given = BackwardTensors(*forward.tensors, tensors.z, tensors.dout)
+    return BackwardInputs(backward_problem_of(forward.problem), given, activation, wanted, sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +137,10 @@ class StepInputs:
         return Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, self.gate_up_bias, self.down_bias)
 
 
-def backward_problem_of(problem: MoEProblem) -> MoEBackwardProblem:
-    """The problem of a forward's backward."""
-    return MoEBackwardProblem(**{one.name: getattr(problem, one.name) for one in fields(problem)})
-
-
-def backward_inputs_of(tensors: BackwardTensors, activation: Activation, wanted: Wanted) -> BackwardInputs:
-    """The inputs of a kernel, of tensors that have been checked. Weights, x and z are never copied."""
-    forward, dout = inputs_of(tensors.of_call(), activation), tensors.dout
-    dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-    return BackwardInputs(
-        backward_problem_of(forward.problem), BackwardTensors(*forward.tensors, tensors.z, dout), activation, wanted
-    )
-
-
-# launch(*tensors) -> Gradients: of BackwardTensors like those that it was bound to, of which only the addresses are used.
-BackwardLaunch = Callable[..., Gradients]
-# What a kernel's ``plan`` returns: bind(inputs), the launch for inputs like those planned for, of any number of tokens and any
-# gradients that are asked for. Neither keeps a tensor.
+# A backward bound to shapes, strides and dtypes, to the gradients that are wanted and the tensors that are added to. It uses
+# nothing of its arguments but their addresses.
+BackwardLaunch = Callable[[BackwardTensors, Sums], Gradients]
+# What a kernel's ``plan`` returns: the launch for inputs like those planned for, of any number of tokens. It keeps no tensor.
 BackwardBind = Callable[[BackwardInputs], BackwardLaunch]
 BackwardKernel = Kernel[MoEBackwardProblem, BackwardInputs, Gradients]
 our_kernel = partial(BackwardKernel, origin="ours", op="moe_backward")
@@ -126,4 +148,4 @@ our_kernel = partial(BackwardKernel, origin="ours", op="moe_backward")
 
 def run_of(plan: Callable[[BackwardInputs, Config], BackwardBind]) -> Callable[[BackwardInputs, Config], Gradients]:
     """The ``run`` of a kernel that has a ``plan``."""
-    return lambda inputs, config: plan(inputs, config)(inputs)(*inputs.tensors)
+    return lambda inputs, config: plan(inputs, config)(inputs)(inputs.tensors, inputs.sums)

@@ -53,31 +53,31 @@ class Plan(NamedTuple):
 PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
 
 
-def bind_call(tensors: Tensors, options: Options, saves: bool = False) -> MoELaunch:
+def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoELaunch:
     """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does.
 
-    ``saves``: it returns the pre-activations too, of tensors that have been checked.
+    ``saves_z``: it returns the pre-activations too, of tensors that have been checked.
     """
     (views, activation), shape = checked(tensors, options), tensors.x.shape
-    if needs_grad(*tensors) and not saves:
+    if needs_grad(*tensors) and not saves_z:
         decide_training(views, activation, options)
         rest = options.kernel, options.recompute
         return lambda *given: unviewed(differentiable(*checked(Tensors(*given), options), *rest), shape)
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
-        return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves else torch.zeros_like(x)
+        return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
     if decide_by_dtype(views.x, options.kernel) is not None:
         return (
-            by_pytorch(activation, saves)
-            if saves
+            by_pytorch(activation, saves_z)
+            if saves_z
             else lambda *given: pytorch_moe(*checked(Tensors(*given), options)).view(shape)
         )
-    inputs = inputs_of(views, activation, saves)
+    inputs = inputs_of(views, activation, saves_z)
     plan = plan_of(inputs, options.kernel)
     launch = plan.bind(inputs, shape)
     if plan.by_address and _in_place(inputs.tensors, tensors):
         return launch
-    if saves:
+    if saves_z:
         return lambda *given: launch(*inputs_of(Tensors(*given), activation).tensors)
     return lambda *given: launch(*inputs_of(*checked(Tensors(*given), options)).tensors).view(shape)
 
@@ -116,7 +116,7 @@ def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
-        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, inputs.saves,
+        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, inputs.saves_z,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -133,7 +133,7 @@ def _measured() -> frozenset[MoEProblem]:
 
 def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
-        if inputs.saves:
+        if inputs.saves_z:
             raise CannotServe("it does not give the pre-activations, which a backward needs, but with recompute=True")
         if chosen.plan is None:
             return _bind_of_peer(chosen, config), False
@@ -150,12 +150,12 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
 
 
 def _bind_pytorch(like: MoEInputs, shape: Shape) -> MoELaunch:
-    return by_pytorch(like.activation, like.saves)
+    return by_pytorch(like.activation, like.saves_z)
 
 
-def by_pytorch(activation: Activation, saves: bool) -> MoELaunch:
+def by_pytorch(activation: Activation, saves_z: bool) -> MoELaunch:
     """The experts by PyTorch's operators, of the tensors of kernels."""
-    compute: Callable[..., Any] = saving_moe if saves else pytorch_moe
+    compute: Callable[..., Any] = saving_moe if saves_z else pytorch_moe
     return lambda *tensors: compute(Tensors(*tensors), activation)
 
 

@@ -64,9 +64,9 @@ def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Laun
         return None, None
 
 
-def _serve(tensors: Tensors, options: Options, key: Hashable, saves: bool = False) -> Any:
+def _serve(tensors: Tensors, options: Options, key: Hashable, saves_z: bool = False) -> Any:
     """Check a new call, choose what serves it, and store its launch. Raises as ``experts_forward``."""
-    launch = bind_call(tensors, options, saves)
+    launch = bind_call(tensors, options, saves_z)
     if key is not None:
         store_launch(key, guards_of([one for one in tensors if one is not None], aligned=True), launch)
     return launch(*tensors)
@@ -111,7 +111,7 @@ def _launched(op: str, *args: Any) -> Any:
     launch, key = _find(tensors, options, op)
     if launch is not None:
         return launch(*tensors)
-    return _serve(Tensors(*tensors), Options(*options), key, saves=op != MoEProblem.op)
+    return _serve(Tensors(*tensors), Options(*options), key, saves_z=op != MoEProblem.op)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:

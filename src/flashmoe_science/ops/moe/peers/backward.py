@@ -13,13 +13,13 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import (
+    ALL,
     INPUTS,
     BackwardInputs,
     BackwardKernel,
     BackwardTensors,
     Gradients,
     StepInputs,
-    Wanted,
 )
 from flashmoe_science.ops.moe.peers import sonicmoe
 from flashmoe_science.ops.moe.peers.pytorch import grouped_mm
@@ -60,8 +60,7 @@ def _from_saved(inputs: BackwardInputs | StepInputs, config: Config) -> Gradient
         weights, ids = by_pytorch(logits, inputs.problem.top_k)
     tensors = inputs.routed(weights.detach(), ids)
     _, z = saving_moe(tensors, inputs.activation)
-    wanted = Wanted(*(getattr(tensors, name) is not None for name in INPUTS))
-    made = pytorch_backward(BackwardTensors(*tensors, z, inputs.dout), inputs.activation, wanted)
+    made = pytorch_backward(BackwardTensors(*tensors, z, inputs.dout), inputs.activation, ALL)
     (of_logits,) = torch.autograd.grad(weights, logits, made.dtopk_weights)
     return made._replace(dtopk_weights=of_logits)
 

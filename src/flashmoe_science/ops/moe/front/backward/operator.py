@@ -17,6 +17,7 @@ from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, sto
 from flashmoe_science.ops.moe.call import Activation
 from flashmoe_science.ops.moe.call.backward import (
     INPUTS,
+    NEW,
     BackwardBind,
     BackwardInputs,
     BackwardLaunch,
@@ -24,12 +25,12 @@ from flashmoe_science.ops.moe.call.backward import (
     Gradients,
     Wanted,
     backward_inputs_of,
-    empty_gradients,
+    gradients_like,
 )
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
-from flashmoe_science.ops.moe.pytorch import pytorch_backward
+from flashmoe_science.ops.moe.pytorch import pre_activations, pytorch_backward
 from flashmoe_science.ops.operator import register
 
 _COUNT = len(BackwardTensors._fields)
@@ -46,22 +47,26 @@ def backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, k
     if launch is None:
         launch = _bound(tensors, activation, wanted, kernel)
         store_launch(key, guards_of(given, aligned=True), launch)
-    return launch(*tensors)
+    return launch(tensors, NEW)
 
 
 def _bound(tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None) -> BackwardLaunch:
     """The launch of what serves such a call."""
 
-    def by_pytorch(*tensors: Any) -> Gradients:
-        return pytorch_backward(BackwardTensors(*tensors), activation, wanted)
-
     decision = choose_backward(tensors.of_call(), activation, kernel)
     if decision.kernel == FALLBACK:
-        return by_pytorch
-    inputs = backward_inputs_of(tensors, activation, wanted)
+        return lambda tensors, sums: pytorch_backward(tensors, activation, wanted)
+    inputs = _as_kernels_take(tensors, activation, wanted)
     guard = device_guard(tensors.x.get_device())
     launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
-    return lambda *given: launch(*backward_inputs_of(BackwardTensors(*given), activation, wanted).tensors)
+    return lambda tensors, sums: launch(_as_kernels_take(tensors, activation, wanted).tensors, sums)
+
+
+def _as_kernels_take(tensors: BackwardTensors, activation: Activation, wanted: Wanted) -> BackwardInputs:
+    """The inputs of a kernel, which is given the pre-activations."""
+    if tensors.z is None:
+        tensors = tensors._replace(z=pre_activations(tensors.of_call()))
+    return backward_inputs_of(tensors, activation, wanted)
 
 
 def _bind_of(name: str, config: Config, inputs: BackwardInputs) -> BackwardBind:
@@ -69,7 +74,8 @@ def _bind_of(name: str, config: Config, inputs: BackwardInputs) -> BackwardBind:
     p, tensors = inputs.problem, inputs.tensors
     of_tensors = tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in tensors)
     strides = tensors.x.stride(), tensors.w1.stride(), tensors.w2.stride(), tensors.dout.stride()
-    key = (name, config, p.experts, p.top_k, p.dim, p.hidden, inputs.activation, of_tensors, strides, tensors.x.device)
+    of_call = p.experts, p.top_k, p.dim, p.hidden, inputs.activation, inputs.wanted
+    key = (name, config, of_call, of_tensors, strides, tensors.x.device)
     bind = BINDS.get(key)
     if bind is None:
         plan = kernel_named(name, p.op).plan
@@ -107,7 +113,7 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
         if tensors.x.shape[0]:
             made = backward(tensors, activation, wanted, kernel)
         else:
-            made = Gradients(*(None if one is None else one.zero_() for one in empty_gradients(tensors, wanted)))
+            made = Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted)))
     return _none_as_empty(tensors, made)
 
 
@@ -115,7 +121,12 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     """Shapes, strides and dtypes of ``_backward``'s results without the work."""
     tensors, _, wanted, _ = _unpacked(*args)
     _check(tensors)
-    return _none_as_empty(tensors, empty_gradients(tensors, wanted))
+    return _none_as_empty(tensors, _empty(tensors, wanted))
+
+
+def _empty(tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+    new, like = tensors.x.new_empty_strided, gradients_like(tensors, wanted)
+    return Gradients(*(None if one is None else new(one[0], one[1], dtype=one[2]) for one in like))
 
 
 def _none_as_empty(tensors: BackwardTensors, made: Gradients) -> tuple[torch.Tensor, ...]:

@@ -20,13 +20,13 @@ from flashmoe_science.contract import Errors, Mistake, Output
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
+    NEW,
     BackwardInputs,
     BackwardKernel,
     BackwardLaunch,
     BackwardTensors,
     Gradients,
     StepInputs,
-    Wanted,
 )
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
@@ -81,10 +81,10 @@ class MoEBackwardContract(SharedContract):
         if problem.routing != "ids":
             biases = {name: inputs.get(name) for name in BIASES}
             return StepInputs(problem, activation=activation_of(problem), **{**inputs, **biases})  # type: ignore[arg-type]
-        given, wanted = oracle_tensors(problem, _of_call(inputs), torch.float32), Wanted(*4 * [True], *2 * [problem.bias])
+        given = oracle_tensors(problem, _of_call(inputs), torch.float32)
         z = given.x.new_empty(problem.pairs(), given.w1.shape[1])
         tensors = BackwardTensors(*given, z, inputs["dout"])
-        made = BackwardInputs(problem, tensors, activation_of(problem), wanted)
+        made = BackwardInputs(problem, tensors, activation_of(problem))
         if not given.x.is_meta:
             self.renew(problem, inputs, made)
         return made
@@ -106,7 +106,7 @@ class MoEBackwardContract(SharedContract):
         if isinstance(like, StepInputs):
             return _step(kernel, config, like)
         launch: BackwardLaunch = kernel.plan(like, config)(like)
-        return lambda inputs: launch(*inputs.tensors)
+        return lambda inputs: launch(inputs.tensors, inputs.sums)
 
 
 def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[[StepInputs], Gradients]:
@@ -114,13 +114,13 @@ def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[
     problem, operators = like.problem.from_ids(), torch.ops.flashmoe
     routing = RouterOptions(problem.top_k, normalize="sum")
     route = bind_route(RouterTensors(like.router_logits), routing)
-    a, wanted = like.activation, Wanted(*4 * [True], *2 * [problem.bias])
+    a = like.activation
     options = a.function, a.gated, a.interleaved, a.alpha, a.limit
 
     def given(inputs: StepInputs, weights: torch.Tensor, ids: torch.Tensor) -> BackwardInputs:
         tensors = inputs.routed(weights, ids)
         _, z = operators.moe_forward_saving(*tensors, *options)
-        return BackwardInputs(problem, BackwardTensors(*tensors, z, inputs.dout), a, wanted)
+        return BackwardInputs(problem, BackwardTensors(*tensors, z, inputs.dout), a)
 
     assert kernel.plan is not None
     first = given(like, *route(like.router_logits, None))
@@ -128,7 +128,7 @@ def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[
 
     def step(inputs: StepInputs) -> Gradients:
         weights, ids = route(inputs.router_logits, None)
-        made = launch(*given(inputs, weights, ids).tensors)
+        made = launch(given(inputs, weights, ids).tensors, NEW)
         of_logits = operators.moe_route_backward(made.dtopk_weights, inputs.router_logits, ids, *routing)
         return made._replace(dtopk_weights=of_logits)
 
