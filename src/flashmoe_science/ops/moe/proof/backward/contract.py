@@ -5,7 +5,9 @@ A candidate is called with leaves, and asked for the gradients of what it return
 (or the logits), then of the biases where the problem has them. A gradient that it does not give counts as zero. A kernel of the
 package is given the pre-activations too, as fp64 has them, rounded once.
 
-The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms.
+The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. A clamp's gradient
+jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the cap has what the
+gradients change by where the limit is a rounding lower or higher.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import Errors, Mistake, Output
+from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
@@ -68,7 +70,16 @@ class MoEBackwardContract(SharedContract):
         self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
     ) -> tuple[Errors, ...]:
         sizes = problem.dim, problem.hidden, problem.top_k, problem.tokens
-        return tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in reference)
+        caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in reference)
+        if problem.activation != "clamped_silu":
+            return caps
+        unit, limit = 2 * unit_roundoff(inputs["x"].dtype), activation_of(problem).limit
+        below, above = (_gradients(gradients_oracle, problem, inputs, torch.float64, limit * (1 + by)) for by in (-unit, unit))
+        jumps = ((one - other).abs() for one, other in zip(below, above, strict=True))
+        return tuple(
+            Errors(cap.max + jump.max().item(), cap.rms + jump.square().mean().sqrt().item(), cap.mean + jump.mean().item())
+            for cap, jump in zip(caps, jumps, strict=True)
+        )
 
     def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         if "topk_weights" in inputs:
@@ -136,11 +147,15 @@ def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[
 
 
 def _gradients(
-    gradients: Callable[..., tuple[torch.Tensor, ...]], problem: MoEBackwardProblem, inputs: Inputs, dtype: torch.dtype
+    gradients: Callable[..., tuple[torch.Tensor, ...]],
+    problem: MoEBackwardProblem,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    limit: float = 7.0,
 ) -> tuple[torch.Tensor, ...]:
-    """Of the problem's tensors. ``dtype``: of the router, which is fp32 at least."""
+    """Of the problem's tensors. ``dtype``: of the router, which is fp32 at least; ``limit``: of a clamp."""
     tensors = oracle_tensors(problem, _of_call(inputs), dtype)
-    made = gradients(tensors, activation_of(problem), inputs["dout"])
+    made = gradients(tensors, replace(activation_of(problem), limit=limit), inputs["dout"])
     if problem.routing == "ids":
         return made
     of_logits = routing_gradient(inputs["router_logits"].to(dtype), tensors.topk_ids, made[3])
