@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.moe import expert_load as expert_load
     from flashmoe_science.moe import explain_moe as explain_moe
     from flashmoe_science.moe import fused_moe as fused_moe
+    from flashmoe_science.moe import grouped_moe as grouped_moe
     from flashmoe_science.moe import route as route
     from flashmoe_science.moe import z_loss as z_loss
     from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
@@ -44,6 +45,7 @@ _MODULES = {  # of each public name
     "flash_attn_varlen_qkvpacked_func": "packed",
     "flash_attn_with_kvcache": "serving",
     "fused_moe": "moe",
+    "grouped_moe": "moe",
     "merge_attention": "attention",
     "route": "moe",
     "scaled_dot_product_attention": "attention",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.moe.call import Activation, Tensors
-from flashmoe_science.ops.moe.call.backward import BackwardTensors, Gradients, Output, Wanted, gradients_like
+from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
 from flashmoe_science.ops.operator import gradients
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
@@ -75,7 +75,7 @@ def _pre_activations(tensors: Tensors, rows: _Rows) -> torch.Tensor:
     return add_bias(_products(rows.of_tokens(tensors.x), tensors.w1, rows), tensors.gate_up_bias, rows.expert)
 
 
-def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted) -> Gradients:
+def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> Gradients:
     """The gradients from the pre-activations: five products at most, those of frozen weights left out; each sum in one order.
 
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
@@ -110,8 +110,10 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
         made["dgate_up_bias"] = _sums(of_z, rows)
     if wanted.ddown_bias and down_bias is not None:
         made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
-    results = gradients_like(tensors, wanted)._asdict()
-    return Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
+    results = gradients_like(tensors, wanted, sums)._asdict()
+    new = Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
+    added = {name: one.add_(made[name]) for name, one in sums._asdict().items() if one is not None and name in made}
+    return new._replace(**added)
 
 
 def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors, contiguous, inputs_of
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, Options, Tensors, contiguous, inputs_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 
@@ -77,6 +77,34 @@ class Sums(NamedTuple):
 
 
 ALL, NEW = Wanted(), Sums()
+
+
+def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Sums:
+    """What the gradients of the weights are added to, as views like kernels' weights.
+
+    Raises:
+        TypeError, ValueError: ``weight_grads`` of ``fused_moe`` that are not allowed.
+    """
+    if not isinstance(weight_grads, tuple | list) or len(weight_grads) != 2:
+        raise TypeError(
+            "weight_grads must be a pair, for gate_up_proj and down_proj; None for one that autograd is given"
+        )
+    for nth, (one, weight) in enumerate(zip(weight_grads, (tensors.w1, tensors.w2), strict=True)):
+        if one is None:
+            continue
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"weight_grads[{nth}] is a {type(one).__name__}; it must be a torch.Tensor or None")
+        if one.shape != weight.shape:
+            raise ValueError(
+                f"weight_grads[{nth}] has shape {tuple(one.shape)}; it must be {tuple(weight.shape)}, as the weights"
+            )
+        if one.dtype not in (torch.float32, weight.dtype):
+            raise TypeError(f"weight_grads[{nth}] has dtype {one.dtype}; it must be float32 or {weight.dtype}")
+        if one.device != weight.device or one.requires_grad:
+            raise ValueError(f"weight_grads[{nth}] must be on {weight.device}, as the weights, and require no gradient")
+    return Sums(*(one.mT if options.transposed and one is not None else one for one in weight_grads))
+
+
 Gradients = ByInput[torch.Tensor]
 Outputs = ByInput[Output]
 

@@ -12,11 +12,22 @@ from typing import Any
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
+from flashmoe_science.ops.calls import (
+    Launch,
+    autocast,
+    find_launch,
+    guards_of,
+    is_plain,
+    is_transformed,
+    needs_grad,
+    store_launch,
+)
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
+from flashmoe_science.ops.moe.call.backward import checked_sums
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
 
@@ -42,6 +53,21 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
             raise Explained(decide(Tensors(*tensors), Options(*options)))
         return _through_operator(Tensors(*tensors), Options(*options))
     return _serve(Tensors(*tensors), Options(*options), key)  # type: ignore[no-any-return]
+
+
+def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
+    """``fused_moe`` whose backward adds the gradients of weights to tensors that are given. Raises as ``experts_forward``."""
+    if torch.compiler.is_compiling() or is_transformed():
+        raise ValueError("weight_grads is given under torch.compile or a transform of torch.func; it must be None there")
+    if is_explaining() or not needs_grad(*tensors):
+        return experts_forward(tensors, options)
+    given, how = Tensors(*(_autocast(tensors) or tensors)), Options(*options)
+    views, activation = checked(given, how)
+    sums = checked_sums(weight_grads, given, how)
+    if how.kernel == FALLBACK:
+        raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
+    decide_training(views, activation, how)
+    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums), given.x.shape)
 
 
 def _autocast(tensors: Given) -> Given | None:
