@@ -127,11 +127,21 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
-    top_k, x = top_k_ids.shape[-1], hidden_states.reshape(-1, dim)
-    if x.stride(-1) != 1 and x.numel():
-        x = x.contiguous()
-    weights, ids = top_k_weights.reshape(-1, top_k), top_k_ids.reshape(-1, top_k)
-    return Tensors(x, gate_up_proj, down_proj, weights, ids, *biases), activation
+    return views_of(given, options), activation
+
+
+def views_of(given: Tensors, options: Options) -> Tensors:
+    """The tensors of a call whose arguments are allowed, as kernels take them."""
+    hidden_states, gate_up_proj, down_proj, weights, ids, *biases = given
+    if options.transposed:
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+    if hidden_states.dim() != 2:
+        top_k = ids.shape[-1]
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
+    if hidden_states.stride(-1) != 1 and hidden_states.numel():
+        hidden_states = hidden_states.contiguous()
+    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *biases)
 
 
 def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:

@@ -86,9 +86,7 @@ def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Su
         TypeError, ValueError: ``weight_grads`` of ``fused_moe`` that are not allowed.
     """
     if not isinstance(weight_grads, tuple | list) or len(weight_grads) != 2:
-        raise TypeError(
-            "weight_grads must be a pair, for gate_up_proj and down_proj; None for one that autograd is given"
-        )
+        raise TypeError("weight_grads must be a pair, for gate_up_proj and down_proj; None for one that autograd is given")
     for nth, (one, weight) in enumerate(zip(weight_grads, (tensors.w1, tensors.w2), strict=True)):
         if one is None:
             continue

@@ -32,6 +32,7 @@ from flashmoe_science.ops.moe.call import (
     Tensors,
     checked,
     inputs_of,
+    views_of,
 )
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward, names_of
@@ -62,24 +63,20 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
     if needs_grad(*tensors) and not saves_z:
         decide_training(views, activation, options)
         rest = options.kernel, options.recompute
-        return lambda *given: unviewed(differentiable(*checked(Tensors(*given), options), *rest), shape)
+        return lambda *given: unviewed(differentiable(views_of(Tensors(*given), options), activation, *rest), shape)
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
         return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
     if decide_by_dtype(views.x, options.kernel) is not None:
-        return (
-            by_pytorch(activation, saves_z)
-            if saves_z
-            else lambda *given: pytorch_moe(*checked(Tensors(*given), options)).view(shape)
-        )
-    inputs = inputs_of(views, activation, saves_z)
-    plan = plan_of(inputs, options.kernel)
-    launch = plan.bind(inputs, shape)
-    if plan.by_address and _in_place(inputs.tensors, tensors):
+        launch, in_place = by_pytorch(activation, saves_z), False
+    else:
+        inputs = inputs_of(views, activation, saves_z)
+        plan = plan_of(inputs, options.kernel)
+        made, in_place = plan.bind(inputs, shape), plan.by_address and _in_place(inputs.tensors, tensors)
+        launch = made if in_place else lambda *given: made(*inputs_of(Tensors(*given), activation).tensors)
+    if in_place or saves_z:
         return launch
-    if saves_z:
-        return lambda *given: launch(*inputs_of(Tensors(*given), activation).tensors)
-    return lambda *given: launch(*inputs_of(*checked(Tensors(*given), options)).tensors).view(shape)
+    return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
 
 
 def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:
