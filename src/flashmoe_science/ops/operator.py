@@ -81,11 +81,12 @@ def gradients(
     function: Callable[..., tuple[torch.Tensor, ...]], leaves: Many, into: Many
 ) -> tuple[Many, Sequence[torch.Tensor | None]]:
     """The results of PyTorch's operators, and the gradients of the leaves by ``into``, None where there is none. Within an
-    operator of ours too, where PyTorch does not record its own."""
+    operator of ours too, where PyTorch does not record its own; on the caller's thread."""
     if without_keys is None:
         with torch.enable_grad():
             results, derivative, *_ = torch.func.vjp(function, *leaves)
             return results, derivative(tuple(into))
-    with torch.enable_grad(), without_keys(torch.DispatchKey.AutogradFunctionality, False):
+    of_autograd = torch.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), without_keys(of_autograd, False), torch.autograd.set_multithreading_enabled(False):
         results = function(*[one.requires_grad_() for one in leaves])
         return results, torch.autograd.grad(results, leaves, into, allow_unused=True)

@@ -61,7 +61,8 @@ def _from_saved(inputs: BackwardInputs | StepInputs, config: Config) -> Gradient
     tensors = inputs.routed(weights.detach(), ids)
     _, z = saving_moe(tensors, inputs.activation)
     made = pytorch_backward(BackwardTensors(*tensors, z, inputs.dout), inputs.activation, ALL)
-    (of_logits,) = torch.autograd.grad(weights, logits, made.dtopk_weights)
+    with torch.autograd.set_multithreading_enabled(False):
+        (of_logits,) = torch.autograd.grad(weights, logits, made.dtopk_weights)
     return made._replace(dtopk_weights=of_logits)
 
 
@@ -73,7 +74,8 @@ def _by_autograd(router: Router, experts: Experts, inputs: Any, config: Config) 
     step = replace(inputs, **leaves)
     with torch.enable_grad():
         out = experts(step.routed(*router(step.router_logits, step.problem.top_k)), step.activation)
-    made = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), inputs.dout), strict=True))
+    with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
+        made = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), inputs.dout), strict=True))
     return Gradients(**{gradient: made.get(name) for name, gradient in of_step.items()})
 
 

@@ -1,15 +1,19 @@
 """The router's autograd rule, and ``flashmoe::moe_route_backward``: of the weights of the experts that were chosen, in fp32.
 
-Kept between the passes are the logits and the ids. Choosing has no gradient, nor has the selection bias.
+Kept between the passes are the logits and the ids. Choosing has no gradient, nor has the selection bias. On CUDA one launch
+(``backward_triton.py``), else PyTorch's operators.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from flashmoe_science.ops.moe.route.spec import Options, Routed
+from flashmoe_science.ops.calls import find_launch, guards_of, store_launch
+from flashmoe_science.ops.moe.route.choose import backward_kernels, why_pytorch
+from flashmoe_science.ops.moe.route.spec import Options, Routed, RouteGradient
 from flashmoe_science.ops.operator import gradients, register
 
 
@@ -48,18 +52,33 @@ class _Router(torch.autograd.Function):
 
 @torch.no_grad()
 def _backward(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *options: Any) -> torch.Tensor:
+    """The operator on CPU and CUDA."""
+    given = logits, ids, dweights
+    key = ("route backward", logits.shape, options)
+    launch: RouteGradient | None = find_launch(key, given)
+    if launch is None:
+        checked = Options(*options)
+        if why_pytorch(logits, checked) is None:
+            launch = backward_kernels().bind(*given, checked)
+        else:
+            launch = partial(_by_pytorch, checked)
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(*given)
+
+
+def _by_pytorch(options: Options, logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor) -> torch.Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
 
     def forward(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (weights_of(logits, ids.long(), Options(*options)),)
+        return (weights_of(logits, ids.long(), options),)
 
     _, (found,) = gradients(forward, [logits.detach().to(wide)], [dweights.to(wide)])
     assert found is not None
-    return torch.empty_like(logits).copy_(found)
+    return found.to(logits.dtype).contiguous()
 
 
 def _fake(dweights: torch.Tensor, logits: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(logits)
+    return logits.new_empty(logits.shape)
 
 
 OPERATOR = register(

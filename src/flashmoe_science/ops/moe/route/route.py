@@ -7,21 +7,17 @@ Gradients are those of the chosen experts' weights (``backward.py``). Nothing wa
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.hardware.gpus import why_no_triton
-from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
 from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.backward import differentiable
+from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
     Options,
@@ -93,25 +89,18 @@ def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
     if needs_grad(like.router_logits):
         return lambda logits, bias: _through_operator(logits, bias, options)
-    if _why_pytorch(like.router_logits, options) is not None:
+    if why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
-    bound: RouteLaunch = _kernel().bind(like, options)
+    bound: RouteLaunch = kernels().bind(like, options)
     return bound
 
 
-def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
-    """Why PyTorch's operators serve a call, in words; None where the kernel does."""
-    if logits.dtype == torch.float64:
-        return "router_logits has dtype torch.float64, which the kernel does not take"
-    refusal: str | None = TRITON_MISSING or why_no_triton(gpu_of(logits)) or _kernel().cannot(options, logits.shape[-1])
-    return refusal
-
-
 def _decide(like: Tensors, options: Options) -> Decision:
-    why = _why_pytorch(like.router_logits, options)
-    more = f"; {GRADIENTS}, its backward by PyTorch's operators" if needs_grad(like.router_logits) else ""
+    why = why_pytorch(like.router_logits, options)
+    backward = "one kernel too" if why is None else "PyTorch's operators"
+    more = f"; {GRADIENTS}, its backward by {backward}" if needs_grad(like.router_logits) else ""
     if why is None:
-        _kernel().bind(like, options)
+        kernels().bind(like, options)
         return Decision("moe_route_triton", Config(), f"the router has one kernel{more}", "modelled")
     return Decision("pytorch", Config(), f"{why}{more}", "required")
 
@@ -134,14 +123,6 @@ def _serve(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, 
     if key is not None:
         store_launch(key, guards_of((logits,) if bias is None else (logits, bias), aligned=True), launch)
     return launch(logits, bias)
-
-
-@cache
-def _kernel() -> ModuleType:
-    """The module of the kernel, which brings Triton: an import of this one need not wait for it."""
-    from flashmoe_science.ops.moe.route import triton as route_triton
-
-    return route_triton
 
 
 def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Routed:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
@@ -83,3 +84,9 @@ def test_the_losses_have_the_gradients_of_their_formulas() -> None:
     half = logits.detach().bfloat16()
     assert z_loss(half).dtype == torch.float32
     assert z_loss(half) == z_loss(half.float())
+
+
+def test_the_kernel_is_right_in_tritons_interpreter(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/route/gradients.py")
+    assert len(found) == 54
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}

@@ -58,7 +58,9 @@ class MoEBackwardContract(SharedContract):
         leaves = {name: one.detach().requires_grad_() for name, one in given.items() if one.is_floating_point()}
         with torch.enable_grad():
             out = super().call(fn, problem, {**given, **leaves})
-        return torch.autograd.grad(out, list(leaves.values()), inputs["dout"], allow_unused=True, materialize_grads=True)
+        every = list(leaves.values())
+        with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
+            return torch.autograd.grad(out, every, inputs["dout"], allow_unused=True, materialize_grads=True)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
