@@ -16,11 +16,14 @@ import flashmoe_science as fm
 import flashmoe_science.moe  # which defines the operators
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
+from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS
+from flashmoe_science.ops.moe.front.backward.choose import choose_backward
 from flashmoe_science.ops.moe.front.backward.operator import OPERATOR
 
 SILU = ("silu", True, False, 1.702, 7.0)
 E, H, F, K, T = 4, 16, 24, 2, 6
+ORDER = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "top_k_ids", "gate_up_bias", "down_bias")
 LEAVES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "gate_up_bias", "down_bias")
 
 
@@ -44,8 +47,7 @@ def leaves(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def saved(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The arguments of the backward's operator but dout and what is wanted, of arguments that need no gradient."""
-    order = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "top_k_ids", "gate_up_bias", "down_bias")
-    tensors = [given.get(name) for name in order]
+    tensors = [given.get(name) for name in ORDER]
     return *tensors, torch.ops.flashmoe.moe_forward_saving.default(*tensors, *SILU)[1]  # type: ignore[return-value]
 
 
@@ -288,7 +290,7 @@ def test_explain_names_what_serves_the_backward() -> None:
     assert "its backward by grouped_mm_bwd: PyTorch's operators serve tensors on the CPU" in fm.explain_moe(**given).reason
     assert "its backward by grouped_mm_bwd: asked for" in fm.explain_moe(**given, kernel="grouped_mm_bwd").reason
     with assume(gpu_named("h200")):
-        decision = fm.explain_moe(**given)
+        decision = choose_backward(Tensors(*(given.get(name) for name in ORDER)), Activation(), None)
         assert "no record has a backward of ours faster than PyTorch's" in decision.reason
     with pytest.raises(ValueError, match="kernel 'grouped_mm_train' cannot serve this call: it is a peer's"):
         fm.fused_moe(**given, kernel="grouped_mm_train")
