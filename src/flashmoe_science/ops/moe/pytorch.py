@@ -85,35 +85,39 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
     rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
     z = _pre_activations(tensors.of_call(), rows) if z is None else z
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
-    of_out = rows.of_tokens(dout)
-    of_active = _products(of_out, w2.mT, rows).to(wide)
-
-    def forward(z: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (activate(z, activation),)
-
-    (active,), (of_z,) = gradients(forward, [torch.where(rows.inside, z, 0.0).to(wide)], [of_active * scale])
-    assert of_z is not None
-    active, dz = active.detach(), of_z.to(x.dtype)
-    made: dict[str, torch.Tensor] = {}
-    if wanted.dx:
-        made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
-    if wanted.dw1:
-        made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+    of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
+    to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
+    of_active = _products(of_out, w2.mT, rows).to(wide) if to_z or wanted.dtopk_weights else None
+    active, of_z = _activated(z, activation, None if of_active is None or not to_z else of_active * scale)
     if wanted.dw2:
         made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, w2)
-    if wanted.dtopk_weights:
+    if wanted.dtopk_weights and of_active is not None:
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
             of_scale += (of_out.to(wide) * down_bias[rows.expert].to(wide)).sum(1, keepdim=True)
         made["dtopk_weights"] = rows.by_pair(of_scale).squeeze(-1)
-    if wanted.dgate_up_bias and gate_up_bias is not None:
-        made["dgate_up_bias"] = _sums(of_z, rows)
     if wanted.ddown_bias and down_bias is not None:
         made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
+    if of_z is not None:
+        dz = of_z.to(x.dtype)
+        if wanted.dx:
+            made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
+        if wanted.dw1:
+            made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+        if wanted.dgate_up_bias and gate_up_bias is not None:
+            made["dgate_up_bias"] = _sums(of_z, rows)
     results = gradients_like(tensors, wanted, sums)._asdict()
     new = Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
     added = {name: one.add_(made[name]) for name, one in sums._asdict().items() if one is not None and name in made}
     return new._replace(**added)
+
+
+def _activated(z: torch.Tensor, activation: Activation, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What z is activated to, and the gradient of z by that ``into`` it."""
+    if into is None:
+        return activate(z, activation), None
+    (active,), (of_z,) = gradients(lambda z: (activate(z, activation),), [z], [into])
+    return active.detach(), of_z
 
 
 def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:

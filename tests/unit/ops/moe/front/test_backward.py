@@ -127,6 +127,7 @@ PRODUCTS = {  # by what has a gradient: dA, then dx, dW1 and dW2 where they are 
     ("hidden_states",): OF_W2 + OF_W1,
     ("hidden_states", "top_k_weights"): OF_W2 + OF_W1,
     ("gate_up_proj",): OF_W2 + OF_W1,
+    ("down_proj",): OF_W2,
     ("top_k_weights",): OF_W2,
     ("gate_up_bias",): OF_W2,
     ("down_bias",): 0,
