@@ -32,12 +32,14 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 UNIT = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
-def wrong(tokens: int, experts: int, top_k: int, how: dict[str, Any], dtype: torch.dtype, sliced: bool) -> list[str]:
+def wrong(
+    tokens: int, experts: int, top_k: int, how: dict[str, Any], dtype: torch.dtype, sliced: bool, device: str = "cpu"
+) -> list[str]:
     torch.manual_seed(0)
-    logits = (3 * torch.randn(tokens, 2 * experts)).to(dtype)[:, : experts if sliced else None]
+    logits = (3 * torch.randn(tokens, 2 * experts)).to(device, dtype)[:, : experts if sliced else None]
     logits = logits if sliced else logits[:, :experts].contiguous()
     logits[0, 0] = -torch.inf if experts > top_k else 0.0
-    dweights = torch.randn(tokens, top_k)
+    dweights = torch.randn(tokens, top_k).to(device)
     leaf = logits.detach().requires_grad_()
     weights, ids = route(leaf, top_k, **how)
     (got,) = torch.autograd.grad(weights, leaf, dweights)
