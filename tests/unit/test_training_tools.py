@@ -160,6 +160,8 @@ def test_one_compilation_trains_at_every_length(function: object, ours: bool, re
         want, got = (torch.autograd.grad(each(*inputs), inputs) for each in (function, compiled))
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
+
+
 def trained(steps: int) -> list[torch.Tensor]:
     """The weights of two layers after some steps with both losses of the router, and the loss before and after."""
     torch.manual_seed(0)

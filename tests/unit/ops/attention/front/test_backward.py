@@ -15,9 +15,9 @@ from flashmoe_science.dispatch.table import Entry, FasterPeer, Table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops import choose as shared
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.backward import choose, operator
-from flashmoe_science.ops import choose as shared
 from flashmoe_science.ops.attention.front.backward.choose import choose_backward
 from flashmoe_science.ops.attention.front.backward.kernels import ours
 from flashmoe_science.ops.attention.problem.backward import parse

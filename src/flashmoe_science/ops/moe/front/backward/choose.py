@@ -12,11 +12,10 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.choose import GRADIENTS
-from flashmoe_science.ops.choose import choose_backward as choose
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, backward_by_record
 from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
@@ -66,5 +65,11 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
     problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
     key = (problem, gpu, kernel, asked)
     if key not in _DECISIONS:
-        _DECISIONS[key] = choose(problem, gpu, kernel, asked)
+        _DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
     return _DECISIONS[key]
+
+
+def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
+    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK)
+    return by_record or Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)
