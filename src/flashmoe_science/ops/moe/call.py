@@ -73,14 +73,17 @@ def activation_of(problem: MoEProblem) -> Activation:
 class MoEInputs:
     """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
 
-    Routing and biases are contiguous; a problem with a bias may have one of the two."""
+    Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves_z``: the call returns z too, the
+    first product with its bias, which a backward takes: [pairs, rows of w1], rows in the order of ``rows.py``."""
 
     problem: MoEProblem
     tensors: Tensors
     activation: Activation = SWIGLU
+    saves_z: bool = False
 
 
-# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
+# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads. Its result is
+# out, or (out, z) of inputs that save z.
 MoELaunch = Callable[..., torch.Tensor]
 # One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]

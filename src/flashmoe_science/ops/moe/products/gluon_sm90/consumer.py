@@ -80,6 +80,15 @@ def _activate(acc, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
 
 
 @gluon.jit
+def _part(acc, PART: gl.constexpr, DTYPE: gl.constexpr):
+    """The gates, or the ups, of products whose columns are gates and ups in turn, eight and eight."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    parts = acc.reshape([ROWS, WIDTH // 8, 2, 8]).permute(0, 1, 3, 2).split()  # two of [ROWS, WIDTH / 8, 8]
+    return parts[PART].reshape([ROWS, WIDTH]).to(DTYPE)
+
+
+@gluon.jit
 def _multiply(
     acc, state, memory, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
 ):  # fmt: skip
@@ -106,10 +115,11 @@ def _multiply(
 
 @gluon.jit
 def consume(
-    out_desc, memory,
+    out_desc, gates_desc, ups_desc, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The ``ROWS`` rows of one consumer of every tile of this program. Without ``FUNCTION`` products are stored as they are."""
+    """The ``ROWS`` rows of one consumer of every tile of this program. Without ``FUNCTION`` products are stored as they are;
+    with gates_desc and ups_desc they are too, before they are activated."""
     STAGES: gl.constexpr = memory.w.shape[0]
     ROWS: gl.constexpr = memory.a.shape[1]
     BLOCK_K: gl.constexpr = memory.a.shape[2]
@@ -127,6 +137,9 @@ def consume(
         if first < end:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
             acc, state = _multiply(acc, state, memory, CONSUMER, STEPS, FUNCTION is not None)
+            if gates_desc is not None:
+                _store(_part(acc, 0, out_desc.dtype), gates_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
+                _store(_part(acc, 1, out_desc.dtype), ups_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
             if FUNCTION is not None:
                 active = _activate(acc, FUNCTION, ALPHA, LIMIT, out_desc.dtype)  # [ROWS, BLOCK_N / 2]
                 _store(active, out_desc, first, end, column * (BLOCK_N // 2), buffers, 0)

@@ -68,11 +68,14 @@ def _product(
     depth, width = constexprs["DEPTH"], constexprs["WIDTH"]
     tiles = (config["block_m"], config["block_n"], config["group"], config["num_stages"], *registers)
     values, w, out = (*constexprs.values(), *tiles), template(weights.tile, dtype), template((1, 1, ROWS, STORE_COLUMNS), dtype)
-    arguments = (a, w, out, Pointer(torch.int32), 2, 2, *values)
-    build = Build(function, arguments, num_warps=4, maxnreg=REGISTERS, launch_pdl=starts_early(inputs))
+    of_z = ((out, out) if inputs.saves_z else (None, None)) if registers == GATHERING else ()
+    arguments = (a, w, out, *of_z, Pointer(torch.int32), 2, 2, *values)
+    build = Build(function, arguments, num_warps=4, maxnreg=REGISTERS, launch_pdl=starts_early(inputs.tensors.x))
     maps_of_a = int(isinstance(a, TensorDescriptor))
     encode_w = build.encoder(maps_of_a, w, weights.shape, weights.strides)
     encode_out = build.encoder(maps_of_a + 1, out, *ragged((0, width), (width, 1)))
+    of_parts = ragged((0, width), (2 * width, 1))
+    encode_z = [build.encoder(2 + n, out, *of_parts) for n in range(2)] if inputs.saves_z and of_z else None
 
     @lru_cache(64)
     def encoder_of_a(rows: int) -> Encoder | None:
@@ -83,8 +86,13 @@ def _product(
         encode_a, programs = encoder_of_a(counts.pairs), grid(counts, math.prod(weights.shape[1:-1]), config, gpu)
         start = build.bound(programs, counts.pairs, counts.tiles, *values)
 
-        def launch(a: Any, w: Any, bias: None, out: Any, tables: Any) -> None:
-            start(*((a,) if encode_a is None else encode_a(a)), *encode_w(w), *encode_out(out), tables)
+        def launch(a: Any, w: Any, bias: None, out: Any, *rest: Any) -> None:
+            *z, tables = rest
+            if encode_z is not None:  # the gates, and the ups ``width`` elements of two bytes further
+                z = [*encode_z[0](z[0]), *encode_z[1](z[0] + 2 * width)]
+            elif of_z:
+                z = [None, None]
+            start(*((a,) if encode_a is None else encode_a(a)), *encode_w(w), *encode_out(out), *z, tables)
 
         return launch
 
