@@ -30,7 +30,7 @@ def flashmoe_moe_drouting(
         acc += tl.load(partials + row * COLUMNS + column, mask=row >= 0, other=0.0)
     if bias is not None:
         expert = tl.load(ids + pair, mask=row >= 0, other=0).to(tl.int64)
-        token = pair.to(tl.int64) // TOP_K
+        token = (pair // TOP_K).to(tl.int64)
         for first in range(0, WIDTH, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)  # [BLOCK_N]
             inside = (row >= 0)[:, None] & (n < WIDTH)[None, :]
@@ -61,7 +61,7 @@ def flashmoe_moe_dbias(
         place = row.to(tl.int64)
         if weights is not None:
             pair = tl.load(tables + row, mask=row < end, other=0)
-            place = pair.to(tl.int64) // TOP_K
+            place = (pair // TOP_K).to(tl.int64)
         inside = (row < end)[:, None] & (n < WIDTH)[None, :]
         value = tl.load(values + place[:, None] * WIDTH + n[None, :], mask=inside, other=0.0).to(tl.float32)
         if weights is not None:

@@ -23,6 +23,7 @@ class Tile(NamedTuple):
 
 # The first product and that of dX, whose rows are those of the tables; and that of dW, whose depth they are.
 HIDDEN, ROWS, WEIGHTS = "hidden", "rows", "weights"
+_Tiles = tuple[Tile, Tile, Tile]  # in their order
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
@@ -34,28 +35,30 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     assert device is not None
     size, wgmma = DTYPE_BYTES[problem.dtype], device.compute_capability[0] == 9
     every = _FP32 if problem.dtype == "fp32" else _tiles(problem.rows_per_expert(), wgmma)
-    fitting = [
-        tiles for tiles in every if all(one.stages * (one.m + one.n) * one.k * size <= device.shared_per_block for one in tiles)
-    ]
-    return tuple(_config(*tiles) for tiles in fitting)
+    return tuple(_config(*tiles) for tiles in every if _bytes(tiles, size) <= device.shared_per_block)
 
 
-_Tiles = tuple[Tile, Tile, Tile]  # in the order of the words above
+def _bytes(tiles: _Tiles, size: int) -> int:
+    """Of shared memory. Of the products of dW, whose loads go by an index that is loaded, two stages have one buffer."""
+    buffers = tiles[0].stages, tiles[1].stages, (tiles[2].stages + 1) // 2
+    return max(count * (one.m + one.n) * one.k * size for count, one in zip(buffers, tiles, strict=True))
+
+
 _FP32: list[_Tiles] = [(Tile(32, 64, 32, 4, 2), Tile(32, 64, 32, 4, 2), Tile(32, 64, 32, 4, 2))]
 
 
 def _tiles(rows: float, wgmma: bool) -> list[_Tiles]:
     """``rows`` an expert, on average; ``wgmma``: on Hopper."""
-    small = Tile(64, 64, 32, 4, 3)
+    small = Tile(64, 64, 32, 4, 5)
     if rows <= 24:
-        return [(Tile(32, 128, 64, 4, 3), Tile(32, 128, 64, 4, 3), Tile(128, 128, 32, 8, 3)),
+        return [(Tile(32, 128, 64, 4, 3), Tile(32, 128, 64, 4, 3), Tile(128, 128, 32, 8, 5)),
                 (Tile(16, 64, 64, 4, 3), Tile(16, 64, 64, 4, 3), small)]  # fmt: skip
-    few = (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 32, 8, 3))
+    few = (Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3), Tile(128, 128, 32, 8, 5))
     if rows <= 64:
         return [few]
     if wgmma:
-        return [(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 3)), few]
-    return [(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)), few]
+        return [(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 5)), few]
+    return [(Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 5)), few]
 
 
 def _config(hidden: Tile, rows: Tile, weights: Tile) -> Config:

@@ -34,7 +34,7 @@ def flashmoe_moe_dweights(
     for start in tl.range(first, end, BLOCK_K, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         exists = (row < end)[:, None]
-        token = tl.load(tables + row, mask=row < end, other=0).to(tl.int64) // TOP_K
+        token = (tl.load(tables + row, mask=row < end, other=0) // TOP_K).to(tl.int64)  # [BLOCK_K]
         inside = exists if HEIGHT % BLOCK_M == 0 else exists & (m < HEIGHT)[None, :]
         a = tl.load(gathered + token[:, None] * STRIDE_X + m[None, :], mask=inside, other=0.0)  # [BLOCK_K, BLOCK_M]
         inside = exists if WIDTH % BLOCK_N == 0 else exists & (n < WIDTH)[None, :]
