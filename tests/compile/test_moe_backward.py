@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from moe_backward import jobs_of, problem_of
+from tests.compile.moe_backward import jobs_of, problem_of
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
