@@ -32,7 +32,9 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: s
     problem, device = problem_of(text), gpu_named(gpu)
     assert device is not None
     config = KERNEL.configs(problem, device)[0]
-    found = [built(job, device, KERNEL.name, problem, config) for job in jobs_of(KERNEL, problem, config, device)]
+    jobs = jobs_of(KERNEL, problem, config, device)
+    # One function computes dW1 and dW2.
+    found = [built(job, device, KERNEL.name, problem, f"{number}: {config}") for number, job in enumerate(jobs)]
     for build in found:
         assert fits(build, device) is None, build.kernel
         assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
