@@ -51,7 +51,7 @@ def flashmoe_moe_up_gluon_sm90(
     gdc_launch_dependents()
     ROWS: gl.constexpr = out_desc.block_type.shape[2]
     # A stage is full when 128 threads' copies are complete, and the weights.
-    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 129)
+    memory = make_memory(w_desc, out_desc, ROWS, w_desc.block_type.shape[4], BLOCK_M // ROWS, STAGES, 129)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
@@ -70,21 +70,23 @@ def flashmoe_moe_up_gluon_sm90(
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_gluon_sm90(
     a_desc, w_desc, out_desc, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n]."""
+    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
-    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 1)
+    memory = make_memory(w_desc, out_desc, ROWS, a_desc.block_type.shape[1], BLOCK_M // ROWS, STAGES, 1)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     gl.warp_specialize(
         [
-            (consume, (out_desc, None, None, memory, 0, DEPTH, None, 0.0, 0.0)),
-            (produce, (a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1)),
-            (consume, (out_desc, None, None, memory, 1, DEPTH, None, 0.0, 0.0)),
+            (consume, (out_desc, None, None, memory, 0, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
+            (produce, (
+                a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1, TRANSPOSED,
+            )),
+            (consume, (out_desc, None, None, memory, 1, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
         ],
         [1, 4],
         [PRODUCER_REGS, CONSUMER_REGS],

@@ -49,7 +49,7 @@ def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product, whose rows follow each other."""
     p, deep = inputs.problem, config["block_k"]
     weights = Weights((1, config["block_n"], deep), (p.experts, p.dim, p.hidden), inputs.tensors.w2.stride())
-    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim}
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, "TRANSPOSED": False}
     return _product(function, inputs, config, template((ROWS, deep), p.dtype), weights, constexprs, COPYING)
 
 
