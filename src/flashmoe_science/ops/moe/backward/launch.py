@@ -100,9 +100,12 @@ def parts_of(problem: MoEProblem, counts: RowCounts, dtype: torch.dtype, columns
     ]
 
 
-def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, products: Products) -> BackwardBind:
-    """bind(inputs) of all launches of a call by four products. ``columns``: partials of a row's routing weight."""
-    early, t, wanted, needs = starts_early(inputs.tensors.x), inputs.tensors, wanted_of(inputs), needs_of(inputs)
+def grouped_backward(
+    inputs: BackwardInputs, block_m: int, columns: int, products: Products, needs: Needs
+) -> BackwardBind:
+    """bind(inputs) of all launches of a call by four products. ``columns``: partials of a row's routing weight; ``needs``: what
+    the first product writes."""
+    early, t, wanted = starts_early(inputs.tensors.x), inputs.tensors, wanted_of(inputs)
     add = combine.build(inputs.problem, t.x.dtype, None, early) if wanted.dx else None
     sum_routing = _build_routing(inputs, columns, early) if wanted.dtopk_weights else None
     of_z = _build_bias(inputs, t.z, None, t.gate_up_bias, early) if wanted.dgate_up_bias else None

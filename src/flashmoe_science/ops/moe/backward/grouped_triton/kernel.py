@@ -55,7 +55,7 @@ def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
         build_weights(inputs, config, x, t.x.stride(0), _result(t.w1, dw1).mT, dw1 is not None) if wanted.dw1 else None,
         build_weights(inputs, config, new, t.x.shape[1], _result(t.w2, dw2), dw2 is not None) if wanted.dw2 else None,
     )
-    return grouped_backward(inputs, of_hidden.m, cdiv(inputs.problem.hidden, of_hidden.n), products)
+    return grouped_backward(inputs, of_hidden.m, cdiv(inputs.problem.hidden, of_hidden.n), products, needs)
 
 
 def _schedule(inputs: BackwardInputs, stages: int) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""What moe_bwd_gluon_sm90 serves, and the sizes of its tiles: those of the forward's products (``products/gluon_sm90``)."""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Device
+from flashmoe_science.ops.launch import Grid, cdiv
+from flashmoe_science.ops.moe.backward.call import BackwardInputs
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.gluon_sm90.config import ROWS, check_memory, why_not_on_sm90
+from flashmoe_science.ops.moe.rows import why_no_tables
+
+NAME = "moe_bwd_gluon_sm90"
+Z_COLUMNS = 64  # of a stage of z
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    return why_not_on_sm90(problem, device) or why_no_tables(problem)
+
+
+def check_tensors(inputs: BackwardInputs) -> None:
+    """Raises CannotServe for memory that the copy engine does not take."""
+    t = inputs.tensors
+    check_memory(hidden_states=t.x, w1=t.w1, w2=t.w2, z=t.z)
+
+
+def grid_of_weights(problem: MoEProblem, height: int, width: int, block_n: int, gpu: Gpu) -> Grid:
+    """A program for each multiprocessor, if there are as many tiles of dW."""
+    return (min(problem.experts * cdiv(height, 2 * ROWS) * cdiv(width, block_n), gpu.sm_count), 1, 1)

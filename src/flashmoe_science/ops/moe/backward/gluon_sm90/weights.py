@@ -1,0 +1,169 @@
+"""The gradient of an expert's weights on Hopper: a product over its rows, in their order, of two operands that lie by rows.
+
+Shapes: left [T or rows, M], right [rows or T, N] -> out [E, M, N], by tiles of 128 by 256. One of the two is gathered by the
+rows' tokens, by cp.async of four warps; the other's rows follow each other, and the copy engine takes them, zeros from the
+expert's end on. Both are transposed as the matrix instruction reads them from shared memory. Programs are persistent and take
+tiles in turn, those of an expert at about the same time, whose rows they share in L2.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.ops.descriptors import RAGGED_ROWS
+from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import store
+from flashmoe_science.ops.moe.products.gluon_sm90.memory import Memory
+from flashmoe_science.ops.moe.rows import tables_of
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers, make_mailbox, publish, receive
+
+_tables_of = as_gluon(tables_of)
+
+
+@gluon.jit
+def _make_memory(out_desc, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+    """Stages of left [BLOCK_K, 64] of each consumer, and of right [BLOCK_K, BLOCK_N]; full after 128 threads' copies and the
+    copy engine's."""
+    dtype: gl.constexpr = out_desc.dtype
+    ROWS: gl.constexpr = out_desc.block_type.shape[2]
+    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_K, ROWS], dtype)
+    w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_K, BLOCK_N], dtype)
+    a = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, 1, BLOCK_K, ROWS], a_layout)
+    w = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_N], w_layout)
+    out = gl.allocate_shared_memory(dtype, [4] + out_desc.block_type.shape, out_desc.layout)
+    full, empty = make_barriers(STAGES, 2, 129)
+    mailbox = make_mailbox(4, 2)
+    fence_async_shared()
+    return Memory(a, w, out, full, empty, mailbox)
+
+
+@gluon.jit
+def _gather(base, tokens, inside, memory, column, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """Start to copy columns from ``column`` of the rows of ``tokens``; those not ``inside``, and past ``WIDTH``, become 0."""
+    BLOCK: gl.constexpr = memory.shape[1]
+    columns = gl.expand_dims(column + gl.arange(0, BLOCK, gl.SliceLayout(0, layout.parent)), 0)  # [1, BLOCK]
+    mask = gl.expand_dims(inside, 1)
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns < WIDTH)
+    cp_async(memory, base + gl.expand_dims(tokens.to(gl.int64) * STRIDE, 1) + columns, mask=mask)
+
+
+@gluon.jit
+def _produce(
+    left, right, tables, counts, memory,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr,
+    LEFT_GATHERED: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages of all tiles of this program. A step's tokens are looked up during the step before it."""
+    pairs, tiles = counts
+    STAGES: gl.constexpr = memory.w.shape[0]
+    BLOCK_K: gl.constexpr = memory.a.shape[3]
+    ROWS: gl.constexpr = memory.a.shape[4]
+    BLOCK_N: gl.constexpr = memory.w.shape[4]
+    DOWN: gl.constexpr = (HEIGHT + 2 * ROWS - 1) // (2 * ROWS)
+    ACROSS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    parts = _tables_of(tables, pairs, EXPERTS, tiles)
+    step = gl.arange(0, BLOCK_K, layout)  # [BLOCK_K]
+    state = first_stage()
+    iteration = gl.to_tensor(0)
+    index = gl.program_id(0)
+    while index < EXPERTS * DOWN * ACROSS:
+        expert = index // (DOWN * ACROSS)
+        m, n = index // ACROSS % DOWN, index % ACROSS
+        first, end = gl.load(parts.offsets + expert), gl.load(parts.offsets + expert + 1)
+        publish(memory.mailbox, iteration, (n, m, expert, (end - first + BLOCK_K - 1) // BLOCK_K), one)
+        iteration += 1
+        pair = gl.load(parts.pair_of_row + first + step, mask=first + step < end, other=0)
+        for row in range(first, end, BLOCK_K):
+            inside, tokens = row + step < end, pair // TOP_K
+            following = row + BLOCK_K + step
+            pair = gl.load(parts.pair_of_row + following, mask=following < end, other=0)
+            bar = memory.full.index(state.stage)
+            mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
+            at = RAGGED_ROWS - (end - row)
+            if LEFT_GATHERED:
+                mbarrier.expect(bar, right.block_type.nbytes)
+                tma_load(right, [RAGGED_ROWS, end, at, n * BLOCK_N], bar, memory.w.index(state.stage))
+                for c in gl.static_range(2):
+                    a = memory.a.index(2 * state.stage + c).reshape([BLOCK_K, ROWS])
+                    _gather(left, tokens, inside, a, (2 * m + c) * ROWS, layout, HEIGHT, STRIDE)
+            else:
+                mbarrier.expect(bar, 2 * left.block_type.nbytes)
+                for c in gl.static_range(2):
+                    a = memory.a.index(2 * state.stage + c)
+                    tma_load(left, [RAGGED_ROWS, end, at, (2 * m + c) * ROWS], bar, a)
+                w = memory.w.index(state.stage).reshape([BLOCK_K, BLOCK_N])
+                _gather(right, tokens, inside, w, n * BLOCK_N, layout, WIDTH, STRIDE)
+            cp_async_arrive(bar, increment_count=False)
+            state = advance(state, STAGES)
+        index += gl.num_programs(0)
+    publish(memory.mailbox, iteration, (-1, 0, 0, 0), one)
+
+
+@gluon.jit
+def _consume(out_desc, memory, CONSUMER: gl.constexpr):
+    """The 64 rows of one consumer of every tile of this program."""
+    STAGES: gl.constexpr = memory.w.shape[0]
+    BLOCK_K: gl.constexpr = memory.a.shape[3]
+    ROWS: gl.constexpr = memory.a.shape[4]
+    BLOCK_N: gl.constexpr = memory.w.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    state = first_stage()
+    iteration = gl.to_tensor(0)
+    buffers = (memory.out.index(2 * CONSUMER), memory.out.index(2 * CONSUMER + 1))
+    n, m, expert, steps = receive(memory.mailbox, iteration, one)
+    while n >= 0:
+        iteration += 1
+        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+        for step in range(steps):
+            stage = state.stage
+            mbarrier.wait(memory.full.index(stage), state.phase)
+            fence_async_shared()  # cp.async writes as threads do, the matrix instruction reads as the copy engine does
+            a = memory.a.index(2 * stage + CONSUMER).reshape([BLOCK_K, ROWS]).permute((1, 0))  # [ROWS, BLOCK_K]
+            w = memory.w.index(stage).reshape([BLOCK_K, BLOCK_N])
+            acc = warpgroup_mma(a, w, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            before = gl.where(stage == 0, STAGES - 1, stage - 1)
+            mbarrier.arrive(memory.empty.index(before), pred=step > 0)
+            state = advance(state, STAGES)
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(memory.empty.index(gl.where(state.stage == 0, STAGES - 1, state.stage - 1)), pred=steps > 0)
+        store(acc, out_desc, (expert, (2 * m + CONSUMER) * ROWS), None, n * BLOCK_N, buffers, 0)
+        n, m, expert, steps = receive(memory.mailbox, iteration, one)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_dweights_gluon_sm90(
+    left, right, out_desc, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr,
+    LEFT_GATHERED: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """out[expert, m, n] = the sum over its rows of left[row, m] times right[row, n], one of which is gathered by tokens."""
+    gdc_launch_dependents()
+    memory = _make_memory(out_desc, BLOCK_N, BLOCK_K, STAGES)
+    gdc_wait()  # what the kernel before this one wrote is visible from here on
+    gl.warp_specialize(
+        [
+            (_consume, (out_desc, memory, 0)),
+            (_produce, (
+                left, right, tables, (pairs, tiles), memory, EXPERTS, TOP_K, HEIGHT, WIDTH, STRIDE, LEFT_GATHERED,
+            )),
+            (_consume, (out_desc, memory, 1)),
+        ],
+        [4, 4],
+        [PRODUCER_REGS, CONSUMER_REGS],
+    )
