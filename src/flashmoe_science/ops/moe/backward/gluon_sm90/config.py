@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Device
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
 from flashmoe_science.ops.moe.backward.call import BackwardInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import ROWS, check_memory, why_not_on_sm90
+from flashmoe_science.ops.moe.products.gluon_sm90.config import configs as configs_of_products
 from flashmoe_science.ops.moe.rows import why_no_tables
 
 NAME = "moe_bwd_gluon_sm90"
@@ -16,6 +17,11 @@ Z_COLUMNS = 64  # of a stage of z
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
     return why_not_on_sm90(problem, device) or why_no_tables(problem)
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """The forward's tiles. The first product's are narrower: its epilogue would spill beside an accumulator of 256 columns."""
+    return tuple(Config(**one, hidden_n=128, hidden_stages=6) for one in configs_of_products(problem, device))
 
 
 def check_tensors(inputs: BackwardInputs) -> None:

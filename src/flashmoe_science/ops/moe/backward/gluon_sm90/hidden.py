@@ -1,8 +1,8 @@
 """The first product of a backward on Hopper: dA' = dout W2, and in its epilogue the activation's derivative.
 
-Tiles are 128 rows by 256 columns, as of the forward's first product, whose producer gathers rows of dout. After a tile's last
-stage of the product come stages of z: 64 gates and the 64 ups that they go with, of each consumer's 64 rows, in the memory of
-the weights and of dout. So z is read while the product runs.
+Tiles are 128 rows by 128 columns. The producer is that of the forward's first product, and gathers rows of dout. After the last
+stage of a tile's product come stages of z: 64 gates and the 64 ups that they go with, of each consumer's 64 rows, in the memory
+of the weights and of dout. So z is read while the product runs.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def flashmoe_moe_dhidden_gluon_sm90(
     BLOCK_M: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """One tile of dA' = dout[token of row] . w[expert, :, n], and of what follows from it: dz, weight times act(z), and partials
-    [rows, tiles of n], the sums of dA' times act(z)."""
+    """dA' = dout[token of row] . w[expert, :, n], and what follows from it: dz, weight times act(z), and partials [rows, tiles
+    of n], the sums of dA' times act(z)."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = active_desc.block_type.shape[2]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]

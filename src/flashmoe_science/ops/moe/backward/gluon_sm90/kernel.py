@@ -1,7 +1,7 @@
 """Backward of a mixture of experts for Hopper in Gluon, for many rows an expert: the portable kernel with faster products.
 
-Shapes: x, dout [T, H], w1 [E, 2I, H], w2 [E, H, I], weights and ids [T, K], the forward's z [P, 2I] -> the gradients, each in the
-dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations. Compute capability 9.0 only.
+Shapes: x, dout [T, H], w1 [E, 2I, H], w2 [E, H, I], weights and ids [T, K], the forward's z [P, 2I] -> the gradients, each in
+the dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations. Compute capability 9.0 only.
 
 The first product and its epilogue are in hidden.py, dW1 and dW2 in weights.py; the rows of dx are the forward's second product
 by w1 with its dimensions exchanged. All are persistent, with a producer warp group and two consumers. What is added to tensors
@@ -18,7 +18,7 @@ from flashmoe_science.ops.launch import cdiv, workspace_bytes
 from flashmoe_science.ops.moe import combine
 from flashmoe_science.ops.moe import rows as tables
 from flashmoe_science.ops.moe.backward.call import BackwardBind, BackwardInputs, Gradients, our_kernel
-from flashmoe_science.ops.moe.backward.gluon_sm90.config import NAME, check_tensors, grid_of_weights, supports
+from flashmoe_science.ops.moe.backward.gluon_sm90.config import NAME, check_tensors, configs, grid_of_weights, supports
 from flashmoe_science.ops.moe.backward.gluon_sm90.launch import dweights, hidden, rows
 from flashmoe_science.ops.moe.backward.launch import (
     Needs,
@@ -30,7 +30,7 @@ from flashmoe_science.ops.moe.backward.launch import (
     width_of_z,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.gluon_sm90.config import THREADS, configs, grid, suits
+from flashmoe_science.ops.moe.products.gluon_sm90.config import THREADS, grid, suits
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
@@ -45,7 +45,7 @@ def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
         dweights(inputs, config, torch.empty_like(t.w1, device="meta"), left_gathered=False) if wanted.dw1 else None,
         dweights(inputs, config, torch.empty_like(t.w2, device="meta"), left_gathered=True) if wanted.dw2 else None,
     )
-    return grouped_backward(inputs, config["block_m"], cdiv(p.hidden, config["block_n"]), products, Needs(True, True, True))
+    return grouped_backward(inputs, config["block_m"], cdiv(p.hidden, config["hidden_n"]), products, Needs(True, True, True))
 
 
 def run(inputs: BackwardInputs, config: Config) -> Gradients:
@@ -54,7 +54,7 @@ def run(inputs: BackwardInputs, config: Config) -> Gradients:
 
 def workspace(problem: MoEProblem, config: Config) -> int:
     """Bytes of the tables and of the rows between the products."""
-    counts, columns = RowCounts.of(problem, config["block_m"]), cdiv(problem.hidden, config["block_n"])
+    counts, columns = RowCounts.of(problem, config["block_m"]), cdiv(problem.hidden, config["hidden_n"])
     dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
     return workspace_bytes(parts_of(problem, counts, dtype, columns, Needs(True, True, True), True))
 
@@ -68,10 +68,10 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     ]
     return (
         *tables.launches(counts),
-        Launch("^flashmoe_moe_dhidden_gluon_sm90$", grid(counts, problem.hidden, config, gpu), THREADS),
+        Launch("^flashmoe_moe_dhidden_gluon_sm90$", grid(counts, problem.hidden, config["hidden_n"], gpu), THREADS),
         Launch("^flashmoe_moe_drouting$"),
         *(Launch("^flashmoe_moe_dweights_gluon_sm90$", one, THREADS) for one in of_weights),
-        Launch("^flashmoe_moe_down_gluon_sm90$", grid(counts, problem.dim, config, gpu), THREADS),
+        Launch("^flashmoe_moe_down_gluon_sm90$", grid(counts, problem.dim, block_n, gpu), THREADS),
         *combine.launches(problem),
     )
 

@@ -44,11 +44,11 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
     """The first product, which gathers rows of dout. It writes all that it can."""
     p, a, t, gpu = inputs.problem, inputs.activation, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
-    w, of_z = template((1, config["block_k"], config["block_n"]), p.dtype), template((ROWS, Z_COLUMNS), p.dtype)
+    w, of_z = template((1, config["block_k"], config["hidden_n"]), p.dtype), template((ROWS, Z_COLUMNS), p.dtype)
     out = template((1, 1, ROWS, STORE_COLUMNS), p.dtype)
     values = (
         p.experts, p.top_k, p.dim, p.hidden, a.function, a.alpha, a.limit, config["block_m"], config["group"],
-        config["num_stages"], *GATHERING,
+        config["hidden_stages"], *GATHERING,
     )  # fmt: skip
     pointers = (stand_in(t.topk_weights), Pointer(torch.float32), Pointer(torch.int32))
     arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *pointers, 2, 2, *values)
@@ -66,7 +66,7 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
 
     def bind(counts: RowCounts) -> KernelLaunch:
         of_gates, of_ups = encoders_of_z(counts.pairs)
-        start = build.bound(grid(counts, width, config, gpu), counts.pairs, counts.tiles, *values)
+        start = build.bound(grid(counts, width, config["hidden_n"], gpu), counts.pairs, counts.tiles, *values)
         ups = 2 * width  # bytes after the gates
 
         def launch(dout: Any, w: Any, z: Any, weights: Any, dz: Any, active: Any, partials: Any, tables: Any) -> None:

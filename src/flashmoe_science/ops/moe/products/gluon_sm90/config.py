@@ -77,6 +77,6 @@ def check_memory(**tensors: torch.Tensor) -> None:
                 raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
 
 
-def grid(counts: RowCounts, weights: int, config: Config, gpu: Gpu) -> Grid:
+def grid(counts: RowCounts, weights: int, block_n: int, gpu: Gpu) -> Grid:
     """A program for each multiprocessor, if there can be as many tiles of an expert's ``weights`` rows."""
-    return (min(counts.tiles * cdiv(weights, config["block_n"]), gpu.sm_count), 1, 1)
+    return (min(counts.tiles * cdiv(weights, block_n), gpu.sm_count), 1, 1)

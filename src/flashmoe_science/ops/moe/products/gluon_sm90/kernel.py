@@ -102,8 +102,8 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts = RowCounts.of(problem, config["block_m"])
-    up = Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", grid(counts, 2 * problem.hidden, config, gpu), THREADS)
-    down = Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", grid(counts, problem.dim, config, gpu), THREADS)
+    up = Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", grid(counts, 2 * problem.hidden, config["block_n"], gpu), THREADS)
+    down = Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", grid(counts, problem.dim, config["block_n"], gpu), THREADS)
     return launches_around(problem, config, up, down)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -85,7 +84,8 @@ def product(
         return build.encoder(0, a, (rows, depth), (depth, 1)) if maps_of_a else None
 
     def bind(counts: RowCounts) -> KernelLaunch:
-        encode_a, programs = encoder_of_a(counts.pairs), grid(counts, math.prod(weights.shape[1:-1]), config, gpu)
+        of_weights = width if saves_z is None else 2 * width  # gates and ups
+        encode_a, programs = encoder_of_a(counts.pairs), grid(counts, of_weights, config["block_n"], gpu)
         start = build.bound(programs, counts.pairs, counts.tiles, *values)
 
         def launch(a: Any, w: Any, bias: None, out: Any, *rest: Any) -> None:
