@@ -139,13 +139,12 @@ def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
 def saved_z(inputs: MoEInputs) -> torch.Tensor:
     """The first product with its bias in fp64, rows sorted by expert; rows of no pair are not numbers."""
     x, w1, _, _, ids, bias, _ = inputs.tensors
-    flat = ids.flatten().tolist()
-    order = sorted((n for n, one in enumerate(flat) if 0 <= one < len(w1)), key=lambda n: (flat[n], n))
-    z = torch.full((len(flat), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device)
-    for row, pair in enumerate(order):
-        z[row] = w1[flat[pair]].double() @ x[pair // ids.shape[1]].double()
-        if bias is not None:
-            z[row] += bias[flat[pair]].double()
+    z, row = torch.full((ids.numel(), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device), 0
+    for expert, weights in enumerate(w1):
+        tokens = torch.nonzero(ids.flatten() == expert).flatten() // ids.shape[1]
+        rows = x[tokens].double() @ weights.double().T
+        z[row : row + len(tokens)] = rows if bias is None else rows + bias[expert].double()
+        row += len(tokens)
     return z
 
 

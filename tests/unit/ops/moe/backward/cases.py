@@ -27,9 +27,10 @@ from flashmoe_science.ops.moe.backward.call import (
     Sums,
     Wanted,
 )
-from flashmoe_science.ops.moe.backward.grouped_triton.kernel import KERNEL
+from flashmoe_science.ops.moe.backward.gluon_sm90 import kernel as gluon_sm90
+from flashmoe_science.ops.moe.backward.grouped_triton import kernel as grouped_triton
 
-KERNELS: tuple[BackwardKernel, ...] = (KERNEL,)
+KERNELS: tuple[BackwardKernel, ...] = (gluon_sm90.KERNEL, grouped_triton.KERNEL)
 ROUNDINGS = 6  # of dz or s A, of a product, of a row of dX, of a result, and of z in the forward
 FUNCTIONS = ("gelu", "gelu_tanh", "relu", "relu2", "clamped")
 CASES = (
@@ -121,9 +122,9 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def put(case: Case, kernel: BackwardKernel, config: Config, device: str) -> list[str]:
-    """What is wrong with a kernel's gradients on a case: all of them, in poisoned memory; some of them; added to others."""
-    inputs = backward_inputs(case, device)
+def put(inputs: BackwardInputs, kernel: BackwardKernel, config: Config, only_all: bool = False) -> list[str]:
+    """What is wrong with a kernel's gradients: all of them, in poisoned memory; and unless ``only_all``, some of them, and added
+    to others."""
     right = reference(inputs)
     try:
         with poisoned():
@@ -137,6 +138,8 @@ def put(case: Case, kernel: BackwardKernel, config: Config, device: str) -> list
         for name, one, other in zip(Gradients._fields, got, again, strict=True)
         if one is not None and not torch.equal(one, other)  # type: ignore[arg-type]
     ]
+    if only_all:
+        return found
     for number, name in enumerate(Wanted._fields):
         alone = Wanted(*[one == name for one in Wanted._fields])
         some = kernel.run(replace(inputs, wanted=alone), config)
@@ -152,7 +155,10 @@ def added_to(inputs: BackwardInputs, kernel: BackwardKernel, config: Config, got
     t = inputs.tensors
     before = Sums(torch.randn_like(t.w1, dtype=torch.float32), torch.randn_like(t.w2))
     sums = Sums(*[one.clone() for one in before if one is not None])
-    made = kernel.run(replace(inputs, sums=sums), config)
+    try:
+        made = kernel.run(replace(inputs, sums=sums), config)
+    except CannotServe:  # it writes new ones
+        return []
     found = [] if made.dw1 is sums.dw1 and made.dw2 is sums.dw2 else ["what it adds to is not what it gives"]
     for name in Sums._fields:
         one, was, alone = getattr(sums, name), getattr(before, name), getattr(got, name)
@@ -170,7 +176,9 @@ def main() -> None:
             inputs = inputs_of(case, "cpu")
             if kernel.interpretable and kernel.supports(inputs.problem, gpu) is None:
                 config = kernel.configs(inputs.problem, gpu)[-1]
-                found[f"{case}: {kernel.name}"] = put(case, kernel, config, "cpu")
+                # Some of the gradients alone, of a few cases: most of the time.
+                only_all = case.routing == "random" and not case.problem.endswith("transposed")
+                found[f"{case}: {kernel.name}"] = put(backward_inputs(case, "cpu"), kernel, config, only_all)
     print(json.dumps(found))
 
 
