@@ -123,8 +123,8 @@ def poisoned() -> Iterator[None]:
 
 
 def put(inputs: BackwardInputs, kernel: BackwardKernel, config: Config, only_all: bool = False) -> list[str]:
-    """What is wrong with a kernel's gradients: all of them, in poisoned memory; and unless ``only_all``, some of them, and added
-    to others."""
+    """What is wrong with a kernel's gradients: all of them, in poisoned memory; unless ``only_all`` some of them too, and those
+    that are added to others."""
     right = reference(inputs)
     try:
         with poisoned():
