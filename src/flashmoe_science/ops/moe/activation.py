@@ -32,18 +32,19 @@ def activated(gate, up, FUNCTION: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.c
 
 @triton.jit
 def activated_backward(
-    gate, up, gradient, FUNCTION: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr
-):
+    gate, up, gradient, FUNCTION: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SIGMOID: tl.constexpr = tl.sigmoid,
+):  # fmt: skip
     """``activated``, and by its ``gradient`` those of the gate and of ``up``; without GATED the last is none and is not to be
     read. Where the clamp saturates the gradient is 0; at the limit it is not, as of torch.clamp."""
     if FUNCTION == "silu":
-        share = tl.sigmoid(gate)
+        share = SIGMOID(gate)
         active, slope = gate * share, share + gate * share * (1.0 - share)
     elif FUNCTION == "gelu":
         share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         active, slope = gate * share, share + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif FUNCTION == "gelu_tanh":
-        share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        share = SIGMOID(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         inner = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
         active, slope = gate * share, share + gate * share * (1.0 - share) * inner
     elif FUNCTION == "relu":
@@ -55,7 +56,7 @@ def activated_backward(
         tl.static_assert(FUNCTION == "clamped_silu")
         saturated = gate > LIMIT
         gate = tl.where(saturated, LIMIT, gate)
-        share = tl.sigmoid(ALPHA * gate)
+        share = SIGMOID(ALPHA * gate)
         active, slope = gate * share, tl.where(saturated, 0.0, share + ALPHA * gate * share * (1.0 - share))
     of_up = gradient * active
     if GATED:

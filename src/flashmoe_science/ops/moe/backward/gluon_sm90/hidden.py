@@ -115,14 +115,7 @@ def _gradients(acc, gate, up, weight, FUNCTION: gl.constexpr, ALPHA: gl.constexp
     else:
         gate, up = gate.to(gl.float32), up.to(gl.float32)
         scale = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, acc.type.layout)), 1)  # [ROWS, 1]
-        gradient = acc * scale
-        if FUNCTION == "silu":
-            share = sigmoid(gate)
-            silu = gate * share
-            act, of_up = silu * up, gradient * silu
-            of_gate = gradient * up * (share + silu * (1.0 - share))
-        else:
-            act, of_gate, of_up = _activated_backward(gate, up, gradient, FUNCTION, True, ALPHA, LIMIT)
+        act, of_gate, of_up = _activated_backward(gate, up, acc * scale, FUNCTION, True, ALPHA, LIMIT, sigmoid)
         return of_gate.to(DTYPE), of_up.to(DTYPE), (act * scale).to(DTYPE), acc * act
 
 
