@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
@@ -27,7 +29,12 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 def check_tensors(inputs: BackwardInputs) -> None:
     """Raises CannotServe for memory that the copy engine does not take."""
     t = inputs.tensors
-    check_memory(hidden_states=t.x, w1=t.w1, w2=t.w2, z=t.z)
+    check_memory(hidden_states=t.x, w1=by_rows(t.w1), w2=by_rows(t.w2), z=t.z)
+
+
+def by_rows(weights: torch.Tensor) -> torch.Tensor:
+    """A view of weights, or of their gradient, whose last dimension is the one that lies in memory."""
+    return weights.mT if weights.stride(2) != 1 == weights.stride(1) else weights
 
 
 def grid_of_weights(problem: MoEProblem, height: int, width: int, block_n: int, gpu: Gpu) -> Grid:

@@ -46,7 +46,7 @@ def _gates_of(memory):
 
 
 @gluon.jit
-def _fill_z(z, memory, tile, state, BLOCK_N: gl.constexpr):
+def _fill_z(z, memory, tile, state, BLOCK_N: gl.constexpr, INTERLEAVED: gl.constexpr):
     """Copy the z of a tile's rows to stages: of the rows past the expert's end in them, no one stores what comes of it."""
     STAGES: gl.constexpr = memory.w.shape[0]
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
@@ -60,10 +60,14 @@ def _fill_z(z, memory, tile, state, BLOCK_N: gl.constexpr):
         mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
         for c in gl.static_range(CONSUMERS):
             mbarrier.expect(bar, 2 * (c + 1) * z.gates.block_type.nbytes, pred=present == c + 1)
+        first = tile.column * BLOCK_N + n
+        second = first
+        if INTERLEAVED:
+            first, second = 2 * first, 2 * first + COLUMNS
         for c in gl.static_range(CONSUMERS):
-            at = [tile.row + c * ROWS, tile.column * BLOCK_N + n]
-            tma_load(z.gates, at, bar, gates.index(PER_STAGE * state.stage + c), pred=c < present)
-            tma_load(z.ups, at, bar, memory.a.index(CONSUMERS * state.stage + c), pred=c < present)
+            row = tile.row + c * ROWS
+            tma_load(z.gates, [row, first], bar, gates.index(PER_STAGE * state.stage + c), pred=c < present)
+            tma_load(z.ups, [row, second], bar, memory.a.index(CONSUMERS * state.stage + c), pred=c < present)
         cp_async_arrive(bar, increment_count=False)
         state = advance(state, STAGES)
     return state
@@ -72,12 +76,12 @@ def _fill_z(z, memory, tile, state, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _produce(
     dout, w_desc, z, tables, counts, memory, tokens,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages of all tiles of this program."""
     pairs, tiles = counts
     ROWS: gl.constexpr = memory.a.shape[0] // memory.w.shape[0] * memory.a.shape[1]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[2]
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
@@ -88,19 +92,39 @@ def _produce(
         publish(memory.mailbox, iteration, (tile.column, tile.row, tile.end), one)
         iteration += 1
         keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
-        state = fill(dout, w_desc, memory, tokens, tile, state, 0, DEPTH, DEPTH, DEPTH, True)
+        state = fill(dout, w_desc, memory, tokens, tile, state, 0, DEPTH, DEPTH, DEPTH, TRANSPOSED)
         index = gl.num_programs(0) + gl.atomic_add(parts.counters, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
-        state = _fill_z(z, memory, tile, state, BLOCK_N)
+        state = _fill_z(z, memory, tile, state, BLOCK_N, INTERLEAVED)
         tile = following
     publish(memory.mailbox, iteration, (-1, 0, 0), one)
+
+
+@gluon.jit
+def _whole(left, right):
+    """The block of which two are the ``halves``."""
+    return gl.join(left, right).permute(0, 2, 1).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def _load_z(first, second, like, INTERLEAVED: gl.constexpr):
+    """The gates and the ups of a stage, in the layout of ``like``: of two blocks in turn, or of each half of the columns."""
+    if INTERLEAVED:
+        ROWS: gl.constexpr = like.shape[0]
+        HALF: gl.constexpr = like.shape[1] // 2
+        left, right = halves(like)
+        layout: gl.constexpr = gl.join(left, right).reshape([ROWS, 2 * HALF]).type.layout
+        gate_0, up_0 = first.load(layout).reshape([ROWS, HALF, 2]).split()
+        gate_1, up_1 = second.load(layout).reshape([ROWS, HALF, 2]).split()
+        return _whole(gate_0, gate_1), _whole(up_0, up_1)
+    else:
+        return first.load(like.type.layout), second.load(like.type.layout)
 
 
 @gluon.jit
 def _gradients(acc, gate, up, weight, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, DTYPE: gl.constexpr):
     """Of columns of dA' the gradients of their gates and ups, and weight times act(z), in ``DTYPE``; and dA' times act(z),
     summed over their groups of ``AT_ONCE``. A few columns after the others: intermediate values take registers."""
-    ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1]
     if WIDTH > AT_ONCE:
         acc_0, acc_1 = halves(acc)
@@ -108,10 +132,7 @@ def _gradients(acc, gate, up, weight, FUNCTION: gl.constexpr, ALPHA: gl.constexp
         up_0, up_1 = halves(up)
         one = _gradients(acc_0, gate_0, up_0, weight, FUNCTION, ALPHA, LIMIT, DTYPE)
         two = _gradients(acc_1, gate_1, up_1, weight, FUNCTION, ALPHA, LIMIT, DTYPE)
-        of_gate = gl.join(one[0], two[0]).permute(0, 2, 1).reshape([ROWS, WIDTH])
-        of_up = gl.join(one[1], two[1]).permute(0, 2, 1).reshape([ROWS, WIDTH])
-        active = gl.join(one[2], two[2]).permute(0, 2, 1).reshape([ROWS, WIDTH])
-        return of_gate, of_up, active, one[3] + two[3]
+        return _whole(one[0], two[0]), _whole(one[1], two[1]), _whole(one[2], two[2]), one[3] + two[3]
     else:
         gate, up = gate.to(gl.float32), up.to(gl.float32)
         scale = gl.expand_dims(gl.convert_layout(weight, gl.SliceLayout(1, acc.type.layout)), 1)  # [ROWS, 1]
@@ -121,7 +142,7 @@ def _gradients(acc, gate, up, weight, FUNCTION: gl.constexpr, ALPHA: gl.constexp
 
 @gluon.jit
 def _finish(acc, weight, state, z, memory, first, end, column, buffers, NTH: gl.constexpr, CONSUMER: gl.constexpr,
-            FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):  # fmt: skip
+            FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):  # fmt: skip
     """Write what follows of a consumer's dA', a stage of z after the other; and dA' times act(z), summed as in _gradients."""
     STAGES: gl.constexpr = memory.w.shape[0]
     COLUMNS: gl.constexpr = memory.a.shape[2]
@@ -129,23 +150,27 @@ def _finish(acc, weight, state, z, memory, first, end, column, buffers, NTH: gl.
     if HALF >= COLUMNS:
         left, right = halves(acc)
         one, state = _finish(
-            left, weight, state, z, memory, first, end, column, buffers, NTH, CONSUMER, FUNCTION, ALPHA, LIMIT
+            left, weight, state, z, memory, first, end, column, buffers, NTH, CONSUMER, FUNCTION, INTERLEAVED, ALPHA, LIMIT
         )
         two, state = _finish(
             right, weight, state, z, memory, first, end, column + HALF, buffers, NTH + 3 * (HALF // COLUMNS), CONSUMER,
-            FUNCTION, ALPHA, LIMIT,
+            FUNCTION, INTERLEAVED, ALPHA, LIMIT,
         )  # fmt: skip
         return one + two, state
     else:
         gates = _gates_of(memory)
         PER_STAGE: gl.constexpr = gates.shape[0] // STAGES
         mbarrier.wait(memory.full.index(state.stage), state.phase)
-        gate = gates.index(PER_STAGE * state.stage + CONSUMER).load(acc.type.layout)
-        up = memory.a.index(memory.a.shape[0] // STAGES * state.stage + CONSUMER).load(acc.type.layout)
+        second = memory.a.index(memory.a.shape[0] // STAGES * state.stage + CONSUMER)
+        gate, up = _load_z(gates.index(PER_STAGE * state.stage + CONSUMER), second, acc, INTERLEAVED)
         mbarrier.arrive(memory.empty.index(state.stage))
         of_gate, of_up, active, sums = _gradients(acc, gate, up, weight, FUNCTION, ALPHA, LIMIT, z.active.dtype)
-        store(of_gate, z.of_gates, first, end, column, buffers, NTH)
-        store(of_up, z.of_ups, first, end, column, buffers, NTH + 1)
+        if INTERLEAVED:
+            both = gl.join(of_gate, of_up).reshape([acc.shape[0], 2 * acc.shape[1]])
+            store(both, z.of_gates, first, end, 2 * column, buffers, NTH)
+        else:
+            store(of_gate, z.of_gates, first, end, column, buffers, NTH)
+            store(of_up, z.of_ups, first, end, column, buffers, NTH + 1)
         store(active, z.active, first, end, column, buffers, NTH + 2)
         return sums, advance(state, STAGES)
 
@@ -153,8 +178,8 @@ def _finish(acc, weight, state, z, memory, first, end, column, buffers, NTH: gl.
 @gluon.jit
 def _consume(
     z, weights, partials, tables, memory,
-    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
+    FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The 64 rows of one consumer of every tile of this program."""
     STAGES: gl.constexpr = memory.w.shape[0]
@@ -176,10 +201,11 @@ def _consume(
             pair = gl.load(tables + rows, mask=rows < end, other=0)
             weight = gl.load(weights + pair).to(gl.float32)
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-            acc, state = multiply(acc, state, memory, CONSUMER, STEPS, True, True)
+            acc, state = multiply(acc, state, memory, CONSUMER, STEPS, True, TRANSPOSED)
             sums, state = _finish(
-                acc, weight, state, z, memory, first, end, column * BLOCK_N, buffers, 0, CONSUMER, FUNCTION, ALPHA, LIMIT
-            )
+                acc, weight, state, z, memory, first, end, column * BLOCK_N, buffers, 0, CONSUMER,
+                FUNCTION, INTERLEAVED, ALPHA, LIMIT,
+            )  # fmt: skip
             total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, layout))
             gl.store(partials + rows.to(gl.int64) * COLUMNS + column, total, mask=rows < end)
         else:
@@ -194,17 +220,18 @@ def _consume(
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_dhidden_gluon_sm90(
     dout, w_desc, gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc, weights, partials, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BLOCK_M: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
+    FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """dA' = dout[token of row] . w[expert, :, n], and what follows from it: dz, weight times act(z), and partials [rows, tiles
-    of n], the sums of dA' times act(z)."""
+    """dA' = dout[token of row] . w[expert, n], or ``TRANSPOSED`` . w[expert, :, n], and what follows from it: dz, weight times
+    act(z), and partials [rows, tiles of n], the sums of dA' times act(z). ``INTERLEAVED``: gates and ups of z alternate, and
+    both descriptors of z, and of dz, are of all of it."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = active_desc.block_type.shape[2]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    COLUMNS: gl.constexpr = (WIDTH + w_desc.block_type.shape[2] - 1) // w_desc.block_type.shape[2]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1 if TRANSPOSED else 2]
+    COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     # A stage is full when 128 threads' copies are complete, and the copy engine's.
     memory = make_memory(w_desc, active_desc, ROWS, BLOCK_K, BLOCK_M // ROWS, STAGES, 129)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -213,11 +240,16 @@ def flashmoe_moe_dhidden_gluon_sm90(
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     gl.warp_specialize(
         [
-            (_consume, (z, weights, partials, tables, memory, 0, DEPTH, COLUMNS, FUNCTION, ALPHA, LIMIT)),
-            (_produce, (
-                dout, w_desc, z, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, COLUMNS, GROUP,
+            (_consume, (
+                z, weights, partials, tables, memory, 0, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
             )),
-            (_consume, (z, weights, partials, tables, memory, 1, DEPTH, COLUMNS, FUNCTION, ALPHA, LIMIT)),
+            (_produce, (
+                dout, w_desc, z, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, COLUMNS, BLOCK_N, GROUP,
+                TRANSPOSED, INTERLEAVED,
+            )),
+            (_consume, (
+                z, weights, partials, tables, memory, 1, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
+            )),
         ],
         [4, 4],
         [PRODUCER_REGS, CONSUMER_REGS],

@@ -1,7 +1,8 @@
 """Backward of a mixture of experts for Hopper in Gluon, for many rows an expert: the portable kernel with faster products.
 
 Shapes: x, dout [T, H], w1 [E, 2I, H], w2 [E, H, I], weights and ids [T, K], the forward's z [P, 2I] -> the gradients, each in
-the dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations. Compute capability 9.0 only.
+the dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations, gates and ups in either order,
+weights by rows or by columns in memory. Compute capability 9.0 only.
 
 The first product and its epilogue are in hidden.py, dW1 and dW2 in weights.py; the rows of dx are the forward's second product
 by w1 with its dimensions exchanged. All are persistent, with a producer warp group and two consumers. What is added to tensors
@@ -42,8 +43,8 @@ def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
     products = Products(
         hidden(inputs, config) if any(needs_of(inputs)) else None,
         rows(inputs, config) if wanted.dx else None,
-        dweights(inputs, config, torch.empty_like(t.w1, device="meta"), left_gathered=False) if wanted.dw1 else None,
-        dweights(inputs, config, torch.empty_like(t.w2, device="meta"), left_gathered=True) if wanted.dw2 else None,
+        dweights(inputs, config, t.w1, t.x.stride(0)) if wanted.dw1 else None,
+        dweights(inputs, config, t.w2, p.dim) if wanted.dw2 else None,
     )
     return grouped_backward(inputs, config["block_m"], cdiv(p.hidden, config["hidden_n"]), products, Needs(True, True, True))
 

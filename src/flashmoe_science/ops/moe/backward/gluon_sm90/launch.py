@@ -12,7 +12,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.launch import Build, Encoder, Pointer, stand_in
 from flashmoe_science.ops.moe.backward.call import BackwardInputs
-from flashmoe_science.ops.moe.backward.gluon_sm90.config import Z_COLUMNS, grid_of_weights
+from flashmoe_science.ops.moe.backward.gluon_sm90.config import Z_COLUMNS, by_rows, grid_of_weights
 from flashmoe_science.ops.moe.backward.gluon_sm90.hidden import flashmoe_moe_dhidden_gluon_sm90
 from flashmoe_science.ops.moe.backward.gluon_sm90.weights import flashmoe_moe_dweights_gluon_sm90
 from flashmoe_science.ops.moe.backward.launch import Product, width_of_z
@@ -28,8 +28,10 @@ def rows(inputs: BackwardInputs, config: Config) -> Product:
     """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged."""
     p, t, deep = inputs.problem, inputs.tensors, config["block_k"]
     depth = width_of_z(p)
-    weights = Weights((1, deep, config["block_n"]), (p.experts, depth, p.dim), t.w1.stride())
-    constexprs = {"EXPERTS": p.experts, "DEPTH": depth, "WIDTH": p.dim, "TRANSPOSED": True}
+    w1, transposed = by_rows(t.w1), t.w1.stride(2) == 1
+    tile = (1, deep, config["block_n"]) if transposed else (1, config["block_n"], deep)
+    weights = Weights(tile, tuple(w1.shape), w1.stride())
+    constexprs = {"EXPERTS": p.experts, "DEPTH": depth, "WIDTH": p.dim, "TRANSPOSED": transposed}
     copies = template((ROWS, deep), p.dtype)
     bind = product(flashmoe_moe_down_gluon_sm90, t.x, config, copies, weights, constexprs, COPYING)
 
@@ -44,30 +46,33 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
     """The first product, which gathers rows of dout. It writes all that it can."""
     p, a, t, gpu = inputs.problem, inputs.activation, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
-    w, of_z = template((1, config["block_k"], config["hidden_n"]), p.dtype), template((ROWS, Z_COLUMNS), p.dtype)
+    w2, transposed, deep, columns = by_rows(t.w2), t.w2.stride(2) == 1, config["block_k"], config["hidden_n"]
+    w = template((1, deep, columns) if transposed else (1, columns, deep), p.dtype)
+    of_z = template((ROWS, Z_COLUMNS), p.dtype)
     out = template((1, 1, ROWS, STORE_COLUMNS), p.dtype)
     values = (
-        p.experts, p.top_k, p.dim, p.hidden, a.function, a.alpha, a.limit, config["block_m"], config["group"],
-        config["hidden_stages"], *GATHERING,
+        p.experts, p.top_k, p.dim, p.hidden, transposed, a.function, a.interleaved, a.alpha, a.limit,
+        config["block_m"], columns, config["group"], config["hidden_stages"], *GATHERING,
     )  # fmt: skip
     pointers = (stand_in(t.topk_weights), Pointer(torch.float32), Pointer(torch.int32))
     arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *pointers, 2, 2, *values)
     options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": starts_early(t.x)}
     build, width = Build(flashmoe_moe_dhidden_gluon_sm90, arguments, **options), p.hidden
-    encode_w = build.encoder(0, w, (p.experts, p.dim, width), t.w2.stride())
-    parts = [build.encoder(3 + n, out, *ragged((0, width), (2 * width, 1))) for n in range(2)]
+    encode_w = build.encoder(0, w, tuple(w2.shape), w2.stride())
+    of_part = 2 * width if a.interleaved else width  # of z's columns: where gates and ups alternate there is one part
+    ups = 0 if a.interleaved else 2 * width  # bytes after the gates
+    parts = [build.encoder(3 + n, out, *ragged((0, of_part), (2 * width, 1))) for n in range(2)]
     encode_active = build.encoder(5, out, *ragged((0, width), (width, 1)))
 
     @lru_cache(64)
     def encoders_of_z(rows: int) -> tuple[Encoder, Encoder]:
         """Maps of more rows would let the copy engine read past the end of their memory."""
-        of_gates, of_ups = (build.encoder(1 + n, of_z, (rows, width), (2 * width, 1)) for n in range(2))
+        of_gates, of_ups = (build.encoder(1 + n, of_z, (rows, of_part), (2 * width, 1)) for n in range(2))
         return of_gates, of_ups
 
     def bind(counts: RowCounts) -> KernelLaunch:
         of_gates, of_ups = encoders_of_z(counts.pairs)
-        start = build.bound(grid(counts, width, config["hidden_n"], gpu), counts.pairs, counts.tiles, *values)
-        ups = 2 * width  # bytes after the gates
+        start = build.bound(grid(counts, width, columns, gpu), counts.pairs, counts.tiles, *values)
 
         def launch(dout: Any, w: Any, z: Any, weights: Any, dz: Any, active: Any, partials: Any, tables: Any) -> None:
             given = (*of_gates(z), *of_ups(z + ups), *parts[0](dz), *parts[1](dz + ups), *encode_active(active))
@@ -78,14 +83,17 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
     return bind
 
 
-def dweights(inputs: BackwardInputs, config: Config, out: torch.Tensor, left_gathered: bool) -> Product:
-    """launch(gathered, other, out, tables) of a weight's gradient, which is like ``out`` [E, M, N]: of its sides M is that of
-    what is gathered, x or dout, or N is."""
+def dweights(inputs: BackwardInputs, config: Config, weights: torch.Tensor, stride: int) -> Product:
+    """launch(gathered, other, out, tables) of the gradient of ``weights``. Rows of what is gathered, x or dout, are ``stride``
+    apart."""
     p, t, gpu = inputs.problem, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
+    made = torch.empty_like(weights, device="meta")
+    out = by_rows(made)
+    # Of the sides of w1 [E, 2I, H] and of w2 [E, H, I] H is that of what is gathered.
+    left_gathered = (weights is t.w2) == (out is made)
     _, height, width = out.shape
     block_n, block_k = config["block_n"], config["block_k"]
-    stride = t.dout.shape[1] if left_gathered else t.x.stride(0)
     values = (
         p.experts, p.top_k, height, width, stride, left_gathered, block_n, block_k, config["num_stages"], *GATHERING,
     )  # fmt: skip

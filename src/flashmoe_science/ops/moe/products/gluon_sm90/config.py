@@ -24,6 +24,10 @@ REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_not_on_sm90(problem, device):
         return reason
+    if problem.interleaved:
+        return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
+    if problem.transposed:
+        return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
     if problem.bias:
         return "there are biases; it adds none"
     return why_not_grouped(problem)
@@ -40,10 +44,6 @@ def why_not_on_sm90(problem: MoEProblem, device: Device) -> str | None:
             return f"{name} is {size}; the copy engine needs a multiple of 8"
     if not problem.gated:
         return "the activation is not gated; it multiplies a gate by an up projection"
-    if problem.interleaved:
-        return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
-    if problem.transposed:
-        return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
     return None
 
 

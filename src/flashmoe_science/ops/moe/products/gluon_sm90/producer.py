@@ -48,6 +48,19 @@ def _gather(base, tokens, rows, smem, stage, first, layout: gl.constexpr, DEPTH:
 
 
 @gluon.jit
+def _weights_at(w_desc, tile, k, TRANSPOSED: gl.constexpr):
+    """The coordinates of a tile's weights from depth ``k`` on: [experts, rows, depth]; ``TRANSPOSED`` [experts, depth, rows]; in
+    five dimensions the first product's, whose rows are gates and ups in turn."""
+    ROWS: gl.constexpr = w_desc.block_type.shape[2 if TRANSPOSED else 1]
+    if TRANSPOSED:
+        return [tile.expert, k, tile.column * ROWS]
+    elif len(w_desc.block_type.shape) == 5:
+        return [tile.expert, tile.column * ROWS, 0, 0, k]
+    else:
+        return [tile.expert, tile.column * ROWS, k]
+
+
+@gluon.jit
 def fill(
     a, w_desc, memory, tokens, tile, state,
     START: gl.constexpr, STOP: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
@@ -59,7 +72,6 @@ def fill(
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
     ROWS: gl.constexpr = memory.a.shape[1]
     BLOCK_K: gl.constexpr = memory.a.shape[2]
-    WEIGHTS: gl.constexpr = w_desc.block_type.shape[2 if TRANSPOSED else 1]
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     present = gl.minimum((tile.end - tile.row + ROWS - 1) // ROWS, CONSUMERS)  # consumers that have rows
     for k in range(START, STOP, BLOCK_K):
@@ -69,18 +81,12 @@ def fill(
         if tokens is None:
             for c in gl.static_range(CONSUMERS):
                 mbarrier.expect(bar, w_desc.block_type.nbytes + (c + 1) * a.block_type.nbytes, pred=present == c + 1)
-            if TRANSPOSED:
-                tma_load(w_desc, [tile.expert, k, tile.column * WEIGHTS], bar, memory.w.index(stage))
-            else:
-                tma_load(w_desc, [tile.expert, tile.column * WEIGHTS, k], bar, memory.w.index(stage))
+            tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
             for c in gl.static_range(CONSUMERS):
                 tma_load(a, [tile.row + c * ROWS, k], bar, memory.a.index(CONSUMERS * stage + c), pred=c < present)
         else:
             mbarrier.expect(bar, w_desc.block_type.nbytes)
-            if TRANSPOSED:
-                tma_load(w_desc, [tile.expert, k, tile.column * WEIGHTS], bar, memory.w.index(stage))
-            else:
-                tma_load(w_desc, [tile.expert, tile.column * WEIGHTS, 0, 0, k], bar, memory.w.index(stage))
+            tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
             _gather(a, tokens, tile.end - tile.row, memory.a, stage, k, layout, DEPTH, STRIDE)
             cp_async_arrive(bar, increment_count=False)
         state = advance(state, STAGES)
