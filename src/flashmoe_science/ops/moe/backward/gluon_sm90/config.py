@@ -30,6 +30,7 @@ def check_tensors(inputs: BackwardInputs) -> None:
     """Raises CannotServe for memory that the copy engine does not take."""
     t = inputs.tensors
     check_memory(hidden_states=t.x, w1=by_rows(t.w1), w2=by_rows(t.w2), z=t.z)
+    check_memory(**{name: by_rows(one) for name, one in inputs.sums._asdict().items() if one is not None})
 
 
 def by_rows(weights: torch.Tensor) -> torch.Tensor:

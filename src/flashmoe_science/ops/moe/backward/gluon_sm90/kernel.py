@@ -1,12 +1,11 @@
 """Backward of a mixture of experts for Hopper in Gluon, for many rows an expert: the portable kernel with faster products.
 
 Shapes: x, dout [T, H], w1 [E, 2I, H], w2 [E, H, I], weights and ids [T, K], the forward's z [P, 2I] -> the gradients, each in
-the dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations, gates and ups in either order,
-weights by rows or by columns in memory. Compute capability 9.0 only.
+the dtype of what it is the gradient of; fp16 and bf16, H and I multiples of 8, gated activations, gates before ups or beside
+them, weights by rows or by columns in memory. Compute capability 9.0 only.
 
 The first product and its epilogue are in hidden.py, dW1 and dW2 in weights.py; the rows of dx are the forward's second product
-by w1 with its dimensions exchanged. All are persistent, with a producer warp group and two consumers. What is added to tensors
-that are given is the portable kernel's.
+by w1 with its dimensions exchanged. All are persistent, with a producer warp group and two consumers.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import CannotServe, Config, Launch
+from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.launch import cdiv, workspace_bytes
 from flashmoe_science.ops.moe import combine
 from flashmoe_science.ops.moe import rows as tables
@@ -37,14 +36,12 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
     check_tensors(inputs)
-    if any(one is not None for one in inputs.sums):
-        raise CannotServe("a gradient is to be added to a tensor; it writes new ones")
     wanted, t, p = wanted_of(inputs), inputs.tensors, inputs.problem
     products = Products(
         hidden(inputs, config) if any(needs_of(inputs)) else None,
         rows(inputs, config) if wanted.dx else None,
-        dweights(inputs, config, t.w1, t.x.stride(0)) if wanted.dw1 else None,
-        dweights(inputs, config, t.w2, p.dim) if wanted.dw2 else None,
+        dweights(inputs, config, t.w1, inputs.sums.dw1, t.x.stride(0)) if wanted.dw1 else None,
+        dweights(inputs, config, t.w2, inputs.sums.dw2, p.dim) if wanted.dw2 else None,
     )
     return grouped_backward(inputs, config["block_m"], cdiv(p.hidden, config["hidden_n"]), products, Needs(True, True, True))
 

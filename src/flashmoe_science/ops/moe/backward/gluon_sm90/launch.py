@@ -83,31 +83,34 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
     return bind
 
 
-def dweights(inputs: BackwardInputs, config: Config, weights: torch.Tensor, stride: int) -> Product:
-    """launch(gathered, other, out, tables) of the gradient of ``weights``. Rows of what is gathered, x or dout, are ``stride``
-    apart."""
+def dweights(
+    inputs: BackwardInputs, config: Config, weights: torch.Tensor, total: torch.Tensor | None, stride: int
+) -> Product:
+    """launch(gathered, other, out, tables) of the gradient of ``weights``, which is added to tensors like ``total`` unless that
+    is None. Rows of what is gathered, x or dout, are ``stride`` apart."""
     p, t, gpu = inputs.problem, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
-    made = torch.empty_like(weights, device="meta")
+    made = torch.empty_like(weights, device="meta") if total is None else total
     out = by_rows(made)
     # Of the sides of w1 [E, 2I, H] and of w2 [E, H, I] H is that of what is gathered.
     left_gathered = (weights is t.w2) == (out is made)
     _, height, width = out.shape
     block_n, block_k = config["block_n"], config["block_k"]
     values = (
-        p.experts, p.top_k, height, width, stride, left_gathered, block_n, block_k, config["num_stages"], *GATHERING,
+        p.experts, p.top_k, height, width, stride, left_gathered, *((None, None) if total is None else out.stride()[:2]),
+        block_n, block_k, config["num_stages"], *GATHERING,
     )  # fmt: skip
     of_out = template((1, 1, ROWS, STORE_COLUMNS), p.dtype)
     copied = template((1, 1, block_k, block_n if left_gathered else ROWS), p.dtype)
     gathered = Pointer(t.x.dtype)
     sides = (gathered, copied) if left_gathered else (copied, gathered)
-    arguments = (*sides, of_out, Pointer(torch.int32), 2, 2, *values)
+    arguments = (*sides, of_out if total is None else Pointer(total.dtype), Pointer(torch.int32), 2, 2, *values)
     options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": starts_early(t.x)}
     build = Build(flashmoe_moe_dweights_gluon_sm90, arguments, **options)
     of_rows = width if left_gathered else height
     encode = build.encoder(0, copied, *ragged((0, of_rows), (of_rows, 1)))
     whole = (1, p.experts, height, width), (out.stride(0) * p.experts, *out.stride())
-    encode_out = build.encoder(1, of_out, *whole)
+    encode_out = build.encoder(1, of_out, *whole) if total is None else None
 
     def bind(counts: RowCounts) -> KernelLaunch:
         programs = grid_of_weights(p, height, width, block_n, gpu)
@@ -115,7 +118,7 @@ def dweights(inputs: BackwardInputs, config: Config, weights: torch.Tensor, stri
 
         def launch(gathered: Any, other: Any, out: Any, tables: Any) -> None:
             sides = (gathered, *encode(other)) if left_gathered else (*encode(other), gathered)
-            start(*sides, *encode_out(out), tables)
+            start(*sides, *((out,) if encode_out is None else encode_out(out)), tables)
 
         return launch
 

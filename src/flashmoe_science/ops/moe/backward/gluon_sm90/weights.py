@@ -21,7 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load
-from flashmoe_science.ops.moe.products.gluon_sm90.consumer import store
+from flashmoe_science.ops.moe.products.gluon_sm90 import config
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import halves, store
 from flashmoe_science.ops.moe.products.gluon_sm90.memory import Memory
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers, make_mailbox, publish, receive
@@ -29,17 +30,20 @@ from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barri
 _tables_of = as_gluon(tables_of)
 
 
+ROWS, STORE_COLUMNS = gl.constexpr(config.ROWS), gl.constexpr(config.STORE_COLUMNS)
+AT_ONCE = gl.constexpr(32)  # columns that are added
+
+
 @gluon.jit
-def _make_memory(out_desc, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
+def _make_memory(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
     """Stages of left [BLOCK_K, 64] of each consumer, and of right [BLOCK_K, BLOCK_N]; full after 128 threads' copies and the
     copy engine's."""
-    dtype: gl.constexpr = out_desc.dtype
-    ROWS: gl.constexpr = out_desc.block_type.shape[2]
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_K, ROWS], dtype)
     w_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_K, BLOCK_N], dtype)
     a = gl.allocate_shared_memory(dtype, [STAGES * 2, 1, 1, BLOCK_K, ROWS], a_layout)
     w = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_K, BLOCK_N], w_layout)
-    out = gl.allocate_shared_memory(dtype, [4] + out_desc.block_type.shape, out_desc.layout)
+    out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, STORE_COLUMNS], dtype)
+    out = gl.allocate_shared_memory(dtype, [4, 1, 1, ROWS, STORE_COLUMNS], out_layout)
     full, empty = make_barriers(STAGES, 2, 129)
     mailbox = make_mailbox(4, 2)
     fence_async_shared()
@@ -67,7 +71,6 @@ def _produce(
     pairs, tiles = counts
     STAGES: gl.constexpr = memory.w.shape[0]
     BLOCK_K: gl.constexpr = memory.a.shape[3]
-    ROWS: gl.constexpr = memory.a.shape[4]
     BLOCK_N: gl.constexpr = memory.w.shape[4]
     DOWN: gl.constexpr = (HEIGHT + 2 * ROWS - 1) // (2 * ROWS)
     ACROSS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
@@ -112,17 +115,36 @@ def _produce(
 
 
 @gluon.jit
-def _consume(out_desc, memory, CONSUMER: gl.constexpr):
+def _add(acc, out, first, column, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """Add a block to a matrix [HEIGHT, WIDTH] from a row and a column on. A few columns after the others: what is added to
+    takes registers."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    if HALF >= AT_ONCE:
+        left, right = halves(acc)
+        _add(left, out, first, column, HEIGHT, WIDTH, STRIDE)
+        _add(right, out, first, column + HALF, HEIGHT, WIDTH, STRIDE)
+    else:
+        rows = gl.expand_dims(first + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout)), 1)  # [ROWS, 1]
+        columns = gl.expand_dims(column + gl.arange(0, 2 * HALF, gl.SliceLayout(0, acc.type.layout)), 0)
+        at = out + rows.to(gl.int64) * STRIDE + columns
+        inside = (rows < HEIGHT) & (columns < WIDTH)
+        total = acc + gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        gl.store(at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _consume(
+    out, memory,
+    CONSUMER: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_M: gl.constexpr,
+):  # fmt: skip
     """The 64 rows of one consumer of every tile of this program."""
     STAGES: gl.constexpr = memory.w.shape[0]
     BLOCK_K: gl.constexpr = memory.a.shape[3]
-    ROWS: gl.constexpr = memory.a.shape[4]
     BLOCK_N: gl.constexpr = memory.w.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
-    buffers = (memory.out.index(2 * CONSUMER), memory.out.index(2 * CONSUMER + 1))
     n, m, expert, steps = receive(memory.mailbox, iteration, one)
     while n >= 0:
         iteration += 1
@@ -140,29 +162,39 @@ def _consume(out_desc, memory, CONSUMER: gl.constexpr):
             state = advance(state, STAGES)
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(memory.empty.index(gl.where(state.stage == 0, STAGES - 1, state.stage - 1)), pred=steps > 0)
-        store(acc, out_desc, (expert, (2 * m + CONSUMER) * ROWS), None, n * BLOCK_N, buffers, 0)
+        first = (2 * m + CONSUMER) * ROWS
+        if STRIDE_M is None:
+            buffers = (memory.out.index(2 * CONSUMER), memory.out.index(2 * CONSUMER + 1))
+            store(acc, out, (expert, first), None, n * BLOCK_N, buffers, 0)
+        else:
+            _add(acc, out + expert.to(gl.int64) * STRIDE_E, first, n * BLOCK_N, HEIGHT, WIDTH, STRIDE_M)
         n, m, expert, steps = receive(memory.mailbox, iteration, one)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_dweights_gluon_sm90(
-    left, right, out_desc, tables, pairs, tiles,
+    left, right, out, tables, pairs, tiles,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr,
-    LEFT_GATHERED: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    LEFT_GATHERED: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """out[expert, m, n] = the sum over its rows of left[row, m] times right[row, n], one of which is gathered by tokens."""
+    """out[expert, m, n] = the sum over its rows of left[row, m] times right[row, n], one of which is gathered by tokens.
+    ``out``: a descriptor; or a pointer to what is added to, where there are strides."""
     gdc_launch_dependents()
-    memory = _make_memory(out_desc, BLOCK_N, BLOCK_K, STAGES)
+    if LEFT_GATHERED:
+        memory = _make_memory(right.dtype, BLOCK_N, BLOCK_K, STAGES)
+    else:
+        memory = _make_memory(left.dtype, BLOCK_N, BLOCK_K, STAGES)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     gl.warp_specialize(
         [
-            (_consume, (out_desc, memory, 0)),
+            (_consume, (out, memory, 0, HEIGHT, WIDTH, STRIDE_E, STRIDE_M)),
             (_produce, (
                 left, right, tables, (pairs, tiles), memory, EXPERTS, TOP_K, HEIGHT, WIDTH, STRIDE, LEFT_GATHERED,
             )),
-            (_consume, (out_desc, memory, 1)),
+            (_consume, (out, memory, 1, HEIGHT, WIDTH, STRIDE_E, STRIDE_M)),
         ],
         [4, 4],
         [PRODUCER_REGS, CONSUMER_REGS],

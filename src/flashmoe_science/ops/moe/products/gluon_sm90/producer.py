@@ -49,8 +49,8 @@ def _gather(base, tokens, rows, smem, stage, first, layout: gl.constexpr, DEPTH:
 
 @gluon.jit
 def _weights_at(w_desc, tile, k, TRANSPOSED: gl.constexpr):
-    """The coordinates of a tile's weights from depth ``k`` on: [experts, rows, depth]; ``TRANSPOSED`` [experts, depth, rows]; in
-    five dimensions the first product's, whose rows are gates and ups in turn."""
+    """The coordinates of a tile's weights from depth ``k`` on: [experts, rows, depth]; ``TRANSPOSED`` [experts, depth, rows];
+    in five dimensions the first product's, whose rows are gates and ups in turn."""
     ROWS: gl.constexpr = w_desc.block_type.shape[2 if TRANSPOSED else 1]
     if TRANSPOSED:
         return [tile.expert, k, tile.column * ROWS]
