@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import machine_code
 import pytest
 from tests.compile.moe_backward import jobs_of, problem_of
 
@@ -29,7 +30,13 @@ def builds_of(text: str) -> list[tuple[Any, ...]]:
     return [(job, GPU, KERNEL.name, problem, f"{number}: {config}") for number, job in enumerate(jobs)]
 
 
-@pytest.mark.parametrize(("text", "spills"), [pytest.param(QWEN, 0, marks=pytest.mark.one_triton), (UNEVEN, 0), (GPT_OSS, 56)])
+# Bytes a thread, by the assembler of Triton 3.6 and by the newest: of the clamp's epilogue, after the product.
+CLAMPED = 56 if machine_code.VERSION == "3.6" else 104
+
+
+@pytest.mark.parametrize(
+    ("text", "spills"), [pytest.param(QWEN, 0, marks=pytest.mark.one_triton), (UNEVEN, 0), (GPT_OSS, CLAMPED)]
+)
 def test_all_products_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     found = [built(*one) for one in builds_of(text)]
     assert sorted(build.kernel for build in found) == sorted(f"flashmoe_moe_{name}_gluon_sm90" for name in PRODUCTS)
