@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashmoe_science.kernel import Launch
 from flashmoe_science.ops.launch import (
     Build,
     Part,
@@ -167,6 +168,11 @@ def _build_routing(inputs: BackwardInputs, columns: int, early: bool) -> Product
     arguments = (*pointers, Pointer(t.topk_weights.dtype), Pointer(torch.int32), 2, *values)
     build = Build(flashmoe_moe_drouting, arguments, num_warps=ROUTING_WARPS, launch_pdl=early)
     return lambda counts: build.bound((cdiv(counts.pairs, ROUTING_ROWS), 1, 1), counts.pairs, *values)
+
+
+def launch_of_routing(counts: RowCounts) -> Launch:
+    """The launch of the gradient of the routing weights."""
+    return Launch(f"^{flashmoe_moe_drouting.__name__}$", (cdiv(counts.pairs, ROUTING_ROWS), 1, 1), 32 * ROUTING_WARPS)
 
 
 def _build_bias(

@@ -24,6 +24,7 @@ from flashmoe_science.ops.moe.backward.launch import (
     Needs,
     Products,
     grouped_backward,
+    launch_of_routing,
     needs_of,
     parts_of,
     wanted_of,
@@ -67,7 +68,7 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return (
         *tables.launches(counts),
         Launch("^flashmoe_moe_dhidden_gluon_sm90$", grid(counts, problem.hidden, config["hidden_n"], gpu), THREADS),
-        Launch("^flashmoe_moe_drouting$"),
+        launch_of_routing(counts),
         *(Launch("^flashmoe_moe_dweights_gluon_sm90$", one, THREADS) for one in of_weights),
         Launch("^flashmoe_moe_down_gluon_sm90$", grid(counts, problem.dim, block_n, gpu), THREADS),
         *combine.launches(problem),

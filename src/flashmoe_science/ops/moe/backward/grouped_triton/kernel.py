@@ -29,6 +29,7 @@ from flashmoe_science.ops.moe.backward.launch import (
     Product,
     Products,
     grouped_backward,
+    launch_of_routing,
     needs_of,
     parts_of,
     wanted_of,
@@ -143,7 +144,7 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return (
         *rows.launches(counts),
         Launch("^flashmoe_moe_dhidden$", grid_of(counts, problem.hidden, hidden.n), 32 * hidden.warps),
-        Launch("^flashmoe_moe_drouting$", None, None),
+        launch_of_routing(counts),
         *(Launch("^flashmoe_moe_dweights$", grid, 32 * of_weights.warps) for grid in grids),
         Launch("^flashmoe_moe_down$", grid_of(counts, problem.dim, of_rows.n), 32 * of_rows.warps),
         *combine.launches(problem),
