@@ -23,6 +23,8 @@ LARGER = (
     Case("moe t700 e4 k2 d264 f200 fp16 gelu", routing="twice"),
     Case("moe t700 e4 k2 d520 f328 bf16 clamped", routing="foreign64"),
     Case("moe t400 e3 k2 d1032 f1032 bf16 bias clamped interleaved transposed"),
+    Case("moe t500 e4 k2 d320 f448 bf16"),  # multiples of 64, and not of 128
+    Case("moe t500 e4 k2 d320 f192 fp16 transposed"),
     Case("moe t50 e20 k4 d264 f136 fp32"),
 )
 

@@ -51,12 +51,15 @@ def _make_memory(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def _gather(base, tokens, inside, memory, column, layout: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
-    """Start to copy columns from ``column`` of the rows of ``tokens``; those not ``inside``, and past ``WIDTH``, become 0."""
+def _gather(
+    base, tokens, inside, memory, column, layout: gl.constexpr, WIDTH: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr
+):
+    """Start to copy columns from ``column`` of the rows of ``tokens``; those not ``inside``, and past ``WIDTH``, become 0. A
+    tile has ``SPAN`` columns."""
     BLOCK: gl.constexpr = memory.shape[1]
     columns = gl.expand_dims(column + gl.arange(0, BLOCK, gl.SliceLayout(0, layout.parent)), 0)  # [1, BLOCK]
     mask = gl.expand_dims(inside, 1)
-    if WIDTH % BLOCK != 0:
+    if WIDTH % SPAN != 0:
         mask = mask & (columns < WIDTH)
     cp_async(memory, base + gl.expand_dims(tokens.to(gl.int64) * STRIDE, 1) + columns, mask=mask)
 
@@ -100,14 +103,14 @@ def _produce(
                 tma_load(right, [RAGGED_ROWS, end, at, n * BLOCK_N], bar, memory.w.index(state.stage))
                 for c in gl.static_range(2):
                     a = memory.a.index(2 * state.stage + c).reshape([BLOCK_K, ROWS])
-                    _gather(left, tokens, inside, a, (2 * m + c) * ROWS, layout, HEIGHT, STRIDE)
+                    _gather(left, tokens, inside, a, (2 * m + c) * ROWS, layout, HEIGHT, 2 * ROWS, STRIDE)
             else:
                 mbarrier.expect(bar, 2 * left.block_type.nbytes)
                 for c in gl.static_range(2):
                     a = memory.a.index(2 * state.stage + c)
                     tma_load(left, [RAGGED_ROWS, end, at, (2 * m + c) * ROWS], bar, a)
                 w = memory.w.index(state.stage).reshape([BLOCK_K, BLOCK_N])
-                _gather(right, tokens, inside, w, n * BLOCK_N, layout, WIDTH, STRIDE)
+                _gather(right, tokens, inside, w, n * BLOCK_N, layout, WIDTH, BLOCK_N, STRIDE)
             cp_async_arrive(bar, increment_count=False)
             state = advance(state, STAGES)
         index += gl.num_programs(0)
