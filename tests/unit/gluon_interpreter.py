@@ -1,8 +1,8 @@
 """Gluon kernels on the CPU, in PyTorch's operators: what they compute and how their partitions wait for each other.
 
 Importing this module, in a process of its own and before any kernel, puts stand-ins where Gluon is. Tensors are PyTorch's
-without layouts, partitions are threads, a barrier counts arrivals and bytes in phases and refuses too many. Copies take effect at
-once, at the addresses of their descriptors, with the engine's bounds. Programs run one after another, so that the first takes
+without layouts, partitions are threads, a barrier counts arrivals and bytes in phases and refuses too many. Copies take effect
+at once, at the addresses of their descriptors, with the engine's bounds. Programs run one after another, so that the first takes
 most tiles of a counter. What a GPU may order otherwise between two barriers is not seen.
 """
 
