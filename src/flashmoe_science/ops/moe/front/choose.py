@@ -16,7 +16,7 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of, place_of
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
@@ -130,8 +130,6 @@ def _measured() -> frozenset[MoEProblem]:
 
 def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
-        if inputs.saves_z:
-            raise CannotServe("it does not give the pre-activations, which a backward needs, but with recompute=True")
         if chosen.plan is None:
             return _bind_of_peer(chosen, config), False
         with torch.cuda.device_of(x):
