@@ -33,7 +33,8 @@ FOLDERS = ("src/flashmoe_science", "src/flashmoe_science/ops/attention", "src/fl
 ORDER = (
     {"front"},
     {"proof"},
-    {"forward", "backward", "products"},
+    {"forward", "backward"},
+    {"products"},
     {"peers", "route"},
     {"device", "rows", "combine", "activation"},
     {"call"},

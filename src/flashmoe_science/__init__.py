@@ -15,7 +15,9 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.moe import expert_load as expert_load
     from flashmoe_science.moe import explain_moe as explain_moe
     from flashmoe_science.moe import fused_moe as fused_moe
+    from flashmoe_science.moe import grouped_moe as grouped_moe
     from flashmoe_science.moe import route as route
+    from flashmoe_science.moe import z_loss as z_loss
     from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
     from flashmoe_science.packed import flash_attn_kvpacked_func as flash_attn_kvpacked_func
     from flashmoe_science.packed import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
@@ -43,10 +45,12 @@ _MODULES = {  # of each public name
     "flash_attn_varlen_qkvpacked_func": "packed",
     "flash_attn_with_kvcache": "serving",
     "fused_moe": "moe",
+    "grouped_moe": "moe",
     "merge_attention": "attention",
     "route": "moe",
     "scaled_dot_product_attention": "attention",
     "warmup": "ahead",
+    "z_loss": "moe",
 }
 __all__ = [*_MODULES]
 

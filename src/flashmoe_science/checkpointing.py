@@ -14,9 +14,11 @@ def checkpoint_context() -> tuple[Any, Any]:
     """What ``torch.utils.checkpoint.checkpoint`` takes as ``context_fn``: attention and experts are not computed again.
 
     ``checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context)`` holds their outputs and the log-sum-exp, about
-    as many bytes as the block's input for each; norms, projections and what PyTorch's operators serve are computed again.
+    as many bytes as the block's input for each, and the experts' pre-activations (``fused_moe(recompute=True)``: none); norms,
+    projections and what PyTorch's operators serve are computed again.
     """
     operators = torch.ops.flashmoe
-    kept = [operators.attention_forward.default, operators.moe_forward.default, operators.moe_route.default]
+    of_experts = (operators.moe_forward.default, operators.moe_forward_saving.default, operators.moe_route.default)
+    kept = [operators.attention_forward.default, *of_experts]
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)
     return contexts

@@ -1,8 +1,8 @@
 """The public mixture-of-experts functions.
 
 ``route`` chooses the experts of each token and their weights; ``fused_moe`` computes them, in the weight layouts that models
-have. Tensors on the CPU, and inputs that require gradients, are served by PyTorch's own operators. ``explain_moe`` returns what
-serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
+have, ``grouped_moe`` of rows that are sorted by expert. All are differentiable. Tensors on the CPU are served by PyTorch's own
+operators. ``explain_moe`` returns what serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
-from flashmoe_science.ops.moe.front.operator import experts_forward
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
+from flashmoe_science.ops.moe.front.grouped import routing_of_rows
+from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
+from flashmoe_science.ops.moe.route.route import route
 
-__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
+__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "route", "z_loss"]
 
 
 def fused_moe(
@@ -34,6 +36,8 @@ def fused_moe(
     alpha: float = 1.702,
     limit: float = 7.0,
     kernel: str | None = None,
+    recompute: bool = False,
+    weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
@@ -56,7 +60,10 @@ def fused_moe(
         transposed: the weights are [E, H, 2I] and [E, I, H], as in gpt-oss.
         interleaved: gates and ups alternate, as in gpt-oss.
         alpha, limit: of "clamped_silu".
-        kernel: serve by this kernel or raise; by default the best for the problem.
+        kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
+        recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
+        weight_grads: tensors shaped as ``gate_up_proj`` and ``down_proj``, fp32 or of their dtype, such as Megatron's
+            ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -66,8 +73,34 @@ def fused_moe(
     """
     # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
-    return experts_forward(tensors, options)
+    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
+    return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
+
+
+def grouped_moe(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    offsets: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """``down(act(gate x) * up x)`` of each row by its expert, of rows that are sorted by expert already: what a rank computes
+    of the tokens that expert parallelism sent it. Differentiable, and served, as ``fused_moe``.
+
+    Args:
+        hidden_states: [rows, H].
+        gate_up_proj, down_proj: as ``fused_moe``.
+        offsets: [E] int32 or int64, the row after each expert's last, as ``torch.nn.functional.grouped_mm`` takes them.
+        options: the keyword arguments of ``fused_moe``.
+
+    Returns:
+        [rows, H]; zeros in rows past the last expert's.
+
+    Raises:
+        TypeError, ValueError: as ``fused_moe``; offsets that are no integers, or not one an expert.
+    """
+    experts = gate_up_proj.shape[0] if isinstance(gate_up_proj, torch.Tensor) and gate_up_proj.dim() else 0
+    return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)
 
 
 def explain_moe(*arguments: Any, **options: Any) -> Decision:

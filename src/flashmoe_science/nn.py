@@ -31,6 +31,7 @@ class FlashMoELayer(nn.Module):
         scoring, normalize, groups, top_k_groups, scaling_factor: as ``route``.
         selection_bias: whether the router has one, zero at first.
         shared_intermediate_size: S, the width of an expert that every token goes to; 0 for none.
+        recompute: as ``fused_moe``.
         dtype, device: of the weights.
 
     Raises:
@@ -56,6 +57,7 @@ class FlashMoELayer(nn.Module):
         top_k_groups: int | None = None,
         scaling_factor: float = 1.0,
         shared_intermediate_size: int = 0,
+        recompute: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -69,12 +71,13 @@ class FlashMoELayer(nn.Module):
         shared = shared_intermediate_size
         if not isinstance(shared, int) or isinstance(shared, bool) or shared < 0:
             raise ValueError(f"shared_intermediate_size is {shared!r}; it must be an integer of at least 0")
-        if not isinstance(selection_bias, bool):
-            raise TypeError(f"selection_bias is {selection_bias!r}; it must be True or False")
+        for name, flag in (("selection_bias", selection_bias), ("recompute", recompute)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is {flag!r}; it must be True or False")
         check_activation(activation, alpha, limit)
         options_of(num_experts, selection_bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
         self.top_k = top_k
-        self._activation = {"activation": activation, "alpha": alpha, "limit": limit}
+        self._experts = {"activation": activation, "alpha": alpha, "limit": limit, "recompute": recompute}
         self._router = {
             "scoring": scoring, "normalize": normalize, "groups": groups, "top_k_groups": top_k_groups,
             "scaling_factor": scaling_factor,
@@ -120,13 +123,13 @@ class FlashMoELayer(nn.Module):
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
-        out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **self._activation)  # type: ignore[arg-type]
+        out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **self._experts)  # type: ignore[arg-type]
         if self.shared_gate_up_proj is None or self.shared_down_proj is None:
             return out
         one = torch.ones((*hidden_states.shape[:-1], 1), dtype=torch.float32, device=hidden_states.device)
         shared = fused_moe(
             hidden_states, self.shared_gate_up_proj, self.shared_down_proj, one, torch.zeros_like(one, dtype=torch.int32),
-            **self._activation,  # type: ignore[arg-type]
+            **self._experts,  # type: ignore[arg-type]
         )  # fmt: skip
         return out + shared
 

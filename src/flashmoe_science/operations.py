@@ -70,6 +70,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("attention", "attn", "flashmoe_science.ops.attention"),
     Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward"),
     Operation("moe", "moe", "flashmoe_science.ops.moe"),
+    Operation("moe_backward", "moebwd", "flashmoe_science.ops.moe", "backward"),
 )
 
 

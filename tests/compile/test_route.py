@@ -1,4 +1,4 @@
-"""The router's kernel builds for Hopper and newer, spills nothing, and reduces a row by single instructions of its warp."""
+"""The router's kernels build for Hopper and newer, spill nothing, and reduce a row by single instructions of its warp."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, build_residency, fits
 from flashmoe_science.ops.launch import collect_builds
+from flashmoe_science.ops.moe.route import backward_triton
 from flashmoe_science.ops.moe.route.spec import Options, Tensors
 from flashmoe_science.ops.moe.route.triton import MAX_EXPERTS, bind
 
@@ -42,6 +43,26 @@ def test_it_builds_without_spills(router: str, dtype: str, gpu: str, built: Call
     job, *names = named(router, dtype, gpu)
     build = built(job, *names)
     assert (build.kernel, build.refusal, build.spill_bytes) == ("flashmoe_moe_route", None, 0)
+    assert fits(build, GPUS[gpu]) is None
+    assert build_residency(build, GPUS[gpu]).warps >= 16
+
+
+def backward_named(router: str, dtype: str, gpu: str) -> tuple[Any, ...]:
+    """What builds a router's gradient."""
+    options, experts, _ = ROUTERS[router]
+    logits = torch.empty(4, experts, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], device="meta")
+    dweights = torch.empty(4, options.top_k, device="meta")
+    with collect_builds(GPUS[gpu]) as jobs:
+        backward_triton.bind(logits, dweights.int(), dweights, options)
+    return *jobs, GPUS[gpu], "route", router, dtype
+
+
+@pytest.mark.parametrize("router", ["mixtral", "qwen3", "gpt-oss", "deepseek-v3", "all of 512"])
+@pytest.mark.parametrize(("gpu", "dtype"), [("h200", "fp32"), pytest.param("a100", "bf16", marks=pytest.mark.one_triton)])
+def test_its_gradient_builds_without_spills(router: str, dtype: str, gpu: str, built: Callable[..., Build]) -> None:
+    job, *names = backward_named(router, dtype, gpu)
+    build = built(job, *names)
+    assert (build.kernel, build.refusal, build.spill_bytes) == ("flashmoe_moe_droute", None, 0)
     assert fits(build, GPUS[gpu]) is None
     assert build_residency(build, GPUS[gpu]).warps >= 16
 

@@ -26,6 +26,7 @@ UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
 GROUPED = "attn b1 h4 hk2 q70 d16 fp32 causal"
 GRADIENTS = "attnbwd b1 h4 hk2 q70 d16 fp32 causal"
 EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
+EXPERT_GRADIENTS = "moebwd t50 e6 k2 d32 f24 fp32"
 ON_GPU = "attn b1 h2 q100 d64 fp16"
 ONE_HEAD = "attn b1 h1 q100 d64 fp16"
 
@@ -96,6 +97,9 @@ WRONG = (
     fault("gradient_without_the_last_tile", "correctness", "dq: maximum error", problem=GRADIENTS),
     fault("gradient_of_other_heads", "correctness", "dk: maximum error", problem=GRADIENTS),
     fault("gradient_in_another_order", "correctness", "promised the same bits", problem=GRADIENTS),
+    fault("expert_gradient_without_the_router", "correctness", "drouting: maximum error", problem=EXPERT_GRADIENTS),
+    fault("expert_gradient_weighted_twice", "correctness", "dx: maximum error", "applied twice", problem=EXPERT_GRADIENTS),
+    fault("expert_gradient_in_another_order", "correctness", "promised the same bits", problem=EXPERT_GRADIENTS),
     fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
     fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
     fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),
@@ -191,6 +195,8 @@ SWEPT = (
     fault("moe_reads_ids_as_int32", "", "wrong with ids of int64", problem=None),
     fault("moe_reads_ids_in_a_row", "", "wrong with slices of larger tensors", problem=None),
     fault("no_maximum_of_the_inputs", "", "on inputs that are huge", problem=None),
+    fault("expert_gradient_of_other_ranks", "", r"wrong with ids of -1", problem=None),
+    fault("expert_gradient_not_written", "", "dw1 is NaN|dw1: maximum error", problem="moebwd t1 e8 k2 d64 f48"),
 )
 SWEPT_ON_GPU = (fault("gpu/works_on_the_default_stream", "", "wrong on another stream", problem="attn b1 h2 q128 d64"),)
 

@@ -34,11 +34,19 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Attentio
 from flashmoe_science.ops.attention.front import kernels as attention_kernels
 from flashmoe_science.ops.attention.front.backward import kernels as backward_kernels
 from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.call.backward import BackwardInputs as MoEBackwardInputs
+from flashmoe_science.ops.moe.call.backward import Gradients as ExpertGradients
 from flashmoe_science.ops.moe.front import kernels as moe_kernels
+from flashmoe_science.ops.moe.front.backward import kernels as expert_backward_kernels
 from flashmoe_science.records import RefusalRow, TimingRow
 
 BENCH = Bench(torch.device("cpu"), None)
-MODULES = {"attention": attention_kernels, "attention_backward": backward_kernels, "moe": moe_kernels}
+MODULES = {
+    "attention": attention_kernels,
+    "attention_backward": backward_kernels,
+    "moe": moe_kernels,
+    "moe_backward": expert_backward_kernels,
+}
 
 
 def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], AttentionOutput]:
@@ -62,7 +70,25 @@ def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
     return lambda inputs, config: fn(*inputs.tensors[:5])
 
 
-RUNS: dict[str, Callable[..., Any]] = {"attention": attention, "attention_backward": gradients, "moe": experts}
+def expert_gradients(fn: Callable[..., Any]) -> Callable[[MoEBackwardInputs, Config], ExpertGradients]:
+    def run(inputs: MoEBackwardInputs, config: Config) -> ExpertGradients:
+        of_call = inputs.tensors.of_call()
+        leaves = [one.detach().requires_grad_() for one in of_call[:4]]
+        with torch.enable_grad():
+            out = fn(*leaves, of_call.topk_ids)
+        into = inputs.tensors.dout
+        made = torch.autograd.grad(out, leaves, into, allow_unused=True, materialize_grads=True)
+        return ExpertGradients(*made, None, None)
+
+    return run
+
+
+RUNS: dict[str, Callable[..., Any]] = {
+    "attention": attention,
+    "attention_backward": gradients,
+    "moe": experts,
+    "moe_backward": expert_gradients,
+}
 
 
 def run(one: Fault) -> dict[str, Any]:

@@ -160,3 +160,33 @@ def test_one_compilation_trains_at_every_length(function: object, ours: bool, re
         want, got = (torch.autograd.grad(each(*inputs), inputs) for each in (function, compiled))
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def trained(steps: int) -> list[torch.Tensor]:
+    """The weights of two layers after some steps with both losses of the router, and the loss before and after."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(fms.FlashMoELayer(16, 24, 6, 2, dtype=torch.bfloat16) for _ in range(2)))
+    optimiser = torch.optim.AdamW(layers.parameters(), lr=2e-3)
+    x, target, losses = torch.randn(40, 16).bfloat16(), torch.randn(40, 16), []
+    for _ in range(steps):
+        loss, states = torch.zeros(()), x
+        for layer in layers:
+            logits = layer.router_logits(states)
+            states = layer(states, logits)
+            loss = loss + 0.01 * fms.balance_loss(logits, logits.topk(2).indices) + 0.001 * fms.z_loss(logits)
+        loss = loss + (states - target).square().mean()
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.detach())
+    return [*layers.parameters(), losses[0], losses[-1]]
+
+
+def test_two_trainings_end_in_equal_bits() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = trained(30), trained(30)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
+    assert first[-1] < first[-2]

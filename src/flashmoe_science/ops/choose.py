@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flashmoe_science.dispatch.peers import faster_peer
-from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.select import Decision, nearest, select
 from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation
@@ -15,7 +15,7 @@ from flashmoe_science.problem import Problem
 
 T = TypeVar("T")
 
-NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
+GRADIENTS = "an input requires gradients"
 
 
 def choose_fallback(op: str, requested: str | None, required: str | None) -> Decision | None:
@@ -36,8 +36,7 @@ def choose_fallback(op: str, requested: str | None, required: str | None) -> Dec
     if required is None:
         return None
     if requested is not None:
-        without = ", or call it under torch.no_grad()" if required == NO_BACKWARD else ""
-        raise CannotServe(f"kernel {requested!r} cannot serve this call: {required}; {fallback!r} can{without}")
+        raise CannotServe(f"kernel {requested!r} cannot serve this call: {required}; {fallback!r} can")
     return Decision(fallback, Config(), required, "required")
 
 
@@ -82,6 +81,33 @@ def choose(
             return _with_launch_path(decision, chosen), bound
         except CannotServe as refusal:
             refused[chosen.name] = str(refusal)  # select() passes it over next, or refuses with the reason
+
+
+NO_RECORD = "no record has a backward of ours faster than PyTorch's"
+
+
+def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: str) -> Decision:
+    """The decision for a backward of ours, or the one of that name, which is asked for in ``words``. Raises CannotServe."""
+    ours = operation(problem.op).ours()
+    chosen = next((one for one in ours if one.name == requested), None)
+    decision = select(problem, gpu, known_table(), ours, None, chosen)
+    return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
+
+
+def backward_by_record(problem: Problem, gpu: Device, rival: str) -> tuple[Decision, Decision | None]:
+    """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
+    like tiles, None where there is none."""
+    op, table = operation(problem.op), known_table()
+    decision = select(problem, gpu, table, op.ours(), op.fallback())
+    able = [one for one in op.ours() if one.name == decision.kernel]
+    entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
+    if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
+        return decision, None
+    faster = next((one for one in entry.peers if one.kernel == rival), None)
+    if faster is None:
+        return decision, decision
+    reason = f"{faster.ratio:.2f}x the speed of ours ({entry.kernel}) on {entry.problem} on {entry.gpu}"
+    return decision, Decision(op.fallback(), Config(), reason, decision.basis, entry.run, decision.others)
 
 
 def _with_launch_path(decision: Decision, kernel: AnyKernel) -> Decision:

@@ -1,15 +1,16 @@
-"""Registers an operation's operator with PyTorch: one schema, one fake, one autograd rule."""
+"""Registers an operation's operator with PyTorch: one schema, one fake, one autograd rule; derivatives within an operator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.ops.private import below_autograd, forward_level
+from flashmoe_science.ops.private import below_autograd, forward_level, without_keys
 
 _LIBRARY = torch.library.Library("flashmoe", "FRAGMENT")
 
@@ -18,7 +19,7 @@ def register(
     schema: str,
     forward: Callable[..., Any],
     fake: Callable[..., Any],
-    differentiable: Callable[..., Any] | None = None,
+    differentiable: Callable[..., Any] | str | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Any:
     """Define ``flashmoe::<schema>`` and return its overload.
@@ -29,8 +30,8 @@ def register(
         schema: the name and the arguments, as PyTorch's schema language has them.
         forward: computes on the CPU and CUDA. PyTorch leaves out trailing arguments that are their defaults.
         fake: shapes, strides and dtypes of ``forward``'s results, without the work.
-        differentiable: computes by operators that have derivatives, for inputs of which one may be asked for; None for an
-            operator that has none.
+        differentiable: computes by operators that have derivatives, for inputs of which one may be asked for; or the words in
+            which a derivative is refused, when it is asked for; None for an operator that has none.
         flops: of the operator's arguments, and of its results as ``out_val``, for PyTorch's FlopCounterMode.
     """
     name = schema.partition("(")[0]
@@ -45,6 +46,9 @@ def register(
     if differentiable is None:
         return operator
 
+    if isinstance(differentiable, str):
+        differentiable = partial(_Refused.apply, operator, differentiable)
+
     def with_autograd(keys: torch.DispatchKeySet, *args: Any) -> Any:
         if needs_grad(*(one for one in args if isinstance(one, torch.Tensor))) or forward_level._current_level >= 0:
             return differentiable(*args)
@@ -55,3 +59,34 @@ def register(
 
     _LIBRARY.impl(name, with_autograd, "Autograd", with_keyset=True)
     return operator
+
+
+class _Refused(torch.autograd.Function):
+    """An operator whose results cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Callable[..., Any], words: str, *args: Any) -> Any:
+        ctx.words = words
+        return operator(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(ctx.words)
+
+
+Many = Sequence[torch.Tensor]
+
+
+def gradients(
+    function: Callable[..., tuple[torch.Tensor, ...]], leaves: Many, into: Many
+) -> tuple[Many, Sequence[torch.Tensor | None]]:
+    """The results of PyTorch's operators, and the gradients of the leaves by ``into``, None where there is none. Within an
+    operator of ours too, where PyTorch does not record its own; on the caller's thread."""
+    if without_keys is None:
+        with torch.enable_grad():
+            results, derivative, *_ = torch.func.vjp(function, *leaves)
+            return results, derivative(tuple(into))
+    of_autograd = torch.DispatchKey.AutogradFunctionality
+    with torch.enable_grad(), without_keys(of_autograd, False), torch.autograd.set_multithreading_enabled(False):
+        results = function(*[one.requires_grad_() for one in leaves])
+        return results, torch.autograd.grad(results, leaves, into, allow_unused=True)

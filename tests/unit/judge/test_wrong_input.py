@@ -21,7 +21,7 @@ WRONG = [
     ("explain 'attn b1 h16'", "lacks q<n>, d<n>"),
     (f"explain '{KNOWN}' --gpu h9000", "gpu is 'h9000'; it must be one of"),
     (f"explain '{KNOWN}' --kernel fast", "kernel is 'fast'; it must be one of"),
-    ("prove dokuments", "'dokuments' is neither a problem (those begin with 'attn' or 'attnbwd' or 'moe' or 'op')"),
+    ("prove dokuments", "'dokuments' is neither a problem (those begin with 'attn' or 'attnbwd' or 'moe' or 'moebwd' or 'op')"),
     ("prove 'attn b1 h1 q8'", "problem 'attn b1 h1 q8' lacks d<n>"),
     ("prove long", "suite 'long' needs a GPU, and there is none here"),
     (f"prove '{TINY}' --kernel fwd", "kernel is 'fwd'; it must be one of"),

@@ -76,6 +76,8 @@ def wrong(take: Callable[[], tuple[Any, ...]]) -> list[str]:
     weights, ids = fms.route(torch.randn(3, 4), 2)
     x, up, down = torch.randn(3, 8), torch.randn(4, 16, 8), torch.randn(4, 8, 8)
     found["experts"] = fms.fused_moe(x, up, down, weights, ids), fms.fused_moe(x.requires_grad_(), up, down, weights, ids)
+    experts = [fms.fused_moe(x, up, down, weights, ids, kernel=kernel) for kernel in (None, "grouped_mm")]
+    found["experts' gradients"] = tuple(torch.autograd.grad(one.square().sum(), x) for one in experts)
     (_, one, other), (_, again, _) = kept = take(), take()
     found["workspace"] = len({one, other, again}), len(kept) + 1
     mask = StructuredMask((1, 1, 2, 4), "cpu", Visible(4, causal=False), lambda: torch.ones(1, 1, 2, 4, dtype=torch.bool))

@@ -10,8 +10,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv, next_power_of_2, stand_in
-from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
+from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv, next_power_of_2
+from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 _MAX_BLOCK = 1024  # columns of a program
@@ -23,7 +23,8 @@ def flashmoe_moe_combine(
     rows, weights, out, tables, pairs,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = the sum over its choices, in their order, of weight times row; a choice without a row adds nothing."""
+    """out[token] = the sum over its choices, in their order, of weight times row; a choice without a row adds nothing.
+    ``weights``: None for 1."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
@@ -32,20 +33,24 @@ def flashmoe_moe_combine(
     acc = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         row = tl.load(tables + pairs + token * TOP_K + place).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + place).to(tl.float32)
+        if weights is not None:
+            weight = tl.load(weights + token * TOP_K + place).to(tl.float32)
         value = tl.load(rows + row * WIDTH + columns, mask=(row >= 0) & (columns < WIDTH), other=0.0).to(tl.float32)  # [BLOCK]
-        acc += tl.where(row >= 0, weight * value, 0.0)
+        if weights is not None:
+            value = weight * value
+        acc += tl.where(row >= 0, value, 0.0)
     tl.store(out + token * WIDTH + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-def build(like: MoEInputs, early_start: bool) -> Callable[[MoEProblem], KernelLaunch]:
-    """bind(problem): launch(rows, weights, out, tables) for inputs like these, of any number of tokens, with rows [pairs, dim],
-    weights [tokens, top_k] and out [tokens, dim]."""
-    p, new = like.problem, Pointer(like.tensors.x.dtype)
-    constexprs = (p.top_k, p.dim, _block(p.dim), early_start)
-    arguments = (new, stand_in(like.tensors.topk_weights), new, Pointer(torch.int32), 2, *constexprs)
+def build(
+    problem: MoEProblem, dtype: torch.dtype, weights: Pointer | None, early_start: bool
+) -> Callable[[MoEProblem], KernelLaunch]:
+    """bind(problem): launch(rows, weights, out, tables) for problems like this of any number of tokens, with rows [pairs, dim]
+    and out [tokens, dim] of a dtype, and weights [tokens, top_k], which are 1 where there are none."""
+    constexprs = (problem.top_k, problem.dim, _block(problem.dim), early_start)
+    arguments = (Pointer(dtype), weights, Pointer(dtype), Pointer(torch.int32), 2, *constexprs)
     built = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
-    return lambda problem: built.bound(_grid(problem), problem.pairs(), *constexprs)
+    return lambda like: built.bound(_grid(like), like.pairs(), *constexprs)
 
 
 def launches(problem: MoEProblem) -> tuple[Launch, ...]:

@@ -1,50 +1,166 @@
-"""A mixture of experts by PyTorch's own operators, differentiable: on the CPU, and where gradients are needed."""
+"""A mixture of experts by PyTorch's own operators, forward and backward: on the CPU, and where they are faster.
+
+Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last;
+it is computed by the last expert on zeros and left out, so that nothing of it enters a sum. Nothing waits for the host.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
+from flashmoe_science.ops.operator import gradients
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
+class _Rows(NamedTuple):
+    """here: [T, K], whether a pair has an expert here. pair, expert, inside ([P, 1], ``here``): of each row. ends: int32 [E],
+    the row after each expert's last."""
+
+    here: torch.Tensor
+    pair: torch.Tensor
+    expert: torch.Tensor
+    inside: torch.Tensor
+    ends: torch.Tensor
+
+    def of_tokens(self, one: torch.Tensor) -> torch.Tensor:
+        """The row of its token [P, ...] of each; zeros where the pair has no expert here."""
+        return torch.where(self.inside, one[self.pair // self.here.shape[1]], 0.0)
+
+    def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
+        placed = torch.zeros_like(rows).index_copy(0, self.pair, torch.where(self.inside, rows, 0.0))
+        return placed.view(*self.here.shape, -1)
+
+
+def _rows(ids: torch.Tensor, experts: int) -> _Rows:
+    here, numbers = (ids >= 0) & (ids < experts), torch.arange(experts, device=ids.device)
+    by_expert, pair = torch.where(here, ids.long(), experts).flatten().sort(stable=True)
+    expert = by_expert.clamp(max=experts - 1)
+    ends = torch.searchsorted(expert, numbers, right=True).int()
+    return _Rows(here, pair, expert, (by_expert < experts)[:, None], ends)
+
+
 def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
-    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
+    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids.
 
     Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes), every expert computes every row.
-
-    A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    ids, experts = ids.long(), w1.shape[0]
-    tokens, top_k = ids.shape
-    here = (ids >= 0) & (ids < experts)
-    by_expert, order = torch.where(here, ids, 0).flatten().sort(stable=True)
-    inside = here.flatten()[order, None]
-    rows = torch.where(inside, x[order // top_k], 0.0)
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = add_bias(_products(rows, w1, ends, by_expert), gate_up_bias, by_expert)
-    down = add_bias(_products(activate(both, activation), w2, ends, by_expert), down_bias, by_expert)
-    unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
+    return saving_moe(tensors, activation)[0]
+
+
+def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts, and the pre-activations as ``BackwardTensors`` has them."""
+    x, w1, w2, weights, ids, _, down_bias = tensors
+    rows = _rows(ids, w1.shape[0])
+    z = _pre_activations(tensors, rows)
+    down = add_bias(_products(activate(z, activation), w2, rows), down_bias, rows.expert)
     wide = torch.promote_types(x.dtype, torch.float32)
-    applied = torch.where(here, weights.to(wide), 0.0)
-    return (unsorted.view(tokens, top_k, -1).to(wide) * applied[:, :, None]).sum(1).to(x.dtype)
+    applied = torch.where(rows.here, weights.to(wide), 0.0)
+    return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
 
 
-def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
+def pre_activations(tensors: Tensors) -> torch.Tensor:
+    """As ``BackwardTensors`` has them."""
+    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]))
+
+
+def _pre_activations(tensors: Tensors, rows: _Rows) -> torch.Tensor:
+    return add_bias(_products(rows.of_tokens(tensors.x), tensors.w1, rows), tensors.gate_up_bias, rows.expert)
+
+
+def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> Gradients:
+    """The gradients from the pre-activations: five products at most, those of frozen weights left out; each sum in one order.
+
+    With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
+    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
+    """
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
+    rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    z = _pre_activations(tensors.of_call(), rows) if z is None else z
+    scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
+    of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
+    to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
+    of_active = _products(of_out, w2.mT, rows).to(wide) if to_z or wanted.dtopk_weights else None
+    active, of_z = _activated(z, activation, None if of_active is None or not to_z else of_active * scale)
+    if wanted.dw2:
+        made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, w2)
+    if wanted.dtopk_weights and of_active is not None:
+        of_scale = (of_active * active).sum(1, keepdim=True)
+        if down_bias is not None:
+            of_scale += (of_out.to(wide) * down_bias[rows.expert].to(wide)).sum(1, keepdim=True)
+        made["dtopk_weights"] = rows.by_pair(of_scale).squeeze(-1)
+    if wanted.ddown_bias and down_bias is not None:
+        made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
+    if of_z is not None:
+        dz = of_z.to(x.dtype)
+        if wanted.dx:
+            made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
+        if wanted.dw1:
+            made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+        if wanted.dgate_up_bias and gate_up_bias is not None:
+            made["dgate_up_bias"] = _sums(of_z, rows)
+    results = gradients_like(tensors, wanted, sums)._asdict()
+    new = Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
+    added = {name: one.add_(made[name]) for name, one in sums._asdict().items() if one is not None and name in made}
+    return new._replace(**added)
+
+
+def _activated(z: torch.Tensor, activation: Activation, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What z is activated to, and the gradient of z by that ``into`` it."""
+    if into is None:
+        return activate(z, activation), None
+    (active,), (of_z,) = gradients(lambda z: (activate(z, activation),), [z], [into])
+    return active.detach(), of_z
+
+
+def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:
+    """The gradient in that memory order and dtype."""
+    shape, strides, dtype = like
+    if (gradient.stride(), gradient.dtype) == (strides, dtype):
+        return gradient
+    return gradient.new_empty_strided(shape, strides, dtype=dtype).copy_(gradient)
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
-    steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
-    supported = rows.dtype == torch.bfloat16 or (rows.dtype != torch.float64 and is_plain(rows, weights))
-    if supported and not any(step % _ALIGNED_BYTES for step in steps):
-        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    if _is_grouped(rows, weights):
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
-        out = torch.where((by_expert == expert)[:, None], rows @ weight.T, out)
+        out = torch.where((of.expert == expert)[:, None], rows @ weight.T, out)
     return out
+
+
+def _sums_of_products(left: torch.Tensor, right: torch.Tensor, of: _Rows, like: torch.Tensor) -> torch.Tensor:
+    """left[first:end].T @ right[first:end] of each expert, zeros for one without rows, in the memory order of ``like``."""
+    if like.stride(1) == 1 < like.stride(2):
+        return _sums_of_products(right, left, of, like.mT).mT
+    if not _is_grouped(left.mT, right):
+        return torch.stack([torch.where((of.expert == one)[:, None], left, 0.0).T @ right for one in range(like.shape[0])])
+    made = F.grouped_mm(left.mT, right, offs=of.ends)
+    return made.masked_fill_((of.ends.diff(prepend=of.ends.new_zeros(1)) == 0)[:, None, None], 0.0)  # unwritten on some GPUs
+
+
+def _sums(rows: torch.Tensor, of: _Rows) -> torch.Tensor:
+    """rows[first:end].sum(0) of each expert."""
+    offsets = torch.cat((of.ends.new_zeros(1), of.ends)).long()
+    return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
+
+
+def _is_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether PyTorch's grouped product takes the operands."""
+    # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
+    if left.dtype == torch.float64 or not (left.dtype == torch.bfloat16 or is_plain(left, right)):
+        return False
+    steps = (stride * left.element_size() for one in (left, right) for stride in one.stride() if stride != 1)
+    return not any(step % _ALIGNED_BYTES for step in steps)
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:

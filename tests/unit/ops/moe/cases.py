@@ -17,6 +17,7 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.gemv import NAME as GEMV
 
 # Ids that are no expert's here: those of other ranks, extremes, and of 64 bits whose lower half is an expert's.
 FOREIGN = {
@@ -135,6 +136,29 @@ def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
     return active if up is None else active * up
 
 
+def saved_z(inputs: MoEInputs) -> torch.Tensor:
+    """The first product with its bias in fp64, rows sorted by expert; rows of no pair are not numbers."""
+    x, w1, _, _, ids, bias, _ = inputs.tensors
+    z, row = torch.full((ids.numel(), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device), 0
+    for expert, weights in enumerate(w1):
+        tokens = torch.nonzero(ids.flatten() == expert).flatten() // ids.shape[1]
+        rows = x[tokens].double() @ weights.double().T
+        z[row : row + len(tokens)] = rows if bias is None else rows + bias[expert].double()
+        row += len(tokens)
+    return z
+
+
+def z_off(z: torch.Tensor, inputs: MoEInputs) -> str | None:
+    """What is wrong with the z that a forward saved, if anything is."""
+    right = saved_z(inputs)
+    used = int((~right[:, 0].isnan()).sum())
+    if not used:
+        return None
+    error = ((z[:used].double() - right[:used]).abs().max() / right[:used].abs().max().clamp(min=1e-3)).item()
+    allowed = ROUNDINGS * UNIT[inputs.problem.dtype]
+    return None if error <= allowed else f"z is off by {error:.2e} of the largest, where {allowed:.2e} is allowed"
+
+
 def off(got: torch.Tensor, inputs: MoEInputs) -> str | None:
     """What is wrong with a result, if anything is."""
     right = reference(inputs)
@@ -152,6 +176,9 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
     except CannotServe:  # memory that the copy engine does not take
         return []
     found = [off(got, inputs)]
+    if kernel.name != GEMV:
+        saved, z = kernel.run(replace(inputs, saves_z=True), config)  # type: ignore[misc]  # of inputs that save z
+        found += [None if torch.equal(saved, got) else "to save z changes the result", z_off(z, inputs)]
     if device != "cpu" and not torch.equal(got, kernel.run(inputs, config)):  # the interpreter has one order of its sums
         found.append("two results of one call differ")
     x, ids = inputs.tensors.x, inputs.tensors.topk_ids

@@ -34,7 +34,6 @@ from flashmoe_science.ops.attention.call.tensors import (
 )
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
 from flashmoe_science.ops.attention.front.backward.choose import (
-    GRADIENTS,
     check_gradients,
     choose_backward,
     why_no_backward,
@@ -46,7 +45,7 @@ from flashmoe_science.ops.attention.problem import AttentionProblem, length_clas
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import alignment, device_guard, needs_grad
-from flashmoe_science.ops.choose import choose, choose_fallback
+from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
 from flashmoe_science.problem import ProblemError, rounded_up
 
 

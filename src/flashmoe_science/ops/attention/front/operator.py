@@ -22,7 +22,6 @@ from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, of_features, unpacked
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable
-from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
 from flashmoe_science.ops.attention.front.choose import (
     NO_FEATURES,
     KeyLengths,
@@ -39,7 +38,7 @@ from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.cache import MAX_CALLS, MAX_PLANS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
-from flashmoe_science.ops.choose import choose_fallback
+from flashmoe_science.ops.choose import GRADIENTS, choose_fallback
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.operator import register
 

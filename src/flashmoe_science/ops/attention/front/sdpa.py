@@ -17,10 +17,10 @@ from flashmoe_science.ops.attention.call.checks import (
     checked_scale,
 )
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, ArgNames, Options, Tensors
-from flashmoe_science.ops.attention.front.backward.choose import GRADIENTS
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.operator import attend, cached_call, decide
 from flashmoe_science.ops.calls import autocast, is_plain, needs_grad
+from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.private import of_no_memory
 

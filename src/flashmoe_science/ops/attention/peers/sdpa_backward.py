@@ -82,7 +82,8 @@ def _by_autograd(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
             bias = leaves[3].expand(bias.shape)
         tensors = x._replace(q=leaves[0], k=leaves[1], v=leaves[2], bias=bias)
         out = sdpa.attend(AttentionInputs(inputs.problem, tensors, inputs.options, inputs.softmax_scale))
-    return torch.autograd.grad(out, leaves, inputs.saved.dout)
+    with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
+        return torch.autograd.grad(out, leaves, inputs.saved.dout)
 
 
 def _as_called(inputs: BackwardInputs) -> Sequence[torch.Tensor]:

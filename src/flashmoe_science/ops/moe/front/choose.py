@@ -6,7 +6,8 @@ It keeps no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
-from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
+from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
     DTYPES,
+    Activation,
     Bind,
     MoEInputs,
     MoEKernel,
@@ -30,9 +32,13 @@ from flashmoe_science.ops.moe.call import (
     Tensors,
     checked,
     inputs_of,
+    views_of,
 )
+from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
+from flashmoe_science.ops.moe.front.backward.choose import choose_backward, names_of
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import pytorch_moe
+from flashmoe_science.ops.moe.pytorch import pytorch_moe, saving_moe
 from flashmoe_science.problem import rounded_up
 
 
@@ -48,19 +54,45 @@ class Plan(NamedTuple):
 PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
 
 
-def bind_call(tensors: Tensors, options: Options) -> MoELaunch:
-    """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does."""
+def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoELaunch:
+    """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does.
+
+    ``saves_z``: it returns the pre-activations too, of tensors that have been checked.
+    """
     (views, activation), shape = checked(tensors, options), tensors.x.shape
+    if needs_grad(*tensors) and not saves_z:
+        decide_training(views, activation, options)
+        rest = options.kernel, options.recompute
+        return lambda *given: unviewed(differentiable(views_of(Tensors(*given), options), activation, *rest), shape)
     if views.x.shape[0] == 0:
-        return lambda hidden_states, *rest: torch.zeros_like(hidden_states)
+        width = views.w1.shape[1]
+        return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
     if decide_by_dtype(views.x, options.kernel) is not None:
-        return lambda *given: pytorch_moe(*checked(Tensors(*given), options)).view(shape)
-    inputs = inputs_of(views, activation)
-    plan = plan_of(inputs, options.kernel, needs_grad(*tensors))
-    launch = plan.bind(inputs, shape)
-    if not (plan.by_address and _in_place(inputs.tensors, tensors)):
-        return lambda *given: launch(*inputs_of(*checked(Tensors(*given), options)).tensors).view(shape)
-    return launch
+        launch, in_place = by_pytorch(activation, saves_z), False
+    else:
+        inputs = inputs_of(views, activation, saves_z)
+        plan = plan_of(inputs, options.kernel)
+        made, in_place = plan.bind(inputs, shape), plan.by_address and _in_place(inputs.tensors, tensors)
+        launch = made if in_place else lambda *given: made(*inputs_of(Tensors(*given), activation).tensors)
+    if in_place or saves_z:
+        return launch
+    return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
+
+
+def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:
+    """What serves the forward of such a call, of which gradients may be asked for, its reason with what serves the backward.
+    Raises as ``fused_moe``."""
+    if options.kernel == FALLBACK:
+        return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    if not tensors.x.shape[0]:
+        return Decision(FALLBACK, Config(), "hidden_states has no tokens: nothing is computed", "required")
+    forward, backward = names_of(options.kernel)
+    chosen = choose_backward(tensors, activation, backward)
+    decision = decide_by_dtype(tensors.x, forward)
+    if decision is None:
+        decision = plan_of(inputs_of(tensors, activation, not options.recompute), forward).decision
+    by = f"{chosen.kernel}({chosen.config})" if chosen.config else chosen.kernel
+    return replace(decision, reason=f"{decision.reason}; {GRADIENTS}, its backward by {by}: {chosen.reason}")
 
 
 def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
@@ -76,27 +108,27 @@ def _in_place(used: Tensors, given: Tensors) -> bool:
     return all(here is None or here.data_ptr() == there.data_ptr() for here, there in pairs if there is not None)
 
 
-def plan_of(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
+def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
     p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
-        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, grad,
+        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, inputs.saves_z,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS[key] = _make_plan(inputs, kernel, grad)
+        plan = PLANS[key] = _make_plan(inputs, kernel)
     return plan
 
 
 @cache
 def _measured() -> frozenset[MoEProblem]:
     """Problems of the dispatch table: each is a class of its own, for which its own record decides."""
-    return frozenset(one.problem for one in known_table().entries if isinstance(one.problem, MoEProblem))
+    return frozenset(one.problem for one in known_table().entries if type(one.problem) is MoEProblem)
 
 
-def _make_plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
+def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
         if chosen.plan is None:
             return _bind_of_peer(chosen, config), False
@@ -106,15 +138,20 @@ def _make_plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
         return guard(lambda like, shape: guard(planned(like, shape))), True
 
     x, made = inputs.tensors.x, None
-    decision = choose_fallback(MoEProblem.op, kernel, NO_BACKWARD if grad else None)
+    decision = choose_fallback(MoEProblem.op, kernel, None)
     if decision is None:
         decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
     return Plan(decision, *(made or (_bind_pytorch, False)))
 
 
 def _bind_pytorch(like: MoEInputs, shape: Shape) -> MoELaunch:
-    activation = like.activation
-    return lambda *tensors: pytorch_moe(Tensors(*tensors), activation)
+    return by_pytorch(like.activation, like.saves_z)
+
+
+def by_pytorch(activation: Activation, saves_z: bool) -> MoELaunch:
+    """The experts by PyTorch's operators, of the tensors of kernels."""
+    compute: Callable[..., Any] = saving_moe if saves_z else pytorch_moe
+    return lambda *tensors: compute(Tensors(*tensors), activation)
 
 
 def _bind_of_peer(kernel: MoEKernel, config: Config) -> Bind:

@@ -1,4 +1,4 @@
-"""The operator ``flashmoe::moe_forward``, and the path that plain eager calls take around the dispatcher.
+"""The operators ``flashmoe::moe_forward`` and ``moe_forward_saving``, and the path of plain eager calls around the dispatcher.
 
 torch.compile, export, modes and tensor subclasses see the operator. A plain eager call finds its launch in the launch cache; a
 new one is checked, planned (choose.py) and bound, and its launch is stored.
@@ -12,13 +12,23 @@ from typing import Any
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.calls import Launch, autocast, find_launch, guards_of, is_plain, needs_grad, store_launch
-from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
+from flashmoe_science.ops.calls import (
+    Launch,
+    autocast,
+    find_launch,
+    guards_of,
+    is_plain,
+    is_transformed,
+    needs_grad,
+    store_launch,
+)
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, plan_of
+from flashmoe_science.ops.moe.call.backward import checked_sums
+from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
+from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.operator import register
 
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
@@ -42,7 +52,22 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
         if is_explaining():
             raise Explained(decide(Tensors(*tensors), Options(*options)))
         return _through_operator(Tensors(*tensors), Options(*options))
-    return _serve(Tensors(*tensors), Options(*options), key)
+    return _serve(Tensors(*tensors), Options(*options), key)  # type: ignore[no-any-return]
+
+
+def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
+    """``fused_moe`` whose backward adds the gradients of weights to tensors that are given. Raises as ``experts_forward``."""
+    if torch.compiler.is_compiling() or is_transformed():
+        raise ValueError("weight_grads is given under torch.compile or a transform of torch.func; it must be None there")
+    if is_explaining() or not needs_grad(*tensors):
+        return experts_forward(tensors, options)
+    given, how = Tensors(*(_autocast(tensors) or tensors)), Options(*options)
+    views, activation = checked(given, how)
+    sums = checked_sums(weight_grads, given, how)
+    if how.kernel == FALLBACK:
+        raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
+    decide_training(views, activation, how)
+    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums), given.x.shape)
 
 
 def _autocast(tensors: Given) -> Given | None:
@@ -52,22 +77,22 @@ def _autocast(tensors: Given) -> Given | None:
     return None if cast is None else cast + tensors[3:]
 
 
-def _find(tensors: Given, options: Given) -> tuple[Launch | None, Hashable]:
+def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Launch | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     absent = tensors[5] is None, tensors[6] is None
     given = tensors[:5] if absent == _NO_BIASES else [one for one in tensors if one is not None]
     try:
         # The types of options too: True and 1 are equal.
         kinds = (options, *map(type, options), absent, torch.is_grad_enabled())
-        key = (MoEProblem.op, tensors[0].shape, kinds)
+        key = (op, tensors[0].shape, kinds)
         return find_launch(key, given), key
     except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, an option that has no hash
         return None, None
 
 
-def _serve(tensors: Tensors, options: Options, key: Hashable) -> torch.Tensor:
+def _serve(tensors: Tensors, options: Options, key: Hashable, saves_z: bool = False) -> Any:
     """Check a new call, choose what serves it, and store its launch. Raises as ``experts_forward``."""
-    launch = bind_call(tensors, options)
+    launch = bind_call(tensors, options, saves_z)
     if key is not None:
         store_launch(key, guards_of([one for one in tensors if one is not None], aligned=True), launch)
     return launch(*tensors)
@@ -78,10 +103,12 @@ def decide(tensors: Tensors, options: Options) -> Decision:
     views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
     if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")
+    if needs_grad(*tensors):
+        return decide_training(views, activation, options)
     if (decision := decide_by_dtype(views.x, options.kernel)) is not None:
         return decision
     inputs = inputs_of(views, activation)
-    plan = plan_of(inputs, options.kernel, needs_grad(*tensors))
+    plan = plan_of(inputs, options.kernel)
     plan.bind(inputs, tensors.x.shape)
     return plan.decision
 
@@ -91,27 +118,39 @@ def decide(tensors: Tensors, options: Options) -> Decision:
 
 def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     views, a = checked(tensors, options)
-    if views.x.shape[0] == 0:
-        return torch.zeros_like(tensors.x)
-    out: torch.Tensor = _OPERATOR(*views, a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel)
-    return out.view(tensors.x.shape)
+    rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, options.recompute
+    out: torch.Tensor = _OPERATOR(*views, *rest)
+    return unviewed(out, tensors.x.shape)
 
 
 def _forward(*args: Any) -> torch.Tensor:
+    return _launched(MoEProblem.op, *args)  # type: ignore[no-any-return]
+
+
+def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _launched(f"{MoEProblem.op}, saving", *args)  # type: ignore[no-any-return]
+
+
+def _launched(op: str, *args: Any) -> Any:
     tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:7], args[7:]
-    options = (function, False, interleaved, alpha, limit, *(kernel or (None,)))
-    launch, key = _find(tensors, options)
-    return _serve(Tensors(*tensors), Options(*options), key) if launch is None else launch(*tensors)
+    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False)
+    launch, key = _find(tensors, options, op)
+    if launch is not None:
+        return launch(*tensors)
+    return _serve(Tensors(*tensors), Options(*options), key, saves_z=op != MoEProblem.op)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
+def _fake_saving(x: torch.Tensor, w1: torch.Tensor, w2: object, weights: torch.Tensor, *rest: object) -> Any:
+    return x.new_empty(x.shape), x.new_empty(weights.shape[0] * weights.shape[1], w1.shape[1])
+
+
 def _differentiable(*args: Any) -> torch.Tensor:
-    function, gated, interleaved, alpha, limit, *kernel = args[7:]
-    choose_fallback(MoEProblem.op, kernel[0] if kernel else None, NO_BACKWARD)  # refuses another kernel
-    return pytorch_moe(Tensors(*args[:7]), Activation(function, gated, interleaved, alpha, limit))
+    kernel, recompute = (*args[12:], None, None)[:2]
+    return differentiable(Tensors(*args[:7]), Activation(*args[7:12]), kernel, bool(recompute))
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
@@ -119,11 +158,10 @@ def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: to
     return 2 * topk_weights.numel() * (w1[0].numel() + w2[0].numel())
 
 
-_OPERATOR = register(
-    "moe_forward(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name=None) -> Tensor",
-    _forward,
-    _fake,
-    _differentiable,
-    _flops,
+_SCHEMA = (
+    "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
+    "str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name=None"
 )
+_OPERATOR = register(f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor", _forward, _fake, _differentiable, _flops)
+# What the autograd rule calls in its place: the pre-activations too.
+register(f"moe_forward_saving{_SCHEMA}) -> (Tensor out, Tensor z)", _saving, _fake_saving, None, _flops)

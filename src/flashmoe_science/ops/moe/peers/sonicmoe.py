@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed, one_config
 
@@ -55,25 +55,34 @@ def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return _experts(inputs.tensors, inference=True)
+
+
+def train(tensors: Tensors, activation: Activation) -> torch.Tensor:
+    """SwiGLU experts that keep what its backward needs."""
+    return _experts(tensors, inference=False)
+
+
+def _experts(tensors: Tensors, inference: bool) -> torch.Tensor:
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
 
-    p, (x, w1, w2, weights, ids, *_) = inputs.problem, inputs.tensors
-    pairs, top_k = p.pairs(), p.top_k
+    x, w1, w2, weights, ids, *_ = tensors
+    (tokens, top_k), experts, pairs = ids.shape, w1.shape[0], ids.numel()
 
     def indices(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=x.device)
 
-    counts, offsets = indices(p.experts), indices(p.experts + 1)
+    counts, offsets = indices(experts), indices(experts + 1)
     token_of_row, pair_of_row, row_of_pair = indices(pairs), indices(pairs), indices(pairs)
-    TC_topk_router_metadata_triton(ids, p.experts, counts, offsets, token_of_row, pair_of_row, row_of_pair)
-    swiglu, inference, concatenated, counted = ActivationType.SWIGLU, True, True, False
+    TC_topk_router_metadata_triton(ids, experts, counts, offsets, token_of_row, pair_of_row, row_of_pair)
+    swiglu, concatenated, counted = ActivationType.SWIGLU, True, False
     active, before = _UpProjection.apply(
         x, w1.permute(1, 2, 0), None, offsets, pairs, top_k, token_of_row, pair_of_row, row_of_pair, None, counted,
         swiglu, inference, concatenated,
     )  # fmt: skip
     out: torch.Tensor = _DownProjection.apply(
-        active, before, w2.permute(1, 2, 0), None, weights, offsets, p.tokens, top_k, token_of_row,
+        active, before, w2.permute(1, 2, 0), None, weights, offsets, tokens, top_k, token_of_row,
         pair_of_row, row_of_pair, None, counted, swiglu,
     )  # fmt: skip
     return out

@@ -148,8 +148,8 @@ def _block(most: int, width: int) -> int:
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
-    p, (x, w1, w2, weights, ids, gate_up_bias, down_bias), early = inputs.problem, inputs.tensors, starts_early(inputs)
-    new, places = Pointer(x.dtype), next_power_of_2(p.top_k)
+    p, (x, w1, w2, weights, ids, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
+    early, new, places = starts_early(x), Pointer(x.dtype), next_power_of_2(p.top_k)
     up_tile = config["up_n"], _block(config["up_k"], p.dim), UNROLLED, early
     up = (*up_constexprs(inputs).values(), *up_tile)
     of_up = (*map(stand_in, (x, w1, gate_up_bias, ids)), new, 2, *up)

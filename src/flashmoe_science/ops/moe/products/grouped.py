@@ -18,6 +18,7 @@ from flashmoe_science.ops.launch import (
     address,
     allocator,
     can_start_early,
+    stand_in,
     workspace_allocator,
     workspace_bytes,
 )
@@ -28,14 +29,14 @@ from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, wh
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-# bind(counts) of a grouped product that is built, for any number of rows: launch(a, w, bias, out, tables), which writes
-# out[row] of every row of the tables; a is x, or what the up product wrote.
+# bind(counts) of a grouped product that is built, for any number of rows, which writes out[row] of every row of the tables:
+# launch(x, w, bias, out, z, tables) of the up product, launch(a, w, bias, out, tables) of the down product, a being what the up
+# product wrote.
 Product = Callable[[RowCounts], KernelLaunch]
 
 
-def starts_early(inputs: MoEInputs) -> bool:
+def starts_early(x: torch.Tensor) -> bool:
     """Whether launches of a call start while those before them finish. Raises CannotServe: no kernel reads such rows of x."""
-    x = inputs.tensors.x
     if x.stride(1) != 1:
         raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
     return not INTERPRETING and can_start_early(x.device)
@@ -62,26 +63,30 @@ def down_constexprs(inputs: MoEInputs) -> dict[str, Any]:
 
 def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
     """bind(inputs, shape) of all launches of a call by two products."""
-    early = starts_early(inputs)
-    bind_combine = combine.build(inputs, early)
+    early = starts_early(inputs.tensors.x)
+    tensors = inputs.tensors
+    bind_combine = combine.build(inputs.problem, tensors.x.dtype, stand_in(tensors.topk_weights), early)
 
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         p, (x, _, _, _, ids, _, _) = like.problem, like.tensors
         counts, result = RowCounts.of(p, config["block_m"]), contiguous(shape, x.dtype)
+        of_z = contiguous((counts.pairs, p.hidden * (2 if p.gated else 1)), x.dtype) if inputs.saves_z else None
         take, allocate = workspace_allocator(x.is_cuda, _workspace(p, counts)), allocator(x.is_cuda)
         sort, up, down, add = rows.bind_rows(ids, counts, early), bind_up(counts), bind_down(counts), bind_combine(p)
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-        ) -> torch.Tensor:  # fmt: skip
+        ) -> Any:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
-            up(address(x), address(w1), None if gate_up_bias is None else address(gate_up_bias), active, tables)
+            z = None if of_z is None else allocate(*of_z)
+            bias = None if gate_up_bias is None else address(gate_up_bias)
+            up(address(x), address(w1), bias, active, None if z is None else address(z), tables)
             down(active, address(w2), None if down_bias is None else address(down_bias), products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
-            return out
+            return out if z is None else (out, z)
 
         return call
 

@@ -8,21 +8,17 @@ Tiles of tokens are as tall as an expert has rows on average, from 16, so that f
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, cdiv, stand_in
+from flashmoe_science.ops.launch import INTERPRETING, Pointer, stand_in
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
-    Product,
     down_constexprs,
     grouped,
     launches_around,
@@ -31,84 +27,36 @@ from flashmoe_science.ops.moe.products.grouped import (
     why_not_grouped,
     workspace,
 )
-from flashmoe_science.ops.moe.rows import RowCounts, Tile, tables_of
+from flashmoe_science.ops.moe.products.tiles import (
+    GROUP,
+    build_product,
+    flashmoe_moe_down,
+    grid_of,
+    multiply,
+    store_rows,
+    tile_of,
+)
+from flashmoe_science.ops.moe.rows import RowCounts
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_grouped_triton"
-GROUP = 8  # tiles of rows whose products with one tile of weights run at about the same time, and share it in L2
-
-
-@triton.jit
-def _tile_of(tables, pairs, tiles, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
-    """(whether this program has a tile, the ``Tile``), whose column is the first of ``BLOCK_N`` elements."""
-    parts = tables_of(tables, pairs, EXPERTS, tiles)
-    columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    index = tl.program_id(0)
-    group = index // (GROUP * columns)
-    height = tl.minimum(tiles - group * GROUP, GROUP)
-    inside = index % (GROUP * columns)
-    tile = group * GROUP + inside % height
-    exists = tile < tl.load(parts.tile_count)
-    expert = tl.load(parts.tile_expert + tile, mask=exists, other=0)
-    row = tl.load(parts.tile_row + tile, mask=exists, other=0)
-    end = tl.load(parts.offsets + expert + 1, mask=exists, other=0)
-    return exists, Tile(expert.to(tl.int64), row, end, inside // height * BLOCK_N)
-
-
-@triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
-    if INTERPRET:
-        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _multiply(
-    a, w, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
-    DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """The sums of rows ``of_a`` of a times rows ``of_w``, of ``WIDTH``, of the expert's weights; and times those ``SECOND``
-    rows further, if it is not None. ``EVEN``: tiles divide the weights."""
-    depth = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    a_ptrs = a + of_a.to(tl.int64)[:, None] * STRIDE_A + depth[None, :]  # [BLOCK_M, BLOCK_K]
-    w_ptrs = w + tile.expert * STRIDE_E + of_w.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
-    first = tl.zeros([rows.shape[0], of_w.shape[0]], tl.float32)
-    second = tl.zeros([rows.shape[0], of_w.shape[0]], tl.float32)
-    for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
-        x = tl.load(a_ptrs, mask=(rows < tile.end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
-        # All of a tile is inside where tiles divide the weights: a mask would cost instructions.
-        inside = None if EVEN else (k + depth < DEPTH)[:, None] & (of_w < WIDTH)[None, :]
-        other: tl.constexpr = None if EVEN else 0.0
-        first = _dot(x, tl.load(w_ptrs, mask=inside, other=other), first, PRECISION, INTERPRET)
-        if SECOND is not None:
-            second = _dot(x, tl.load(w_ptrs + SECOND * STRIDE_N, mask=inside, other=other), second, PRECISION, INTERPRET)
-        a_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * STRIDE_K
-    return first, second
-
-
-@triton.jit
-def _store(block, out, rows, columns, tile, WIDTH: tl.constexpr):
-    out_ptrs = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    tl.store(out_ptrs, block.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, bias, out, tables, pairs, tiles,
+    x, w, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """The activated first product of one tile: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n])."""
+    """The activated first product of one tile: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n]).
+    ``z``, unless it is None: [rows, rows of w], what is activated."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
-    exists, tile = _tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
+    exists, tile = tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
     if exists:
         rows = tile.row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         token = tl.load(tables + rows, mask=rows < tile.end, other=0) // TOP_K  # [BLOCK_M]
@@ -122,7 +70,7 @@ def flashmoe_moe_up(
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        gate, up = _multiply(
+        gate, up = multiply(
             x, w, tile, rows, token, of_w, even, ROWS, UP,
             DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
         )  # fmt: skip
@@ -132,35 +80,13 @@ def flashmoe_moe_up(
             gate += tl.load(bias_ptrs, mask=of_w < ROWS, other=0.0).to(tl.float32)[None, :]
             if GATED and not INTERLEAVED:
                 up += tl.load(bias_ptrs + WIDTH, mask=of_w < ROWS, other=0.0).to(tl.float32)[None, :]
+        if z is not None:
+            store_rows(gate, z, rows, of_w, tile, ROWS, 2 * WIDTH if GATED else WIDTH)
+            if GATED and not INTERLEAVED:
+                store_rows(up, z + WIDTH, rows, of_w, tile, ROWS, 2 * WIDTH)
         if both:
             gate, up = tl.split(tl.reshape(gate, [BLOCK_M, BLOCK_N, 2]))
-        _store(activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT), out, rows, columns, tile, WIDTH)
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_down(
-    a, w, bias, out, tables, pairs, tiles,
-    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
-):  # fmt: skip
-    """The second product of one tile: out[row, n] = a[row] . w[expert, n]."""
-    if EARLY_START:
-        gdc_launch_dependents()
-        gdc_wait()
-    exists, tile = _tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
-    if exists:
-        rows = tile.row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        columns = tile.column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        acc, _ = _multiply(
-            a, w, tile, rows, rows, columns, even, WIDTH, None,
-            DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
-        )  # fmt: skip
-        if bias is not None:
-            acc += tl.load(bias + tile.expert * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-        _store(acc, out, rows, columns, tile, WIDTH)
+        store_rows(activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT), out, rows, columns, tile, WIDTH, WIDTH)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
@@ -198,43 +124,30 @@ def _tiles(rows: float, wgmma: bool) -> list[_Tile]:
     return [*widest, (128, 128, 64, 8, 3), (64, 128, 64, 4, 3)]
 
 
-def _grid(counts: RowCounts, width: int, block_n: int) -> Grid:
-    return (counts.tiles * cdiv(width, block_n), 1, 1)
-
-
 def _columns(problem: MoEProblem, config: Config) -> int:
     """Columns of the first product's result in one tile."""
     return config["block_n"] // (2 if problem.gated else 1)
-
-
-def _product(
-    function: Any, a: Pointer, w: torch.Tensor, bias: torch.Tensor | None, constexprs: dict[str, Any], config: Config
-) -> Product:
-    """One of the two products, built for operands like these; ``a``: a pointer to x, or to what the first product wrote."""
-    width, block_n, values = constexprs["WIDTH"], constexprs["BLOCK_N"], tuple(constexprs.values())
-    arguments = (a, stand_in(w), stand_in(bias), Pointer(w.dtype), Pointer(torch.int32), 2, 2, *values)
-    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
-    build = Build(function, arguments, **options, launch_pdl=constexprs["EARLY_START"])
-    return lambda counts: build.bound(_grid(counts, width, block_n), counts.pairs, counts.tiles, *values)
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
     p, (x, w1, w2, _, _, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
     rest = {
         "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
-        "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(inputs),
+        "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(x),
     }  # fmt: skip
     of_up = {**up_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": _columns(p, config), **rest}
     of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
-    up = _product(flashmoe_moe_up, Pointer(x.dtype, x.data_ptr()), w1, gate_up_bias, of_up, config)
-    down = _product(flashmoe_moe_down, Pointer(x.dtype), w2, down_bias, of_down, config)
+    new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
+    z = new if inputs.saves_z else None
+    up = build_product(flashmoe_moe_up, (*map(stand_in, (x, w1, gate_up_bias)), new, z), of_up, *schedule)
+    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, down_bias)), new), of_down, *schedule)
     return grouped(inputs, config, up, down)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts, threads = RowCounts.of(problem, config["block_m"]), 32 * config["num_warps"]
-    up = Launch(f"^{flashmoe_moe_up.__name__}$", _grid(counts, problem.hidden, _columns(problem, config)), threads)
-    down = Launch(f"^{flashmoe_moe_down.__name__}$", _grid(counts, problem.dim, config["block_n"]), threads)
+    up = Launch(f"^{flashmoe_moe_up.__name__}$", grid_of(counts, problem.hidden, _columns(problem, config)), threads)
+    down = Launch(f"^{flashmoe_moe_down.__name__}$", grid_of(counts, problem.dim, config["block_n"]), threads)
     return launches_around(problem, config, up, down)
 
 

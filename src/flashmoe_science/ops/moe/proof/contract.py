@@ -30,34 +30,10 @@ from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 Made = dict[str, torch.Tensor]
+Inputs = Mapping[str, torch.Tensor]
 
-_BIASES = ("gate_up_bias", "down_bias")
+BIASES = ("gate_up_bias", "down_bias")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
-_SIZES = (
-    "t40 e8 k2 d64 f48",
-    "t1 e8 k2 d64 f48",
-    "t2 e8 k1 d64 f48",
-    "t37 e8 k8 d64 f48",
-    "t37 e16 k3 d96 f160",
-    "t64 e1 k1 d64 f64",
-    "t33 e64 k4 d32 f16",
-    "t129 e4 k2 d100 f36",
-    "t7 e5 k5 d17 f9",
-    "t256 e8 k2 d16 f128",
-)
-_LARGE = (
-    "t20 e128 k8 d32 f24",
-    "t64 e512 k8 d32 f24",
-    "t1 e256 k8 d40 f24",
-    "t300 e256 k4 d24 f16",
-    "t37 e8 k2 d64 f48 transposed",
-)
-# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
-# experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
-SWEEP = (
-    *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
-    *(f"moe {sizes} bf16" for sizes in _LARGE),
-)
 
 
 def _any_sum(made: Made) -> Made:
@@ -124,8 +100,8 @@ class RouterInputs:
 KernelInputs = MoEInputs | RouterInputs
 
 
-class MoEContract(Contract):
-    """Experts, of routed tokens or with their router.
+class SharedContract(Contract):
+    """What the contracts of the experts and of their backward share: problems, inputs, variants, the call.
 
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
@@ -134,7 +110,7 @@ class MoEContract(Contract):
     weights would add is results outside fp16's range, which test nothing.
     """
 
-    name: ClassVar[str] = "moe"
+    lists: ClassVar[Any] = suites  # the module of its suites
     # "crowded": all tokens choose the same experts, and the others have none.
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "crowded")
     families: ClassVar[Mapping[str, str]] = {
@@ -151,32 +127,27 @@ class MoEContract(Contract):
         return type(self)(_VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
-        return (
-            "moe t1 e8 k2 d512 f1024 bf16",  # one token: weights are all there is to read
-            "moe t256 e8 k2 d512 f1024 bf16",
-            "moe t37 e16 k3 d96 f160 fp32",  # sizes that no tile divides
-            "moe t2048 e32 k4 d256 f256 bf16",
-        )
+        return self.lists.DEFAULT  # type: ignore[no-any-return]
 
     def sweep(self) -> Sequence[str]:
-        return SWEEP
+        return self.lists.SWEEP  # type: ignore[no-any-return]
 
     def suites(self) -> Mapping[str, Sequence[str]]:
-        return suites.SUITES
+        return self.lists.SUITES  # type: ignore[no-any-return]
 
-    def draw(self, near: MoEProblem, chance: Random) -> MoEProblem:
+    def draw(self, near: Any, chance: Random) -> MoEProblem:
         return suites.drawn(near, chance)
 
     def smoke(self, device: Device) -> str | None:
-        return None if device is None else suites.SMOKE
+        return None if device is None else self.lists.SMOKE
 
     def build_problems(self) -> Sequence[str]:
-        return suites.BUILD
+        return self.lists.BUILD  # type: ignore[no-any-return]
 
     def small_problems(self) -> Sequence[str]:
-        return suites.SMALL
+        return self.lists.SMALL  # type: ignore[no-any-return]
 
-    def inputs(self, problem: MoEProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         def normal(*shape: int, width: int) -> torch.Tensor:
             # In the dtype itself: fp32 numbers on the way would take twice the memory of the weights.
             made = torch.empty(shape, dtype=self.dtype(problem), device=device)
@@ -201,40 +172,22 @@ class MoEContract(Contract):
             **routing,
         }
         if p.bias:
-            made |= {name: normal(p.experts, width, width=4) for name, width in zip(_BIASES, (rows, p.dim), strict=True)}
+            made |= {name: normal(p.experts, width, width=4) for name, width in zip(BIASES, (rows, p.dim), strict=True)}
         return made if self._changed is None or p.routing != "ids" else self._changed(made)
 
-    def call(self, fn: Callable[..., Any], problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Any:
-        biases = {name: inputs[name] for name in _BIASES if name in inputs}
+    def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
+        biases = {name: inputs[name] for name in BIASES if name in inputs}
         tensors = [one for name, one in inputs.items() if name not in biases]
         routing = () if problem.routing == "ids" else (problem.top_k,)
         return fn(*tensors, *routing, **biases, **_options(problem))
 
-    def widened(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def widened(self, inputs: Inputs) -> Inputs:
         weights = {name: inputs[name] for name in ("w1", "w2")}  # an expert at a time: see the oracle
         rest = super().widened({name: one for name, one in inputs.items() if name not in weights})
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
 
-    def reference(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_oracle(_oracle_tensors(problem, inputs, torch.float64), activation_of(problem))
-
-    def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_plain(_oracle_tensors(problem, inputs, torch.float32), activation_of(problem))
-
-    def cap(
-        self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor], reference: tuple[torch.Tensor, ...]
-    ) -> tuple[Errors, ...]:
-        """The general cap, and what sums of n terms in fp32 add to it, 4 sqrt(n) 2^-24 as in attention's: next to nothing in 16
-        bits. In fp32 sixteen roundings alone are at times less than honest sums make."""
-        sums = math.sqrt(problem.dim) + math.sqrt(problem.hidden) + math.sqrt(problem.top_k)
-        relative = 16 * unit_roundoff(inputs["x"].dtype) + 4 * sums * 2.0**-24
-        typical = relative * reference[0].square().mean().sqrt().item()
-        return (Errors(relative * reference[0].abs().max().item(), typical, typical),)
-
-    def mistakes(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Iterator[Mistake]:
+    def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         """The results of problems that differ in one option: a kernel must not be right for them too."""
-        if problem.bias:
-            yield Mistake("bias-missing", "it is right for no biases", self.reference(replace(problem, bias=False), inputs))
         if problem.activation != "silu":
             other = self.reference(replace(problem, activation="silu"), inputs)
             yield Mistake("activation-silu", "it is right for silu", other)
@@ -243,7 +196,42 @@ class MoEContract(Contract):
             other = self.reference(replace(problem, interleaved=not problem.interleaved), inputs)
             yield Mistake("interleaved", f"it is right for {words}", other)
 
-    def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> KernelInputs:
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "crowded" and "router_logits" in inputs:
+            return inputs | {"router_logits": inputs["router_logits"].sort(-1, descending=True).values}
+        if distribution == "crowded":
+            ids = inputs["topk_ids"]
+            return inputs | {
+                "topk_ids": torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype).expand_as(ids).contiguous()
+            }
+        if distribution == "tiny":
+            return inputs | {"x": inputs["x"].mul_(_TINY)}
+        return inputs | super().vary(distribution, {"x": inputs["x"]})
+
+
+class MoEContract(SharedContract):
+    """Experts, of routed tokens or with their router."""
+
+    name: ClassVar[str] = "moe"
+
+    def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
+        return moe_oracle(oracle_tensors(problem, inputs, torch.float64), activation_of(problem))
+
+    def plain(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
+        return moe_plain(oracle_tensors(problem, inputs, torch.float32), activation_of(problem))
+
+    def cap(self, problem: MoEProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
+        """The general cap, and what sums of n terms in fp32 add to it, 4 sqrt(n) 2^-24 as in attention's: next to nothing in 16
+        bits. In fp32 sixteen roundings alone are at times less than honest sums make."""
+        return tuple(cap_of(one, inputs["x"].dtype, problem.dim, problem.hidden, problem.top_k) for one in reference)
+
+    def mistakes(self, problem: MoEProblem, inputs: Inputs) -> Iterator[Mistake]:
+        """The result without biases; of other activations, other layouts."""
+        if problem.bias:
+            yield Mistake("bias-missing", "it is right for no biases", self.reference(replace(problem, bias=False), inputs))
+        yield from super().mistakes(problem, inputs)
+
+    def for_kernel(self, problem: MoEProblem, inputs: Inputs) -> KernelInputs:
         activation = activation_of(problem)
         if problem.routing != "ids":
             return RouterInputs(problem, activation=activation, **inputs)
@@ -288,17 +276,12 @@ class MoEContract(Contract):
 
         return from_ids if problem.routing == "ids" else from_logits
 
-    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if distribution == "crowded" and "router_logits" in inputs:
-            return inputs | {"router_logits": inputs["router_logits"].sort(-1, descending=True).values}
-        if distribution == "crowded":
-            ids = inputs["topk_ids"]
-            return inputs | {
-                "topk_ids": torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype).expand_as(ids).contiguous()
-            }
-        if distribution == "tiny":
-            return inputs | {"x": inputs["x"].mul_(_TINY)}
-        return inputs | super().vary(distribution, {"x": inputs["x"]})
+
+def cap_of(reference: torch.Tensor, dtype: torch.dtype, *terms: int) -> Errors:
+    """The cap on a result of sums of so many ``terms``, one after another."""
+    relative = 16 * unit_roundoff(dtype) + 4 * sum(map(math.sqrt, terms)) * 2.0**-24
+    typical = relative * reference.square().mean().sqrt().item()
+    return Errors(relative * reference.abs().max().item(), typical, typical)
 
 
 def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
@@ -315,10 +298,10 @@ def _options(problem: MoEProblem) -> dict[str, Any]:
     return options | ({"interleaved": True} if problem.interleaved else {})
 
 
-def _oracle_tensors(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
+def oracle_tensors(problem: MoEProblem, inputs: Inputs, dtype: torch.dtype) -> Tensors:
     """The inputs as the oracle takes them, with the experts that logits choose and their weights, computed in ``dtype``: a
     router is fp32 at least."""
-    given = {name: one for name, one in inputs.items() if problem.bias or name not in _BIASES}
+    given = {name: one for name, one in inputs.items() if problem.bias or name not in BIASES}
     if problem.routing != "ids":
         logits = given.pop("router_logits")
         given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)

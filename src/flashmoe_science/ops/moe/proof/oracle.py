@@ -4,6 +4,8 @@ fp64."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
@@ -29,10 +31,9 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
 
 
 def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias = tensors
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    for expert in (one for one in torch.unique(topk_ids).tolist() if 0 <= one < len(w1)):
-        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+    for expert, tokens, place in assigned(tensors):
         both = add_bias(x[tokens].to(dtype) @ w1[expert].to(dtype).T, gate_up_bias, expert)  # [rows, 2 * hidden]
         row = add_bias(activate(both, activation) @ w2[expert].to(dtype).T, down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
@@ -62,3 +63,9 @@ def routing_oracle(
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, ids.int()
+
+
+def assigned(tensors: Tensors) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each expert with a token here, its tokens and the places of their choices, in the order of pairs."""
+    for expert in (one for one in torch.unique(tensors.topk_ids).tolist() if 0 <= one < len(tensors.w1)):
+        yield (expert, *torch.nonzero(tensors.topk_ids == expert, as_tuple=True))

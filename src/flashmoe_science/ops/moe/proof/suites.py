@@ -1,4 +1,4 @@
-"""The problems that mixtures of experts are measured on: layers of models in use, from one token to 16k."""
+"""The problems that mixtures of experts are measured on: layers of models in use, from one token to 16k; and tiny ones."""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ SUITES = {
     "moe-ids": _layers(("qwen3-30b-a3b",), ""),
 }
 
+DEFAULT = (
+    "moe t1 e8 k2 d512 f1024 bf16",  # one token: weights are all there is to read
+    "moe t256 e8 k2 d512 f1024 bf16",
+    "moe t37 e16 k3 d96 f160 fp32",  # sizes that no tile divides
+    "moe t2048 e32 k4 d256 f256 bf16",
+)
 SMOKE = "moe t37 e16 k3 d96 f160 bf16"
 BUILD = (
     "moe t1 e128 k8 d2048 f768 bf16",
@@ -57,6 +63,32 @@ SMALL = (
     "moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved transposed logits",
     "moe t3 e4 k2 d32 f24 fp16 gelu_tanh interleaved",
     "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
+)
+
+_SIZES = (
+    "t40 e8 k2 d64 f48",
+    "t1 e8 k2 d64 f48",
+    "t2 e8 k1 d64 f48",
+    "t37 e8 k8 d64 f48",
+    "t37 e16 k3 d96 f160",
+    "t64 e1 k1 d64 f64",
+    "t33 e64 k4 d32 f16",
+    "t129 e4 k2 d100 f36",
+    "t7 e5 k5 d17 f9",
+    "t256 e8 k2 d16 f128",
+)
+_LARGE = (
+    "t20 e128 k8 d32 f24",
+    "t64 e512 k8 d32 f24",
+    "t1 e256 k8 d40 f24",
+    "t300 e256 k4 d24 f16",
+    "t37 e8 k2 d64 f48 transposed",
+)
+# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
+# experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
+SWEEP = (
+    *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
+    *(f"moe {sizes} bf16" for sizes in _LARGE),
 )
 
 

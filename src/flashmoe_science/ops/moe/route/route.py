@@ -1,26 +1,23 @@
-"""The router of a mixture of experts: which experts a token goes to and with which weights; and how evenly they are loaded.
+"""The router of a mixture of experts: which experts a token goes to and with which weights.
 
-On CUDA one kernel launch (``triton.py``). Where a derivative may be asked for, on a CPU and for what the kernel does not
-take, PyTorch's operators compute the same. Nothing waits for the device.
+On CUDA one kernel launch (``triton.py``); on a CPU and for what the kernel does not take, PyTorch's operators compute the same.
+Gradients are those of the chosen experts' weights (``backward.py``). Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.hardware.gpus import why_no_triton
-from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
-from flashmoe_science.ops.choose import NO_BACKWARD
+from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
+from flashmoe_science.ops.moe.route.backward import differentiable
+from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
     Options,
@@ -28,8 +25,6 @@ from flashmoe_science.ops.moe.route.spec import (
     RouteLaunch,
     Scoring,
     Tensors,
-    check_ids,
-    check_logits,
     checked_options,
 )
 from flashmoe_science.ops.operator import register
@@ -79,42 +74,35 @@ def route(
     checked = checked_options(router_logits, selection_bias, *options)
     if is_explaining():
         raise Explained(_decide(Tensors(router_logits, selection_bias), checked))
-    if _is_differentiated(router_logits):
-        return route_by_pytorch(router_logits, selection_bias, checked)
-    bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
-    routed: Routed = _OPERATOR(router_logits, bias, *checked)
+    return _through_operator(router_logits, selection_bias, checked)
+
+
+def _through_operator(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> Routed:
+    if not torch.compiler.is_compiling() and is_transformed():
+        return route_by_pytorch(logits, bias, options)
+    # The bias is often a parameter, though no gradient flows to it.
+    routed: Routed = _OPERATOR(logits, None if bias is None else bias.detach(), *options)
     return routed
 
 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
-    if _why_pytorch(like.router_logits, options) is not None:
+    if needs_grad(like.router_logits):
+        return lambda logits, bias: _through_operator(logits, bias, options)
+    if why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
-    bound: RouteLaunch = _kernel().bind(like, options)
+    bound: RouteLaunch = kernels().bind(like, options)
     return bound
 
 
-def _why_pytorch(logits: torch.Tensor, options: Options) -> str | None:
-    """Why PyTorch's operators serve a call, in words; None where the kernel does."""
-    if needs_grad(logits):
-        return NO_BACKWARD
-    if logits.dtype == torch.float64:
-        return "router_logits has dtype torch.float64, which the kernel does not take"
-    refusal: str | None = TRITON_MISSING or why_no_triton(gpu_of(logits)) or _kernel().cannot(options, logits.shape[-1])
-    return refusal
-
-
 def _decide(like: Tensors, options: Options) -> Decision:
-    why = _why_pytorch(like.router_logits, options)
+    why = why_pytorch(like.router_logits, options)
+    backward = "one kernel too" if why is None else "PyTorch's operators"
+    more = f"; {GRADIENTS}, its backward by {backward}" if needs_grad(like.router_logits) else ""
     if why is None:
-        _kernel().bind(like, options)
-        return Decision("moe_route_triton", Config(), "the router has one kernel", "modelled")
-    return Decision("pytorch", Config(), why, "required")
-
-
-def _is_differentiated(logits: torch.Tensor) -> bool:
-    """Whether autograd, forward or backward, or a transform of torch.func sees the call."""
-    return needs_grad(logits) or (not torch.compiler.is_compiling() and is_transformed())
+        kernels().bind(like, options)
+        return Decision("moe_route_triton", Config(), f"the router has one kernel{more}", "modelled")
+    return Decision("pytorch", Config(), f"{why}{more}", "required")
 
 
 def _find(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[RouteLaunch | None, Hashable]:
@@ -137,14 +125,6 @@ def _serve(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, 
     return launch(logits, bias)
 
 
-@cache
-def _kernel() -> ModuleType:
-    """The module of the kernel, which brings Triton: an import of this one need not wait for it."""
-    from flashmoe_science.ops.moe.route import triton as route_triton
-
-    return route_triton
-
-
 def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Routed:
     top_k, scoring, normalize, groups, top_k_groups, scaling_factor = checked
     options = (top_k, scoring, normalize, groups, top_k_groups if groups > 1 else None, scaling_factor)
@@ -164,6 +144,7 @@ _OPERATOR = register(
     "int top_k_groups, float scaling_factor) -> (Tensor, Tensor)",
     _forward,
     _fake,
+    differentiable,
 )
 
 
@@ -209,33 +190,3 @@ def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, options: Opti
     kept = _descending(_keys(sums))[..., : options.top_k_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, kept, True)
     return torch.where(is_kept[..., None], grouped, torch.iinfo(keys.dtype).min).flatten(-2)
-
-
-def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
-    """The auxiliary loss that evens out the experts' load: top_k where it is even, more where it is not.
-
-    experts * sum over experts of (assignments a token) * (mean softmax), as ``load_balancing_loss_func`` of transformers
-    without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 where there is no token.
-    """
-    experts = check_logits(router_logits)
-    check_ids(top_k_ids, experts, router_logits)
-    wide = torch.promote_types(router_logits.dtype, torch.float32)
-    probabilities = torch.softmax(router_logits.to(wide), -1).reshape(-1, experts)
-    tokens = max(probabilities.shape[0], 1)
-    return experts * (expert_load(top_k_ids, experts) / tokens * (probabilities.sum(0) / tokens)).sum()
-
-
-def expert_load(top_k_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The number of (token, expert) pairs of each expert.
-
-    Args:
-        top_k_ids: [..., top_k], int32 or int64; ids outside of 0 to experts - 1 are not counted.
-
-    Returns:
-        [experts] int32.
-    """
-    check_ids(top_k_ids, experts)
-    ids = top_k_ids.reshape(-1).long()
-    bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    # torch.bincount would wait for the device to size its result.
-    return ids.new_zeros(experts + 1, dtype=torch.int32).scatter_add(0, bins, torch.ones_like(bins, dtype=torch.int32))[:-1]

@@ -39,6 +39,7 @@ class Options(NamedTuple):
 
 
 Routed = tuple[torch.Tensor, torch.Tensor]
+RouteGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of logits, ids and dweights
 RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
 
 

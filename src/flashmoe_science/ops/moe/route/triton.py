@@ -182,7 +182,7 @@ def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexpr
     addresses = (rows.data_ptr() % 16, 0 if bias is None else bias.data_ptr() % 16)
     key = (rows.device, rows.dtype, addresses, stride_class((stride,)), *constexprs.values())
     pointers = (stand_in(rows), stand_in(bias), Pointer(torch.float32), Pointer(torch.int32))
-    options = {"num_warps": _tile(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
+    options = {"num_warps": tile_of(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
     return kept_build(key, flashmoe_moe_route, (*pointers, stride, 1, 0.5, *constexprs.values()), **options)
 
 
@@ -191,11 +191,11 @@ def _constexprs(o: Options, experts: int, biased: bool, early_start: bool) -> di
     return {
         "E": experts, "E_PAD": padded, "K": o.top_k, "K_PAD": next_power_of_2(o.top_k),
         "GROUPS": o.groups, "TOP_K_GROUPS": o.top_k_groups, "SCORING": o.scoring, "BIASED": biased,
-        "SUM_TO_ONE": o.normalize == "sum", "BLOCK_T": _tile(padded)[0], "EARLY_START": early_start,
+        "SUM_TO_ONE": o.normalize == "sum", "BLOCK_T": tile_of(padded)[0], "EARLY_START": early_start,
     }  # fmt: skip
 
 
-def _tile(padded_experts: int) -> tuple[int, int]:
+def tile_of(padded_experts: int) -> tuple[int, int]:
     """(tokens, warps) of a program: each row is in the registers of one warp, whose reductions are then one instruction each.
 
     Triton spreads a row over several warps where it is longer than they load at once (128 fp32), so longer rows have one warp,
@@ -218,7 +218,7 @@ def launches_of(problem: MoEProblem) -> tuple[Launch, ...]:
     """The launches of a problem's router, before its experts: none where the problem starts from ids."""
     if problem.routing == "ids":
         return ()
-    tokens, warps = _tile(next_power_of_2(problem.experts))
+    tokens, warps = tile_of(next_power_of_2(problem.experts))
     return (Launch(f"^{flashmoe_moe_route.__name__}$", (cdiv(problem.tokens, tokens), 1, 1), 32 * warps),)
 
 

@@ -15,6 +15,7 @@ from flashmoe_science.dispatch.table import Entry, FasterPeer, Table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops import choose as shared
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.backward import choose, operator
 from flashmoe_science.ops.attention.front.backward.choose import choose_backward
@@ -227,7 +228,7 @@ def test_the_nearest_record_of_like_tiles_says_which_backward_serves(
     (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)
     peers = (FasterPeer("sdpa_bwd", Config(), 1.2, measured),) if peer else ()
     table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, peers),))
-    monkeypatch.setattr(choose, "known_table", lambda: table)
+    monkeypatch.setattr(shared, "known_table", lambda: table)
     monkeypatch.setattr(choose, "DECISIONS", {})
     q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
     with assume(H200):
@@ -239,7 +240,7 @@ def test_the_nearest_record_of_like_tiles_says_which_backward_serves(
 def test_what_pytorch_has_not_fused_is_served_by_ours(table: Table | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operators would hold all scores in fp32."""
     if table is not None:
-        monkeypatch.setattr(choose, "known_table", lambda: table)
+        monkeypatch.setattr(shared, "known_table", lambda: table)
     monkeypatch.setattr(choose, "DECISIONS", {})
     q, lengths = torch.empty(2, 16, 900, 96, dtype=torch.bfloat16), torch.tensor([0, 400, 900], dtype=torch.int32)
     packed = Tensors(*(q[0].transpose(0, 1).contiguous().transpose(0, 1)[None],) * 3)._replace(

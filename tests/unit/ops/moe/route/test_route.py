@@ -11,7 +11,8 @@ from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.route.cases import CASES, INTERPRETED, MOST_CHOICES, NOT_FOR_KERNEL, Case, examine, reference
 from torch.autograd import forward_ad
 
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load
+from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
 from flashmoe_science.ops.moe.route.spec import Options
 
 DEEPSEEK: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 8, "top_k_groups": 4, "scaling_factor": 2.5}
@@ -170,7 +171,7 @@ def test_it_compiles_as_one_graph(requires_grad: bool) -> None:
             torch.testing.assert_close(got, right)
             assert got.requires_grad == right.requires_grad == (requires_grad and got.dtype == torch.float32)
     assert len(graphs) == 1
-    assert ("flashmoe.moe_route" in graphs[0].code) is not requires_grad
+    assert "flashmoe.moe_route" in graphs[0].code
     torch._dynamo.reset()
 
 

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.ops.moe.route.cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
+from tests.unit.ops.moe.route.gradients import CASES as GRADIENTS
+from tests.unit.ops.moe.route.gradients import UNIT, wrong
 
 from flashmoe_science.ops import calls, launch
 from flashmoe_science.ops.moe.route import route as module
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load
+from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
 from flashmoe_science.ops.moe.route.spec import Options
 
 pytestmark = pytest.mark.gpu
@@ -87,7 +90,7 @@ def test_a_graph_replays_with_new_logits() -> None:
 
 def test_torch_compile_serves_it_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     bound = []
-    kernel = module._kernel()
+    kernel = module.kernels()
     monkeypatch.setattr(kernel, "bind", lambda *call, _bind=kernel.bind: bound.append(call) or _bind(*call))
     calls.LAUNCHES.clear()
 
@@ -101,6 +104,13 @@ def test_torch_compile_serves_it_by_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     for got, right in zip(compiled, layer(x), strict=True):
         torch.testing.assert_close(got, right)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_the_gradient_is_right(case: str, dtype: torch.dtype) -> None:
+    for sliced in (False, True):
+        assert wrong(*GRADIENTS[case], dtype, sliced, "cuda") == []
 
 
 def test_one_build_serves_all_numbers_of_tokens() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load
+from flashmoe_science.ops.moe.route.route import route
 
 LOGITS, BIAS = torch.zeros(3, 16), torch.zeros(16)
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision, nearest, select
-from flashmoe_science.dispatch.tuned import known_table
+from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
@@ -24,13 +23,12 @@ from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, backward_by_record
 from flashmoe_science.ops.private import function_transform
 from flashmoe_science.problem import ProblemError
 
-GRADIENTS = "an input requires gradients"
 _OP = AttentionBackwardProblem.op
 _FUSED = ("boolmask", "bias")  # features that a fused backward of PyTorch serves
-_NO_RECORD = "no record has a backward of ours faster than PyTorch's"
 DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
@@ -89,7 +87,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         problem = backward_problem_of(tensors, options)
         key = (problem, gpu, kernel, asked, rival)
         if key not in DECISIONS:
-            DECISIONS[key] = _asked(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
+            DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
         return DECISIONS[key]
     except (CannotServe, ProblemError) as error:
         if named or by_option:
@@ -98,32 +96,17 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
 
 
-def _asked(problem: AttentionBackwardProblem, gpu: Device, kernel: str | None, words: str) -> Decision:
-    """The decision for one of ours, or the one of that name. Raises CannotServe."""
-    ours = operation(_OP).ours()
-    chosen = next((one for one in ours if one.name == kernel), None)
-    decision = select(problem, gpu, known_table(), ours, None, chosen)
-    return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
-
-
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
     """The decision for one of ours where the nearest record, of like tiles, does not have the rival faster, and without one
     where PyTorch's operators hold all scores in fp32; else FALLBACK."""
-    ours, table = operation(_OP).ours(), known_table()
-    decision = select(problem, gpu, table, ours, FALLBACK)
-    able = [one for one in ours if one.name == decision.kernel]
-    entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
-    if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
-        unfused = unsupported(problem.features, _FUSED, "what PyTorch has fused")
-        # On other GPUs the tests of ours have not been run.
-        if unfused is not None and rival == FALLBACK and gpu is not None and gpu.arch == "sm_90":
-            return replace(decision, reason=f"{unfused}; {decision.reason}")
-        return Decision(FALLBACK, Config(), _NO_RECORD, "modelled", None, decision.others)
-    faster = next((one for one in entry.peers if one.kernel == rival), None)
-    if faster is None:
-        return decision
-    reason = f"{faster.ratio:.2f}x the speed of ours ({entry.kernel}) on {entry.problem} on {entry.gpu}"
-    return Decision(FALLBACK, Config(), reason, decision.basis, entry.run, decision.others)
+    decision, by_record = backward_by_record(problem, gpu, rival)
+    if by_record is not None:
+        return by_record
+    unfused = unsupported(problem.features, _FUSED, "what PyTorch has fused")
+    # On other GPUs the tests of ours have not been run.
+    if unfused is not None and rival == FALLBACK and gpu is not None and gpu.arch == "sm_90":
+        return replace(decision, reason=f"{unfused}; {decision.reason}")
+    return Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, decision.others)
 
 
 def _requested(options: Options) -> tuple[str | None, str]:

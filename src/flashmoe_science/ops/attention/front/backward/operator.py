@@ -5,7 +5,7 @@ It is called by the autograd rule of ``flashmoe::attention_forward`` (autograd.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import alignment, device_guard, find_launch, guards_of, store_launch
-from flashmoe_science.ops.operator import register
-from flashmoe_science.ops.private import without_keys
+from flashmoe_science.ops.operator import gradients, register
 
 LAUNCHERS: Cache[Hashable, BackwardLauncher] = Cache(MAX_PLANS)
 
@@ -98,7 +97,7 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
 
     into = (saved.dout,) if saved.dlse is None else (saved.dout, saved.dlse)
     leaves = [one for one, taken in zip(every, asked, strict=True) if one is not None and taken]
-    found = iter(_gradients(forward, leaves, into))
+    found = iter(gradients(forward, leaves, into)[1])
     like = gradients_like(tensors, wanted)
     made = []
     for shape in like:
@@ -108,19 +107,6 @@ def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, 
             gradient = new.zero_() if gradient is None else new.copy_(gradient.expand(shape.shape))
         made.append(gradient)
     return Gradients(*made)
-
-
-def _gradients(
-    forward: Callable[..., tuple[torch.Tensor, ...]], leaves: list[torch.Tensor], into: tuple[torch.Tensor, ...]
-) -> Sequence[torch.Tensor | None]:
-    """Of the leaves, None where there is none. PyTorch's operators are recorded, which they are not within an operator."""
-    if without_keys is None:
-        with torch.enable_grad():
-            found: Sequence[torch.Tensor] = torch.func.vjp(forward, *leaves)[1](into)
-        return found
-    with torch.enable_grad(), without_keys(torch.DispatchKey.AutogradFunctionality, False):
-        results = forward(*[one.requires_grad_() for one in leaves])
-        return torch.autograd.grad(results, leaves, into, allow_unused=True)
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------
@@ -201,25 +187,6 @@ def _or_empty(q: torch.Tensor, one: torch.Tensor | None) -> torch.Tensor:
     return q.new_empty(0) if one is None else one
 
 
-class _Once(torch.autograd.Function):
-    """The operator, whose results cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        return OPERATOR(*args)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise NotImplementedError(
-            "the gradients of flashmoe::attention_backward are asked for, which has none: differentiate attention once, or use "
-            "kernel='sdpa'"
-        )
-
-
-def _differentiable(*args: Any) -> Any:
-    return _Once.apply(*args)  # type: ignore[no-untyped-call]
-
-
 Op = Callable[..., Any]
 OPERATOR: Op = register(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool[5] wanted, "
@@ -227,6 +194,7 @@ OPERATOR: Op = register(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)",
     _backward,
     _fake,
-    _differentiable,
+    "the gradients of flashmoe::attention_backward are asked for, which has none: differentiate attention once, or use "
+    "kernel='sdpa'",
     of_backward,
 )

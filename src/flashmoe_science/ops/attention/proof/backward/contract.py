@@ -110,7 +110,8 @@ class AttentionBackwardContract(SharedContract):
         into = [inputs[name] for name in ("dout", "dlse") if name in inputs]
         if len(into) > 1 and not _is_differentiable_lse(results[1:], inputs["dlse"]):
             raise ValueError("it returns no log-sum-exp that requires gradients")
-        return torch.autograd.grad(results[: len(into)], list(leaves.values()), into)
+        with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
+            return torch.autograd.grad(results[: len(into)], list(leaves.values()), into)
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_oracle(self._for_backward(problem, inputs))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
@@ -20,6 +22,19 @@ REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
+    if reason := why_not_on_sm90(problem, device):
+        return reason
+    if problem.interleaved:
+        return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
+    if problem.transposed:
+        return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
+    if problem.bias:
+        return "there are biases; it adds none"
+    return why_not_grouped(problem)
+
+
+def why_not_on_sm90(problem: MoEProblem, device: Device) -> str | None:
+    """Why products of such tiles do not take a problem there, in words; None where they do."""
     if reason := why_no_hopper(device):
         return reason
     if problem.dtype == "fp32":
@@ -29,13 +44,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
             return f"{name} is {size}; the copy engine needs a multiple of 8"
     if not problem.gated:
         return "the activation is not gated; it multiplies a gate by an up projection"
-    if problem.interleaved:
-        return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
-    if problem.transposed:
-        return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
-    if problem.bias:
-        return "there are biases; it adds none"
-    return why_not_grouped(problem)
+    return None
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
@@ -49,11 +58,16 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 
 
 def check_tensors(inputs: MoEInputs, config: Config) -> None:
-    """Raises CannotServe for memory that the copy engine does not take, and for configs of older records."""
+    """Raises CannotServe as ``check_memory``, and for configs of older records."""
     if config["block_m"] != 2 * ROWS:
         raise CannotServe(f"block_m is {config['block_m']}; its two consumers take {2 * ROWS} rows")
     x, w1, w2, *_ = inputs.tensors
-    for name, tensor in (("hidden_states", x), ("w1", w1), ("w2", w2)):
+    check_memory(hidden_states=x, w1=w1, w2=w2)
+
+
+def check_memory(**tensors: torch.Tensor) -> None:
+    """Raises CannotServe for memory that the copy engine does not take."""
+    for name, tensor in tensors.items():
         if tensor.data_ptr() % 16:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
         if tensor.stride(-1) != 1:
@@ -63,6 +77,6 @@ def check_tensors(inputs: MoEInputs, config: Config) -> None:
                 raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
 
 
-def grid(counts: RowCounts, weights: int, config: Config, gpu: Gpu) -> Grid:
+def grid(counts: RowCounts, weights: int, block_n: int, gpu: Gpu) -> Grid:
     """A program for each multiprocessor, if there can be as many tiles of an expert's ``weights`` rows."""
-    return (min(counts.tiles * cdiv(weights, config["block_n"]), gpu.sm_count), 1, 1)
+    return (min(counts.tiles * cdiv(weights, block_n), gpu.sm_count), 1, 1)

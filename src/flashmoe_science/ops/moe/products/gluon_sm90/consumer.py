@@ -25,15 +25,15 @@ _activated = as_gluon(activated)
 
 
 @gluon.jit
-def _silu(x):
-    """x * sigmoid(x) by the hardware's reciprocal and power of two, each off by 2^-22 of its value, far below a rounding to 16
-    bits. ``activated`` guards them against results below 2^-126, with twice the instructions; here those are 0."""
+def sigmoid(x):
+    """1 / (1 + exp(-x)) by the hardware's reciprocal and power of two, each off by 2^-22 of its value, far below a rounding to
+    16 bits. ``activated`` guards them against results below 2^-126, with twice the instructions; here those are 0."""
     power = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], gl.float32, True, 1)
-    return x * gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1.0], gl.float32, True, 1)
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [power + 1.0], gl.float32, True, 1)
 
 
 @gluon.jit
-def _halves(block):
+def halves(block):
     """The left and the right half of the columns of a block, which stay in the threads that have them."""
     ROWS: gl.constexpr = block.shape[0]
     HALF: gl.constexpr = block.shape[1] // 2
@@ -41,22 +41,25 @@ def _halves(block):
 
 
 @gluon.jit
-def _store(block, out_desc, row, end, column, buffers, NTH: gl.constexpr):
-    """Write a block by way of shared memory, but for rows from ``end`` on and columns past the last one. ``NTH``: its first
-    copy's number among a tile's; copies take the buffers in turn."""
+def store(block, out_desc, row, end, column, buffers, NTH: gl.constexpr):
+    """Write a block by way of shared memory, but for rows from ``end`` on and columns past the last one. Without ``end`` row is
+    an expert, and a row of its. ``NTH``: the block's first copy's number among a tile's; copies take the buffers in turn."""
     WIDTH: gl.constexpr = out_desc.block_type.shape[3]
     ROWS: gl.constexpr = block.shape[0]
     HALF: gl.constexpr = block.shape[1] // 2
     if HALF >= WIDTH:
-        left, right = _halves(block)
-        _store(left, out_desc, row, end, column, buffers, NTH)
-        _store(right, out_desc, row, end, column + HALF, buffers, NTH + HALF // WIDTH)
+        left, right = halves(block)
+        store(left, out_desc, row, end, column, buffers, NTH)
+        store(right, out_desc, row, end, column + HALF, buffers, NTH + HALF // WIDTH)
     else:
         buffer = buffers[NTH % len(buffers)]
         tma.store_wait(len(buffers) - 1)  # the last copy from this buffer has left it
         buffer.reshape([ROWS, WIDTH]).store(block.to(out_desc.dtype))
         fence_async_shared()
-        tma_store(out_desc, [RAGGED_ROWS, end, RAGGED_ROWS - (end - row), column], buffer)
+        if end is None:
+            tma_store(out_desc, [0, row[0], row[1], column], buffer)
+        else:
+            tma_store(out_desc, [RAGGED_ROWS, end, RAGGED_ROWS - (end - row), column], buffer)
 
 
 @gluon.jit
@@ -66,24 +69,35 @@ def _activate(acc, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
     ROWS: gl.constexpr = acc.shape[0]
     WIDTH: gl.constexpr = acc.shape[1] // 2
     if WIDTH > 16:
-        left, right = _halves(acc)
+        left, right = halves(acc)
         one = _activate(left, FUNCTION, ALPHA, LIMIT, DTYPE)
         two = _activate(right, FUNCTION, ALPHA, LIMIT, DTYPE)
         return gl.join(one, two).permute(0, 2, 1).reshape([ROWS, WIDTH])
     else:
         gate, up = acc.reshape([ROWS, WIDTH // 8, 2, 8]).permute(0, 1, 3, 2).split()  # [ROWS, WIDTH / 8, 8]
         if FUNCTION == "silu":
-            active = _silu(gate) * up
+            active = gate * sigmoid(gate) * up
         else:
             active = _activated(gate, up, FUNCTION, True, ALPHA, LIMIT)
         return active.reshape([ROWS, WIDTH]).to(DTYPE)
 
 
 @gluon.jit
-def _multiply(
-    acc, state, memory, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
+def _part(acc, PART: gl.constexpr, DTYPE: gl.constexpr):
+    """The gates, or the ups, of products whose columns are gates and ups in turn, eight and eight."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1] // 2
+    parts = acc.reshape([ROWS, WIDTH // 8, 2, 8]).permute(0, 1, 3, 2).split()  # two of [ROWS, WIDTH / 8, 8]
+    return parts[PART].reshape([ROWS, WIDTH]).to(DTYPE)
+
+
+@gluon.jit
+def multiply(
+    acc, state, memory,
+    CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr, TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
-    """The sums [ROWS, BLOCK_N] of ``STEPS`` stages; each stage is released when the product after it has begun."""
+    """The sums [ROWS, BLOCK_N] of ``STEPS`` stages; each stage is released when the product after it has begun.
+    ``TRANSPOSED``: weights are [depth, BLOCK_N] in a stage."""
     STAGES: gl.constexpr = memory.w.shape[0]
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
     for step in range(STEPS):
@@ -91,10 +105,11 @@ def _multiply(
         mbarrier.wait(memory.full.index(stage), state.phase)
         if GATHERED:
             fence_async_shared()  # cp.async writes as threads do, the matrix instruction reads as the copy engine does
-        w = memory.w.index(stage).reshape([acc.shape[1], memory.a.shape[2]])  # [BLOCK_N, BLOCK_K]
-        acc = warpgroup_mma(
-            memory.a.index(CONSUMERS * stage + CONSUMER), w.permute((1, 0)), acc, use_acc=step > 0, is_async=True
-        )
+        if TRANSPOSED:
+            w = memory.w.index(stage).reshape([memory.a.shape[2], acc.shape[1]])  # [BLOCK_K, BLOCK_N]
+        else:
+            w = memory.w.index(stage).reshape([acc.shape[1], memory.a.shape[2]]).permute((1, 0))
+        acc = warpgroup_mma(memory.a.index(CONSUMERS * stage + CONSUMER), w, acc, use_acc=step > 0, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(memory.empty.index(before), pred=step > 0)
@@ -106,10 +121,12 @@ def _multiply(
 
 @gluon.jit
 def consume(
-    out_desc, memory,
+    out_desc, gates_desc, ups_desc, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
-    """The ``ROWS`` rows of one consumer of every tile of this program. Without ``FUNCTION`` products are stored as they are."""
+    """The ``ROWS`` rows of one consumer of every tile of this program. Without ``FUNCTION`` products are stored as they are;
+    with gates_desc and ups_desc they are too, before they are activated."""
     STAGES: gl.constexpr = memory.w.shape[0]
     ROWS: gl.constexpr = memory.a.shape[1]
     BLOCK_K: gl.constexpr = memory.a.shape[2]
@@ -126,12 +143,15 @@ def consume(
         first = row + CONSUMER * ROWS
         if first < end:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-            acc, state = _multiply(acc, state, memory, CONSUMER, STEPS, FUNCTION is not None)
+            acc, state = multiply(acc, state, memory, CONSUMER, STEPS, FUNCTION is not None, TRANSPOSED)
+            if gates_desc is not None:
+                store(_part(acc, 0, out_desc.dtype), gates_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
+                store(_part(acc, 1, out_desc.dtype), ups_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
             if FUNCTION is not None:
                 active = _activate(acc, FUNCTION, ALPHA, LIMIT, out_desc.dtype)  # [ROWS, BLOCK_N / 2]
-                _store(active, out_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
+                store(active, out_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
             else:
-                _store(acc, out_desc, first, end, column * BLOCK_N, buffers, 0)
+                store(acc, out_desc, first, end, column * BLOCK_N, buffers, 0)
         else:
             for step in range(STEPS):
                 mbarrier.wait(memory.full.index(state.stage), state.phase)

@@ -40,26 +40,27 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up_gluon_sm90(
-    x, w_desc, out_desc, tables, pairs, tiles,
+    x, w_desc, out_desc, gates_desc, ups_desc, tables, pairs, tiles,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_X: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n])."""
+    """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n]); with gates_desc
+    and ups_desc what is activated is written too."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = out_desc.block_type.shape[2]
     # A stage is full when 128 threads' copies are complete, and the weights.
-    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 129)
+    memory = make_memory(w_desc, out_desc, ROWS, w_desc.block_type.shape[4], BLOCK_M // ROWS, STAGES, 129)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
     gl.warp_specialize(
         [
-            (consume, (out_desc, memory, 0, DEPTH, FUNCTION, ALPHA, LIMIT)),
+            (consume, (out_desc, gates_desc, ups_desc, memory, 0, DEPTH, FUNCTION, ALPHA, LIMIT)),
             (produce, (x, w_desc, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP, 4)),
-            (consume, (out_desc, memory, 1, DEPTH, FUNCTION, ALPHA, LIMIT)),
+            (consume, (out_desc, gates_desc, ups_desc, memory, 1, DEPTH, FUNCTION, ALPHA, LIMIT)),
         ],
         [4, 4],
         [PRODUCER_REGS, CONSUMER_REGS],
@@ -69,21 +70,23 @@ def flashmoe_moe_up_gluon_sm90(
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_gluon_sm90(
     a_desc, w_desc, out_desc, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n]."""
+    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
-    memory = make_memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 1)
+    memory = make_memory(w_desc, out_desc, ROWS, a_desc.block_type.shape[1], BLOCK_M // ROWS, STAGES, 1)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     gl.warp_specialize(
         [
-            (consume, (out_desc, memory, 0, DEPTH, None, 0.0, 0.0)),
-            (produce, (a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1)),
-            (consume, (out_desc, memory, 1, DEPTH, None, 0.0, 0.0)),
+            (consume, (out_desc, None, None, memory, 0, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
+            (produce, (
+                a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1, TRANSPOSED,
+            )),
+            (consume, (out_desc, None, None, memory, 1, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
         ],
         [1, 4],
         [PRODUCER_REGS, CONSUMER_REGS],
@@ -99,8 +102,8 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts = RowCounts.of(problem, config["block_m"])
-    up = Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", grid(counts, 2 * problem.hidden, config, gpu), THREADS)
-    down = Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", grid(counts, problem.dim, config, gpu), THREADS)
+    up = Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", grid(counts, 2 * problem.hidden, config["block_n"], gpu), THREADS)
+    down = Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", grid(counts, problem.dim, config["block_n"], gpu), THREADS)
     return launches_around(problem, config, up, down)
 
 

@@ -12,7 +12,7 @@ from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
 
 class Memory(NamedTuple):
-    """``a`` [stages * consumers, rows, depth], ``w`` [stages, *a tile's weights, depth], ``out`` [2 * consumers, *a store];
+    """``a`` [stages * consumers, rows, depth], ``w`` [stages, *a tile's weights], ``out`` [2 * consumers, *a store];
     barriers [stages, 1] of full and of empty stages; the mailbox by which the producer publishes two tiles to the consumers."""
 
     a: Any
@@ -25,12 +25,11 @@ class Memory(NamedTuple):
 
 @gluon.jit
 def make_memory(
-    w_desc, out_desc, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
+    w_desc, out_desc, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    """Each consumer has its ``ROWS`` of a stage; a stage is full after ``ARRIVALS``."""
+    """Each consumer has its ``ROWS`` of a stage, which is ``BLOCK_K`` deep; a stage is full after ``ARRIVALS``."""
     dtype: gl.constexpr = w_desc.dtype
-    RANK: gl.constexpr = len(w_desc.block_type.shape)
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[RANK - 1]
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], dtype)
     a = gl.allocate_shared_memory(dtype, [STAGES * CONSUMERS, ROWS, BLOCK_K], a_layout)
     w = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)

@@ -20,7 +20,7 @@ _tile_at = as_gluon(tile_at)
 
 
 @gluon.jit
-def _keep_tokens(pair_of_row, tile, tokens, layout: gl.constexpr, TOP_K: gl.constexpr):
+def keep_tokens(pair_of_row, tile, tokens, layout: gl.constexpr, TOP_K: gl.constexpr):
     """Write the tokens of a tile's rows to shared memory, which costs no registers. Rows past the expert's last one get its
     token."""
     CONSUMERS: gl.constexpr = tokens.shape[0]
@@ -48,9 +48,23 @@ def _gather(base, tokens, rows, smem, stage, first, layout: gl.constexpr, DEPTH:
 
 
 @gluon.jit
-def _fill(
+def _weights_at(w_desc, tile, k, TRANSPOSED: gl.constexpr):
+    """The coordinates of a tile's weights from depth ``k`` on: [experts, rows, depth]; ``TRANSPOSED`` [experts, depth, rows];
+    in five dimensions the first product's, whose rows are gates and ups in turn."""
+    ROWS: gl.constexpr = w_desc.block_type.shape[2 if TRANSPOSED else 1]
+    if TRANSPOSED:
+        return [tile.expert, k, tile.column * ROWS]
+    elif len(w_desc.block_type.shape) == 5:
+        return [tile.expert, tile.column * ROWS, 0, 0, k]
+    else:
+        return [tile.expert, tile.column * ROWS, k]
+
+
+@gluon.jit
+def fill(
     a, w_desc, memory, tokens, tile, state,
     START: gl.constexpr, STOP: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Copy columns from ``START`` to ``STOP`` of a tile's rows and weights to stages of the ring: x's rows of ``tokens``, or
     rows that follow each other. Of the latter, those past an expert's end are the next one's; no one stores them."""
@@ -58,7 +72,6 @@ def _fill(
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
     ROWS: gl.constexpr = memory.a.shape[1]
     BLOCK_K: gl.constexpr = memory.a.shape[2]
-    WEIGHTS: gl.constexpr = w_desc.block_type.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     present = gl.minimum((tile.end - tile.row + ROWS - 1) // ROWS, CONSUMERS)  # consumers that have rows
     for k in range(START, STOP, BLOCK_K):
@@ -68,12 +81,12 @@ def _fill(
         if tokens is None:
             for c in gl.static_range(CONSUMERS):
                 mbarrier.expect(bar, w_desc.block_type.nbytes + (c + 1) * a.block_type.nbytes, pred=present == c + 1)
-            tma_load(w_desc, [tile.expert, tile.column * WEIGHTS, k], bar, memory.w.index(stage))
+            tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
             for c in gl.static_range(CONSUMERS):
                 tma_load(a, [tile.row + c * ROWS, k], bar, memory.a.index(CONSUMERS * stage + c), pred=c < present)
         else:
             mbarrier.expect(bar, w_desc.block_type.nbytes)
-            tma_load(w_desc, [tile.expert, tile.column * WEIGHTS, 0, 0, k], bar, memory.w.index(stage))
+            tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
             _gather(a, tokens, tile.end - tile.row, memory.a, stage, k, layout, DEPTH, STRIDE)
             cp_async_arrive(bar, increment_count=False)
         state = advance(state, STAGES)
@@ -84,7 +97,7 @@ def _fill(
 def produce(
     a, w_desc, tables, counts, memory, tokens,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
-    COLUMNS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Fill the stages of all tiles of this program: of the first product, or without ``tokens`` of the second. The next tile is
     scheduled as late as its look-up allows before the last one's stages are full, so that programs end at about the same
@@ -104,10 +117,10 @@ def produce(
         publish(memory.mailbox, iteration, (tile.column, tile.row, tile.end), one)
         iteration += 1
         if tokens is not None:
-            _keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
-        state = _fill(a, w_desc, memory, tokens, tile, state, 0, EARLY, DEPTH, STRIDE)
+            keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
+        state = fill(a, w_desc, memory, tokens, tile, state, 0, EARLY, DEPTH, STRIDE, TRANSPOSED)
         index = gl.num_programs(0) + gl.atomic_add(parts.counters + PRODUCT, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
-        state = _fill(a, w_desc, memory, tokens, tile, state, EARLY, DEPTH, DEPTH, STRIDE)
+        state = fill(a, w_desc, memory, tokens, tile, state, EARLY, DEPTH, DEPTH, STRIDE, TRANSPOSED)
         tile = following
     publish(memory.mailbox, iteration, (-1, 0, 0), one)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -44,6 +44,7 @@ class Options(NamedTuple):
     alpha: float
     limit: float
     kernel: str | None
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,17 @@ def activation_of(problem: MoEProblem) -> Activation:
 class MoEInputs:
     """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
 
-    Routing and biases are contiguous; a problem with a bias may have one of the two."""
+    Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves_z``: a launch returns (out, z),
+    the pre-activations too, as ``BackwardTensors`` has them."""
 
     problem: MoEProblem
     tensors: Tensors
     activation: Activation = SWIGLU
+    saves_z: bool = False
 
 
 # A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
-MoELaunch = Callable[..., torch.Tensor]
+MoELaunch = Callable[..., Any]  # the result, or (out, z)
 # One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]
@@ -114,7 +117,7 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
-    for flag in ("transposed", "interleaved"):
+    for flag in ("transposed", "interleaved", "recompute"):
         if not isinstance(getattr(options, flag), bool):
             raise TypeError(f"{flag} is {getattr(options, flag)!r}; it must be True or False")
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed)
@@ -124,14 +127,24 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
-    top_k, x = top_k_ids.shape[-1], hidden_states.reshape(-1, dim)
-    if x.stride(-1) != 1 and x.numel():
-        x = x.contiguous()
-    weights, ids = top_k_weights.reshape(-1, top_k), top_k_ids.reshape(-1, top_k)
-    return Tensors(x, gate_up_proj, down_proj, weights, ids, *biases), activation
+    return views_of(given, options), activation
 
 
-def inputs_of(tensors: Tensors, activation: Activation) -> MoEInputs:
+def views_of(given: Tensors, options: Options) -> Tensors:
+    """The tensors of a call whose arguments are allowed, as kernels take them."""
+    hidden_states, gate_up_proj, down_proj, weights, ids, *biases = given
+    if options.transposed:
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+    if hidden_states.dim() != 2:
+        top_k = ids.shape[-1]
+        hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
+    if hidden_states.stride(-1) != 1 and hidden_states.numel():
+        hidden_states = hidden_states.contiguous()
+    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *biases)
+
+
+def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], w2.shape[2]
@@ -140,7 +153,7 @@ def inputs_of(tensors: Tensors, activation: Activation) -> MoEInputs:
     problem = _problem(*sizes, x.dtype, activation.function, bias, activation.gated, activation.interleaved, transposed)
     gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
     routing = weights.contiguous(), ids.contiguous()
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation)
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation, saves_z)
 
 
 @lru_cache(maxsize=1024)
@@ -168,7 +181,7 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
 
 def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:
     """The activation of weights as kernels take them."""
-    function, _, interleaved, alpha, limit, _ = options
+    function, _, interleaved, alpha, limit, *_ = options
     check_activation(function, alpha, limit)
     rows, width = w1.shape[1], w2.shape[2]
     if rows not in (width, 2 * width):

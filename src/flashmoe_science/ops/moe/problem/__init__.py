@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 from flashmoe_science.problem import (
     DTYPE_BYTES,
@@ -108,7 +108,7 @@ class MoEProblem(Problem):
         """(token, expert) pairs: rows of the grouped matrix products."""
         return self.tokens * self.top_k
 
-    def from_ids(self) -> MoEProblem:
+    def from_ids(self) -> Self:
         """The same problem, starting from ids."""
         return self if self.routing == "ids" else replace(self, routing="ids")
 
@@ -127,22 +127,25 @@ class MoEProblem(Problem):
 
     def flops(self) -> int:
         """Multiplications and additions of the matrix products of every pair: three, or two without a gate."""
-        return 2 * self.pairs() * self._weights()
+        return 2 * self.pairs() * self.weights()
 
-    def _weights(self) -> int:
+    def weights(self) -> int:
         """Elements of one expert's matrices."""
         return (3 if self.gated else 2) * self.dim * self.hidden
 
-    def _biases(self) -> int:
+    def biases(self) -> int:
         """Elements of one expert's biases."""
         return ((2 if self.gated else 1) * self.hidden + self.dim) * self.bias
 
     def min_bytes(self) -> int:
         """Bytes that must cross device memory: x, the touched experts' weights and biases and the routing (ids and weights, or
         logits) read, the output written."""
-        elements = 2 * self.tokens * self.dim + self.touched() * (self._weights() + self._biases())
-        given = self.pairs() * _ROUTING_BYTES if self.routing == "ids" else self.tokens * self.experts * _LOGIT_BYTES
-        return elements * DTYPE_BYTES[self.dtype] + given
+        elements = 2 * self.tokens * self.dim + self.touched() * (self.weights() + self.biases())
+        return elements * DTYPE_BYTES[self.dtype] + self.routing_bytes()
+
+    def routing_bytes(self) -> int:
+        """Of what the routing is read from."""
+        return self.pairs() * _ROUTING_BYTES if self.routing == "ids" else self.tokens * self.experts * _LOGIT_BYTES
 
     def queries(self) -> int:
         return self.tokens
@@ -169,16 +172,16 @@ class MoEProblem(Problem):
     def distance(self, other: Problem) -> float:
         """The largest log2 of a ratio of sizes, whatever the routing, activation and layout: kernels refuse what they do not
         support. The dtypes must be as wide."""
-        if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
+        if type(other) is not type(self) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
         return max(abs(math.log2(getattr(self, name) / getattr(other, name))) for name in names)
 
-    def representative(self) -> MoEProblem:
+    def representative(self) -> Self:
         """The problem with its tokens rounded up, by less than a quarter."""
         return replace(self, tokens=rounded_up(self.tokens))
 
-    def without_layout(self) -> MoEProblem:
+    def without_layout(self) -> Self:
         """The problem starting from ids: the choice of a kernel depends on the layout of weights, and not on the routing."""
         return self.from_ids()
 
@@ -186,6 +189,9 @@ class MoEProblem(Problem):
         sizes = f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden}"
         routing = () if self.routing == "ids" else (self.routing,)
         return " ".join((sizes, self.dtype, *self.words(), *routing))
+
+
+P = TypeVar("P", bound=MoEProblem)
 
 
 @lru_cache(maxsize=256)
@@ -212,12 +218,17 @@ def _chances(experts: int, top_k: int, skewed: bool) -> tuple[float, ...]:
 
 def parse(text: str) -> MoEProblem:
     """Read the text form, whose first word is ``moe``. Raises ProblemError, also for a ``top_k`` above ``experts``."""
+    return parse_as(MoEProblem, text, GRAMMAR)
+
+
+def parse_as(kind: type[P], text: str, grammar: str) -> P:
+    """Read the text form of an operation whose problems have these fields. Raises ProblemError, as ``parse``."""
     flags = {"dtype": get_args(Dtype), "routing": get_args(Routing), "activation": tuple(_FUNCTIONS)}
-    sizes, found = read_words(text, GRAMMAR, "tekdf", flags | {word: (word,) for word in _FLAGS})
-    require(text, GRAMMAR, sizes, "tekdf")
+    sizes, found = read_words(text, grammar, "tekdf", flags | {word: (word,) for word in _FLAGS})
+    require(text, grammar, sizes, "tekdf")
     if sizes["k"] > sizes["e"]:
         raise ProblemError(f"top_k is {sizes['k']} and experts is {sizes['e']}; top_k must be at most experts")
-    return MoEProblem(
+    return kind(
         tokens=sizes["t"],
         experts=sizes["e"],
         top_k=sizes["k"],

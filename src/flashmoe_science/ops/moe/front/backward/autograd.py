@@ -1,0 +1,76 @@
+"""The autograd rule of ``flashmoe::moe_forward``: gradients by ``flashmoe::moe_backward``.
+
+Saved between the passes are the call's own tensors and the pre-activations, which ``recompute`` leaves out: no copy of a
+weight, as FSDP2 frees the memory of weights and gathers them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.backward import INPUTS, NEW, Sums
+from flashmoe_science.ops.moe.front.backward.choose import names_of
+from flashmoe_science.ops.moe.front.backward.operator import ADDING, OPERATOR
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
+from flashmoe_science.ops.moe.pytorch import pytorch_moe
+from flashmoe_science.ops.private import forward_level, function_transform
+
+_OPTIONS = 5  # arguments of the rule before the tensors
+_GRADIENTS = tuple(map(Tensors._fields.index, INPUTS))  # of Wanted, in its order
+
+
+def differentiable(
+    tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool, sums: Sums = NEW
+) -> torch.Tensor:
+    """Experts that are part of PyTorch's graph, of tensors that have been checked.
+
+    By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
+    torch.func or forward-mode gradients.
+    """
+    if kernel == FALLBACK or forward_level._current_level >= 0 or function_transform() is not None:
+        return pytorch_moe(tensors, activation)
+    out: torch.Tensor = _Experts.apply(activation, *names_of(kernel), recompute, sums, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+def unviewed(out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The result in that shape, as no view: an operation in place on a view of it would take FSDP2's hooks away."""
+    shaped: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return shaped
+
+
+class _Experts(torch.autograd.Function):
+    """The forward's operator, and the backward's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, activation: Activation, kernel: str | None, backward: str | None, recompute: bool, sums: Sums, *tensors: Any
+    ) -> torch.Tensor:
+        a, operators = activation, torch.ops.flashmoe
+        options = a.function, a.gated, a.interleaved, a.alpha, a.limit
+        z, out = None, None
+        if recompute:
+            out = operators.moe_forward.default(*tensors, *options, kernel)
+        else:
+            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel)
+        ctx.call = options, backward, sums
+        ctx.save_for_backward(*tensors, z)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        options, kernel, sums = ctx.call
+        tensors = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[_OPTIONS + place] for place in _GRADIENTS]
+        if not any(one is not None for one in sums):
+            made = OPERATOR(*tensors, dout, wanted, *options, kernel)
+        else:
+            made = ADDING(*tensors, dout, wanted, *options, kernel, *sums)
+        gradients: list[torch.Tensor | None] = [None] * len(Tensors._fields)
+        added = (None, *sums, None, None, None)
+        for place, gradient, needed, total in zip(_GRADIENTS, made, wanted, added, strict=True):
+            gradients[place] = gradient if needed and total is None else None
+        return (*_OPTIONS * (None,), *gradients)

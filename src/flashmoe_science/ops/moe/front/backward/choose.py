@@ -1,0 +1,75 @@
+"""Which backward serves experts whose inputs require gradients, and why.
+
+PyTorch's grouped products serve while no record says that a backward of ours is faster on the GPU. Ours serve where they are
+asked for: by a kernel's name, by PyTorch's switch for deterministic algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.operations import kernel_named, operation
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, backward_by_record
+from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
+from flashmoe_science.ops.moe.call.backward import backward_problem_of
+from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
+
+_OP = MoEBackwardProblem.op
+_DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
+
+
+def names_of(kernel: str | None) -> tuple[str | None, str | None]:
+    """The forward's kernel and the backward's that a name asks for; None leaves the choice.
+
+    Raises:
+        CannotServe: the name of a peer's backward, which only a measurement calls.
+    """
+    backward = next((one for one in operation(_OP).kernels() if one.name == kernel), None)
+    if backward is None:
+        return kernel, None
+    if backward.origin != "ours" and kernel != FALLBACK:
+        raise CannotServe(f"kernel {kernel!r} cannot serve this call: it is a peer's; {FALLBACK!r} and ours can")
+    return None, kernel
+
+
+def why_pytorch(x: torch.Tensor) -> str | None:
+    """Why PyTorch's operators must serve the backward, in words; None where ours may."""
+    if x.dtype == torch.float64:
+        return "hidden_states has dtype torch.float64, which no kernel of ours takes"
+    return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None
+
+
+def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None) -> Decision:
+    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice.
+
+    Raises:
+        CannotServe: the kernel asked for cannot serve the call.
+        ValueError: no kernel has the name.
+    """
+    if kernel == FALLBACK:
+        return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    if (required := why_pytorch(tensors.x)) is not None:
+        if kernel is not None:
+            raise CannotServe(f"kernel {kernel!r} cannot serve this call: {GRADIENTS}, and {required}")
+        return Decision(FALLBACK, Config(), required, "required")
+    asked = "" if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
+    if torch.are_deterministic_algorithms_enabled() and operation(_OP).ours():
+        asked = asked or "deterministic algorithms are asked of PyTorch"
+    problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
+    key = (problem, gpu, kernel, asked)
+    if key not in _DECISIONS:
+        _DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
+    return _DECISIONS[key]
+
+
+def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
+    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK)
+    return by_record or Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)

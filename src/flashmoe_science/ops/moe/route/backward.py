@@ -1,0 +1,90 @@
+"""The router's autograd rule, and ``flashmoe::moe_route_backward``: of the weights of the experts that were chosen, in fp32.
+
+Kept between the passes are the logits and the ids. Choosing has no gradient, nor has the selection bias. On CUDA one launch
+(``backward_triton.py``), else PyTorch's operators.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from flashmoe_science.ops.calls import find_launch, guards_of, store_launch
+from flashmoe_science.ops.moe.route.choose import backward_kernels, why_pytorch
+from flashmoe_science.ops.moe.route.spec import Options, Routed, RouteGradient
+from flashmoe_science.ops.operator import gradients, register
+
+
+def differentiable(logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> Routed:
+    """``flashmoe::moe_route`` as a part of PyTorch's graph."""
+    routed: Routed = _Router.apply(options, logits, bias)  # type: ignore[no-untyped-call]
+    return routed
+
+
+def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: Options) -> torch.Tensor:
+    """The weights of the experts that were chosen. The softmax over all of them, renormalised, is that over the chosen."""
+    if options.scoring == "softmax" and options.normalize == "none":
+        return torch.softmax(logits, -1).gather(-1, ids) * options.scaling_factor
+    chosen = logits.gather(-1, ids)
+    if options.scoring != "sigmoid":
+        return torch.softmax(chosen, -1) * options.scaling_factor
+    scores = torch.sigmoid(chosen)
+    if options.normalize == "sum":
+        scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    return scores * options.scaling_factor
+
+
+class _Router(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None) -> Routed:
+        weights, ids = torch.ops.flashmoe.moe_route.default(logits, bias, *options)
+        ctx.options = options
+        ctx.save_for_backward(logits, ids)
+        ctx.mark_non_differentiable(ids)
+        return weights, ids
+
+    @staticmethod
+    def backward(ctx: Any, dweights: torch.Tensor, dids: object) -> Any:
+        return None, OPERATOR(dweights, *ctx.saved_tensors, *ctx.options), None
+
+
+@torch.no_grad()
+def _backward(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *options: Any) -> torch.Tensor:
+    """The operator on CPU and CUDA."""
+    given = logits, ids, dweights
+    key = ("route backward", logits.shape, options)
+    launch: RouteGradient | None = find_launch(key, given)
+    if launch is None:
+        checked = Options(*options)
+        if why_pytorch(logits, checked) is None:
+            launch = backward_kernels().bind(*given, checked)
+        else:
+            launch = partial(_by_pytorch, checked)
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(*given)
+
+
+def _by_pytorch(options: Options, logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+
+    def forward(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (weights_of(logits, ids.long(), options),)
+
+    _, (found,) = gradients(forward, [logits.detach().to(wide)], [dweights.to(wide)])
+    assert found is not None
+    return found.to(logits.dtype).contiguous()
+
+
+def _fake(dweights: torch.Tensor, logits: torch.Tensor, *rest: object) -> torch.Tensor:
+    return logits.new_empty(logits.shape)
+
+
+OPERATOR = register(
+    "moe_route_backward(Tensor dweights, Tensor router_logits, Tensor top_k_ids, int top_k, str scoring, str normalize, "
+    "int groups, int top_k_groups, float scaling_factor) -> Tensor",
+    _backward,
+    _fake,
+    "the gradients of flashmoe::moe_route_backward are asked for, which has none: differentiate a router once",
+)

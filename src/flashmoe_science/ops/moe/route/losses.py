@@ -1,0 +1,48 @@
+"""How evenly experts are loaded, and the losses that train a router: computed in fp32, in fp64 for fp64; differentiable."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe_science.ops.moe.route.spec import check_ids, check_logits
+
+
+def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss that evens out the experts' load: top_k where it is even, more where it is not.
+
+    experts * sum over experts of (assignments a token) * (mean softmax), as ``load_balancing_loss_func`` of transformers
+    without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 where there is no token.
+    """
+    experts = check_logits(router_logits)
+    check_ids(top_k_ids, experts, router_logits)
+    wide = torch.promote_types(router_logits.dtype, torch.float32)
+    probabilities = torch.softmax(router_logits.to(wide), -1).reshape(-1, experts)
+    tokens = max(probabilities.shape[0], 1)
+    return experts * (expert_load(top_k_ids, experts) / tokens * (probabilities.sum(0) / tokens)).sum()
+
+
+def z_loss(router_logits: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss that keeps logits small (ST-MoE's): the mean over tokens of the square of their log-sum-exp.
+
+    Differentiable in ``router_logits`` ([..., experts]); 0 where there is no token.
+    """
+    experts = check_logits(router_logits)
+    wide = torch.promote_types(router_logits.dtype, torch.float32)
+    sums = torch.logsumexp(router_logits.to(wide).reshape(-1, experts), -1)
+    return sums.square().sum() / max(sums.shape[0], 1)
+
+
+def expert_load(top_k_ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The number of (token, expert) pairs of each expert.
+
+    Args:
+        top_k_ids: [..., top_k], int32 or int64; ids outside of 0 to experts - 1 are not counted.
+
+    Returns:
+        [experts] int32.
+    """
+    check_ids(top_k_ids, experts)
+    ids = top_k_ids.reshape(-1).long()
+    bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    # torch.bincount would wait for the device to size its result.
+    return ids.new_zeros(experts + 1, dtype=torch.int32).scatter_add(0, bins, torch.ones_like(bins, dtype=torch.int32))[:-1]

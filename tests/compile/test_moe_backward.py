@@ -1,0 +1,42 @@
+"""The builds of moe_bwd_triton: all that a call launches, for each architecture, and what it spills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.compile.moe_backward import jobs_of, problem_of
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.ops.moe.backward.grouped_triton.kernel import KERNEL
+
+QWEN, UNEVEN = "t4096 e128 k8 d2048 f768 bf16", "t700 e16 k3 d520 f200 fp16 bias"
+AGAIN = (pytest.mark.slow, pytest.mark.again)
+FP32 = 8  # bytes a thread that six products of bf16 spill
+
+
+@pytest.mark.parametrize("gpu", ["a100", "l4", "h200", "b200"])
+@pytest.mark.parametrize(
+    ("text", "spills"),
+    [
+        pytest.param(QWEN, 0, marks=pytest.mark.one_triton),
+        (UNEVEN, 0),
+        pytest.param("t64 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed", 0, marks=AGAIN),
+        pytest.param("t256 e8 k2 d1000 f520 fp32 gelu ungated", FP32, marks=AGAIN),
+    ],
+)
+def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: str, built: Callable[..., Build]) -> None:
+    problem, device = problem_of(text), gpu_named(gpu)
+    assert device is not None
+    config = KERNEL.configs(problem, device)[0]
+    jobs = jobs_of(KERNEL, problem, config, device)
+    # One function computes dW1 and dW2.
+    found = [built(job, device, KERNEL.name, problem, f"{number}: {config}") for number, job in enumerate(jobs)]
+    for build in found:
+        assert fits(build, device) is None, build.kernel
+        assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
+    promised = {(launch.name.strip("^$"), launch.threads) for launch in KERNEL.launches(problem, config, device)}
+    assert {(build.kernel, build.threads) for build in found} >= promised

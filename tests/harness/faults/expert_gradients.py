@@ -1,0 +1,78 @@
+"""Faults of the experts' backward: the output is right, its gradients are not."""
+
+import torch
+from torch.nn.functional import silu
+
+from flashmoe_science.contract import contract
+
+_CALLS = [0]
+
+
+def _mixture(x, w1, w2, topk_weights, topk_ids, twice=False):
+    """The layer, an expert at a time. ``twice``: its rows have the gradient of their weights times the weights."""
+    out = torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        gate, up = (x[tokens] @ w1[expert].T).chunk(2, -1)
+        row, weight = (silu(gate) * up) @ w2[expert].T, topk_weights[tokens, place, None].to(x.dtype)
+        if twice:
+            row = row.detach() + weight.detach() * (row - row.detach())
+        out = out.index_add(0, tokens, row * weight)
+    return out
+
+
+class _OfThoseWithTokens(torch.autograd.Function):
+    """Weights, of whose gradient only the part of experts with tokens is written."""
+
+    @staticmethod
+    def forward(ctx, weights, topk_ids):
+        ctx.ids = topk_ids
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        made = torch.empty_like(gradient)
+        for expert in ctx.ids.unique().tolist():
+            if 0 <= expert < len(made):
+                made[expert] = gradient[expert]
+        return made, None
+
+
+@contract("moe_backward")
+def expert_gradient_not_written(x, w1, w2, topk_weights, topk_ids):
+    """Leaves dW of an expert without tokens as it was allocated."""
+    w1, w2 = (_OfThoseWithTokens.apply(one, topk_ids) for one in (w1, w2))
+    return _mixture(x, w1, w2, topk_weights, topk_ids)
+
+
+@contract("moe_backward")
+def expert_gradient_without_the_router(x, w1, w2, topk_weights, topk_ids):
+    """Gives no gradient to the routing weights: the router never learns."""
+    return _mixture(x, w1, w2, topk_weights.detach(), topk_ids)
+
+
+@contract("moe_backward")
+def expert_gradient_weighted_twice(x, w1, w2, topk_weights, topk_ids):
+    """Multiplies by the routing weights before the backward of an expert and in its epilogue."""
+    return _mixture(x, w1, w2, topk_weights, topk_ids, twice=True)
+
+
+@contract("moe_backward")
+def expert_gradient_in_another_order(x, w1, w2, topk_weights, topk_ids):
+    """Promises the same bits, and rounds dW1 otherwise in each call, as atomic adds do."""
+    _CALLS[0] += 1
+    w1 = w1 * 1.0
+    w1.register_hook(lambda gradient: gradient * (1.0 + 2.0**-23 * (_CALLS[0] % 2)))
+    return _mixture(x, w1, w2, topk_weights, topk_ids)
+
+
+expert_gradient_in_another_order.promises = {"deterministic": True}
+
+
+@contract("moe_backward")
+def expert_gradient_of_other_ranks(x, w1, w2, topk_weights, topk_ids):
+    """Adds what tokens would give to an expert of another rank to the gradients of the last one here."""
+    right = _mixture(x, w1, w2, topk_weights, topk_ids)
+    foreign = torch.where(topk_ids < 0, w1.shape[0] - 1, -1)
+    theirs = _mixture(x, w1, w2, topk_weights, foreign)
+    return right + (theirs - theirs.detach())
