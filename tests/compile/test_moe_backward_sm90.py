@@ -31,7 +31,7 @@ def builds_of(text: str) -> list[tuple[Any, ...]]:
 
 
 # Bytes a thread, by the assembler of Triton 3.6 and by the newest: of the clamp's epilogue, after the product.
-CLAMPED = 56 if machine_code.VERSION == "3.6" else 104
+CLAMPED = 56 if machine_code.VERSION == "3.6" else 112
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Importing this module, in a process of its own and before any kernel, puts stand-ins where Gluon is. Tensors are PyTorch's
 without layouts, partitions are threads, a barrier counts arrivals and bytes in phases and refuses too many. Copies take effect
-at once, at the addresses of their descriptors, with the engine's bounds. Programs run one after another, so that the first takes
-most tiles of a counter. What a GPU may order otherwise between two barriers is not seen.
+at once, at the addresses of their descriptors, with the engine's bounds. Programs run one after another: the first takes most
+tiles of a counter. What a GPU may order otherwise between two barriers is not seen.
 """
 
 from __future__ import annotations

@@ -90,10 +90,10 @@ def width_of_z(problem: MoEProblem) -> int:
 
 
 def parts_of(problem: MoEProblem, counts: RowCounts, dtype: torch.dtype, columns: int, needs: Needs, dx: bool) -> list[Part]:
-    """The workspace: tables, dz, active, partials, and the rows of dX; ``columns`` partials a row."""
+    """The workspace: tables and two counters of tiles of dW, dz, active, partials, rows of dX; ``columns`` partials a row."""
     pairs = counts.pairs
     return [
-        (counts.length, torch.int32),
+        (counts.length + 2, torch.int32),
         (pairs * width_of_z(problem) * needs.dz, dtype),
         (pairs * problem.hidden * needs.active, dtype),
         (pairs * columns * needs.partials, torch.float32),

@@ -64,13 +64,13 @@ def down_constexprs(inputs: MoEInputs) -> dict[str, Any]:
 def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
     """bind(inputs, shape) of all launches of a call by two products."""
     early = starts_early(inputs.tensors.x)
-    tensors = inputs.tensors
+    tensors, saves_z = inputs.tensors, inputs.saves_z
     bind_combine = combine.build(inputs.problem, tensors.x.dtype, stand_in(tensors.topk_weights), early)
 
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         p, (x, _, _, _, ids, _, _) = like.problem, like.tensors
         counts, result = RowCounts.of(p, config["block_m"]), contiguous(shape, x.dtype)
-        of_z = contiguous((counts.pairs, p.hidden * (2 if p.gated else 1)), x.dtype) if inputs.saves_z else None
+        of_z = contiguous((counts.pairs, p.hidden * (2 if p.gated else 1)), x.dtype) if saves_z else None
         take, allocate = workspace_allocator(x.is_cuda, _workspace(p, counts)), allocator(x.is_cuda)
         sort, up, down, add = rows.bind_rows(ids, counts, early), bind_up(counts), bind_down(counts), bind_combine(p)
 

@@ -6,8 +6,10 @@ and kernel what is wrong with the gradients.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,6 +167,18 @@ def added_to(inputs: BackwardInputs, kernel: BackwardKernel, config: Config, got
     return found
 
 
+def kept(kernel: BackwardKernel, config: Config) -> list[str]:
+    """Which tensors a plan, or a launch that is bound, keeps."""
+    inputs = backward_inputs(CASES[1], "cpu")
+    tensors = {name: weakref.ref(one) for name, one in inputs.tensors._asdict().items() if one is not None}
+    assert kernel.plan is not None
+    bind = kernel.plan(inputs, config)
+    bound = bind, bind(inputs)
+    del inputs
+    gc.collect()
+    return [name for name, one in tensors.items() if one() is not None and bound]
+
+
 def main() -> None:
     gpu = gpu_named("h200")  # whose configs are interpreted; the tensors are on the CPU
     found = {}
@@ -176,6 +190,8 @@ def main() -> None:
                 # Some of the gradients alone, of a few cases: most of the time.
                 only_all = case.routing == "random" and not case.problem.endswith("transposed")
                 found[f"{case}: {kernel.name}"] = put(backward_inputs(case, "cpu"), kernel, config, only_all)
+    config = grouped_triton.KERNEL.configs(inputs_of(CASES[1], "cpu").problem, gpu)[-1]
+    found["what is kept"] = kept(grouped_triton.KERNEL, config)
     print(json.dumps(found))
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.unit.ops.moe.backward.cases import added_to, backward_inputs, off, poisoned, reference
+from tests.unit.ops.moe.backward.cases import added_to, backward_inputs, kept, off, poisoned, reference
 from tests.unit.ops.moe.cases import Case, inputs_of, z_off
 
 from flashmoe_science.hardware.gpus import gpu_named
@@ -61,10 +61,10 @@ def main() -> None:
     found: dict[str, list[str | None]] = {}
     for case in BACKWARD:
         inputs = backward_inputs(case, "cpu")
-        config = backward.KERNEL.configs(inputs.problem, H200)[0]
+        of_backward = backward.KERNEL.configs(inputs.problem, H200)[0]
         with poisoned():
-            got = backward.KERNEL.run(inputs, config)
-        wrong = off(got, inputs, reference(inputs)) + added_to(inputs, backward.KERNEL, config, got)
+            got = backward.KERNEL.run(inputs, of_backward)
+        wrong = off(got, inputs, reference(inputs)) + added_to(inputs, backward.KERNEL, of_backward, got)
         found[f"backward of {case}"] = [*wrong]
     for case in FORWARD:
         given = inputs_of(case, "cpu")
@@ -72,6 +72,7 @@ def main() -> None:
         out, z = forward.KERNEL.run(replace(given, saves_z=True), config)  # type: ignore[misc]  # of inputs that save z
         same = torch.equal(out, forward.KERNEL.run(given, config))
         found[f"{case}"] = [z_off(z, given), None if same else "to save z changes the result"]
+    found["what is kept"] = [*kept(backward.KERNEL, of_backward)]
     print(json.dumps({name: [one for one in wrong if one] for name, wrong in found.items()}))
 
 

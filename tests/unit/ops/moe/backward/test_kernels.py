@@ -19,6 +19,7 @@ PARTS = 3
 def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(part: int, interpreted: Interpreter) -> None:
     found = interpreted("ops/moe/backward/cases.py", str(part), str(PARTS))
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    del found["what is kept"]
     assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES[part::PARTS]))
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in KERNELS if kernel.interpretable}
 
@@ -32,4 +33,4 @@ def test_the_gluon_kernels_are_right_on_the_cpu() -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout)
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(found) == 7
+    assert len(found) == 8

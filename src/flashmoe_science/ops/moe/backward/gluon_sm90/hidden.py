@@ -79,8 +79,11 @@ def _produce(
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr,
     GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages of all tiles of this program."""
-    pairs, tiles = counts
+    """Fill the stages of all tiles of this program. The first clears the counters by which dW's programs take tiles."""
+    pairs, tiles, counters = counts
+    if gl.program_id(0) == 0:
+        gl.store(tables + counters, 0)
+        gl.store(tables + counters + 1, 0)
     ROWS: gl.constexpr = memory.a.shape[0] // memory.w.shape[0] * memory.a.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -217,9 +220,10 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
+@gluon.jit(do_not_specialize=["pairs", "tiles", "counters"])
 def flashmoe_moe_dhidden_gluon_sm90(
-    dout, w_desc, gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc, weights, partials, tables, pairs, tiles,
+    dout, w_desc, gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc, weights, partials, tables,
+    pairs, tiles, counters,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
     FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -244,8 +248,8 @@ def flashmoe_moe_dhidden_gluon_sm90(
                 z, weights, partials, tables, memory, 0, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
             )),
             (_produce, (
-                dout, w_desc, z, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, COLUMNS, BLOCK_N, GROUP,
-                TRANSPOSED, INTERLEAVED,
+                dout, w_desc, z, tables, (pairs, tiles, counters), memory, tokens, EXPERTS, TOP_K, DEPTH, COLUMNS, BLOCK_N,
+                GROUP, TRANSPOSED, INTERLEAVED,
             )),
             (_consume, (
                 z, weights, partials, tables, memory, 1, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,

@@ -55,7 +55,7 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
         config["block_m"], columns, config["group"], config["hidden_stages"], *GATHERING,
     )  # fmt: skip
     pointers = (stand_in(t.topk_weights), Pointer(torch.float32), Pointer(torch.int32))
-    arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *pointers, 2, 2, *values)
+    arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *pointers, 2, 2, 2, *values)
     options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": starts_early(t.x)}
     build, width = Build(flashmoe_moe_dhidden_gluon_sm90, arguments, **options), p.hidden
     encode_w = build.encoder(0, w, tuple(w2.shape), w2.stride())
@@ -72,7 +72,7 @@ def hidden(inputs: BackwardInputs, config: Config) -> Product:
 
     def bind(counts: RowCounts) -> KernelLaunch:
         of_gates, of_ups = encoders_of_z(counts.pairs)
-        start = build.bound(grid(counts, width, columns, gpu), counts.pairs, counts.tiles, *values)
+        start = build.bound(grid(counts, width, columns, gpu), counts.pairs, counts.tiles, counts.length, *values)
 
         def launch(dout: Any, w: Any, z: Any, weights: Any, dz: Any, active: Any, partials: Any, tables: Any) -> None:
             given = (*of_gates(z), *of_ups(z + ups), *parts[0](dz), *parts[1](dz + ups), *encode_active(active))
@@ -93,7 +93,7 @@ def dweights(
     made = torch.empty_like(weights, device="meta") if total is None else total
     out = by_rows(made)
     # Of the sides of w1 [E, 2I, H] and of w2 [E, H, I] H is that of what is gathered.
-    left_gathered = (weights is t.w2) == (out is made)
+    nth, left_gathered = int(weights is t.w2), (weights is t.w2) == (out is made)
     _, height, width = out.shape
     block_n, block_k = config["block_n"], config["block_k"]
     values = (
@@ -104,7 +104,7 @@ def dweights(
     copied = template((1, 1, block_k, block_n if left_gathered else ROWS), p.dtype)
     gathered = Pointer(t.x.dtype)
     sides = (gathered, copied) if left_gathered else (copied, gathered)
-    arguments = (*sides, of_out if total is None else Pointer(total.dtype), Pointer(torch.int32), 2, 2, *values)
+    arguments = (*sides, of_out if total is None else Pointer(total.dtype), Pointer(torch.int32), 2, 2, 2, *values)
     options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": starts_early(t.x)}
     build = Build(flashmoe_moe_dweights_gluon_sm90, arguments, **options)
     of_rows = width if left_gathered else height
@@ -114,7 +114,8 @@ def dweights(
 
     def bind(counts: RowCounts) -> KernelLaunch:
         programs = grid_of_weights(p, height, width, block_n, gpu)
-        start = build.bound(programs, counts.pairs, counts.tiles, *values)
+        # The counters of tiles follow the tables.
+        start = build.bound(programs, counts.pairs, counts.tiles, counts.length + nth, *values)
 
         def launch(gathered: Any, other: Any, out: Any, tables: Any) -> None:
             sides = (gathered, *encode(other)) if left_gathered else (*encode(other), gathered)

@@ -3,7 +3,7 @@
 Shapes: left [T or rows, M], right [rows or T, N] -> out [E, M, N], by tiles of 128 by 256. One of the two is gathered by the
 rows' tokens, by cp.async of four warps; the other's rows follow each other, and the copy engine takes them, zeros from the
 expert's end on. Both are transposed as the matrix instruction reads them from shared memory. Programs are persistent and take
-tiles in turn, those of an expert at about the same time, whose rows they share in L2.
+tiles by a counter, those of an expert at about the same time, whose rows they share in L2.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _produce(
     LEFT_GATHERED: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages of all tiles of this program. A step's tokens are looked up during the step before it."""
-    pairs, tiles = counts
+    pairs, tiles, counter = counts
     STAGES: gl.constexpr = memory.w.shape[0]
     BLOCK_K: gl.constexpr = memory.a.shape[3]
     BLOCK_N: gl.constexpr = memory.w.shape[4]
@@ -113,7 +113,7 @@ def _produce(
                 _gather(right, tokens, inside, w, n * BLOCK_N, layout, WIDTH, BLOCK_N, STRIDE)
             cp_async_arrive(bar, increment_count=False)
             state = advance(state, STAGES)
-        index += gl.num_programs(0)
+        index = gl.num_programs(0) + gl.atomic_add(tables + counter, 1, sem="relaxed")
     publish(memory.mailbox, iteration, (-1, 0, 0, 0), one)
 
 
@@ -175,9 +175,9 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
+@gluon.jit(do_not_specialize=["pairs", "tiles", "counter"])
 def flashmoe_moe_dweights_gluon_sm90(
-    left, right, out, tables, pairs, tiles,
+    left, right, out, tables, pairs, tiles, counter,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, HEIGHT: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr,
     LEFT_GATHERED: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
@@ -195,7 +195,7 @@ def flashmoe_moe_dweights_gluon_sm90(
         [
             (_consume, (out, memory, 0, HEIGHT, WIDTH, STRIDE_E, STRIDE_M)),
             (_produce, (
-                left, right, tables, (pairs, tiles), memory, EXPERTS, TOP_K, HEIGHT, WIDTH, STRIDE, LEFT_GATHERED,
+                left, right, tables, (pairs, tiles, counter), memory, EXPERTS, TOP_K, HEIGHT, WIDTH, STRIDE, LEFT_GATHERED,
             )),
             (_consume, (out, memory, 1, HEIGHT, WIDTH, STRIDE_E, STRIDE_M)),
         ],
