@@ -16,6 +16,7 @@ from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
 
+NO_PRE_ACTIVATIONS = "it does not give the pre-activations, which a backward needs unless recompute is True"
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 

@@ -16,12 +16,13 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of, place_of
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
     DTYPES,
+    NO_PRE_ACTIVATIONS,
     Activation,
     Bind,
     MoEInputs,
@@ -36,6 +37,7 @@ from flashmoe_science.ops.moe.call import (
 )
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward, names_of
+from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK as FALLBACK_BACKWARD
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_moe, saving_moe
@@ -67,7 +69,7 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
         return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
-    if decide_by_dtype(views.x, options.kernel) is not None:
+    if (saves_z and _trains_by_pytorch(views, activation, options)) or decide_by_dtype(views.x, options.kernel) is not None:
         launch, in_place = by_pytorch(activation, saves_z), False
     else:
         inputs = inputs_of(views, activation, saves_z)
@@ -89,10 +91,19 @@ def decide_training(tensors: Tensors, activation: Activation, options: Options) 
     forward, backward = names_of(options.kernel)
     chosen = choose_backward(tensors, activation, backward)
     decision = decide_by_dtype(tensors.x, forward)
+    if decision is None and _trains_by_pytorch(tensors, activation, options._replace(kernel=forward)):
+        decision = Decision(FALLBACK, Config(), "PyTorch's products serve both passes", chosen.basis)
     if decision is None:
         decision = plan_of(inputs_of(tensors, activation, not options.recompute), forward).decision
     by = f"{chosen.kernel}({chosen.config})" if chosen.config else chosen.kernel
     return replace(decision, reason=f"{decision.reason}; {GRADIENTS}, its backward by {by}: {chosen.reason}")
+
+
+def _trains_by_pytorch(tensors: Tensors, activation: Activation, options: Options) -> bool:
+    """Whether PyTorch's products serve both passes: no kernel is asked for, and no record has a backward of ours faster."""
+    if options.kernel is not None or options.recompute:
+        return False
+    return choose_backward(tensors, activation, None).kernel == FALLBACK_BACKWARD
 
 
 def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
@@ -131,6 +142,8 @@ def _measured() -> frozenset[MoEProblem]:
 def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
         if chosen.plan is None:
+            if inputs.saves_z:
+                raise CannotServe(NO_PRE_ACTIVATIONS)
             return _bind_of_peer(chosen, config), False
         with torch.cuda.device_of(x):
             planned: Bind = chosen.plan(inputs, config)

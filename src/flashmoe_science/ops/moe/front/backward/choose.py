@@ -1,7 +1,7 @@
 """Which backward serves experts whose inputs require gradients, and why.
 
-PyTorch's grouped products serve while no record says that a backward of ours is faster on the GPU. Ours serve where they are
-asked for: by a kernel's name, by PyTorch's switch for deterministic algorithms.
+PyTorch's grouped products serve, the forward too, while no record says that a backward of ours is faster on the GPU. Ours serve
+by name alone: they have not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {GRADIENTS}, and {required}")
         return Decision(FALLBACK, Config(), required, "required")
     asked = "" if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
-    if torch.are_deterministic_algorithms_enabled() and operation(_OP).ours():
-        asked = asked or "deterministic algorithms are asked of PyTorch"
     problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
     key = (problem, gpu, kernel, asked)
     if key not in _DECISIONS:
