@@ -36,7 +36,7 @@ def activated_backward(
     SIGMOID: tl.constexpr = tl.sigmoid,
 ):  # fmt: skip
     """``activated``, and by its ``gradient`` those of the gate and of ``up``; without GATED the last is none and is not to be
-    read. Where the clamp saturates the gradient is 0; at the limit it is not, as of torch.clamp."""
+    read. Where the clamp saturates the gradient is 0; at the limit it is not."""
     if FUNCTION == "silu":
         share = SIGMOID(gate)
         active, slope = gate * share, share + gate * share * (1.0 - share)

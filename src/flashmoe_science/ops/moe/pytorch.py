@@ -168,6 +168,11 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tenso
     return rows if bias is None else rows + bias[experts].to(rows.dtype)
 
 
+def _at_most(values: torch.Tensor, limit: float) -> torch.Tensor:
+    """``values.clamp(max=limit)``, whose gradient at the limit is 1 to PyTorch 2.13 and 0 from 2.14 on. Here it is 1."""
+    return torch.where(values > limit, limit, values)
+
+
 def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``Activation`` of the first product's result, rounded as the input dtype is."""
     if not activation.gated:
@@ -177,8 +182,8 @@ def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
     else:
         gate, up = both.chunk(2, -1)
     if activation.function == "clamped_silu":
-        gate = gate.clamp(max=activation.limit)
-        up = None if up is None else up.clamp(-activation.limit, activation.limit) + 1
+        gate = _at_most(gate, activation.limit)
+        up = None if up is None else -_at_most(-_at_most(up, activation.limit), activation.limit) + 1
         active = gate * torch.sigmoid(activation.alpha * gate)
     elif activation.function == "relu2":
         active = F.relu(gate).square()

@@ -123,8 +123,9 @@ def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
     half = both.shape[0] // 2
     gate, up = (both, None) if not a.gated else (both[::2], both[1::2]) if a.interleaved else (both[:half], both[half:])
     if a.function == "clamped_silu":
-        gate = gate.clamp(max=a.limit)
-        up = None if up is None else up.clamp(-a.limit, a.limit) + 1
+        # Of torch.clamp the gradient at the limit depends on the version.
+        gate = torch.where(gate > a.limit, a.limit, gate)
+        up = None if up is None else torch.where(up > a.limit, a.limit, torch.where(up < -a.limit, -a.limit, up)) + 1
     active = {
         "silu": lambda g: g / (1 + (-g).exp()),
         "gelu": lambda g: g / 2 * (1 + torch.erf(g / 2**0.5)),
