@@ -1,338 +1,368 @@
-"""Gluon kernels on the CPU, in PyTorch's operators: what they compute and how their partitions wait for each other.
+"""Runs Gluon and Triton kernels as they are written, without compiling them: tensors are PyTorch's, partitions are threads.
 
-Importing this module, in a process of its own and before any kernel, puts stand-ins where Gluon is. Tensors are PyTorch's
-without layouts, partitions are threads, a barrier counts arrivals and bytes in phases and refuses too many. Copies take effect
-at once, at the addresses of their descriptors, with the engine's bounds. Programs run one after another: the first takes most
-tiles of a counter. What a GPU may order otherwise between two barriers is not seen.
+What a kernel computes, where it reads and writes, and what waits for what are those of the source. Shared memory begins as NaN.
+Copies take effect at once; one that leaves its tensor other than by the rules of the copy engine is an error. So is a wait that
+does not end, and a barrier with more arrivals or bytes than it counts. Programs run one after another: the first takes most
+tiles of a counter. Layouts, and what a GPU may order otherwise between two barriers, are not seen.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-import math
-import sys
-import threading
-import types
-from collections.abc import Callable, Iterator
+from collections import namedtuple
+from collections.abc import Callable
+from itertools import product
+from math import prod
+from threading import Condition, Thread
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-import triton.experimental.gluon
-import triton.runtime.jit
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-WAIT = 60  # seconds, after which partitions are taken to wait for each other
-_FAILED: list[BaseException] = []
-_PROGRAM = {"id": 0, "count": 1}
+from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
+from flashmoe_science.ops.launch import Pointer
+
+WAIT_S = 60
+_CP_ASYNC_THREADS = 128  # of a producer that copies by cp.async
+_run = SimpleNamespace()  # of the program that runs: its indices, the grid, the condition of all barriers, what failed
 
 
-class _Integer(int):
-    value = property(int)
+class Int(int):
+    """A number of a program. Divisions round towards 0, as Triton's do."""
+
+    def to(self, dtype: Any) -> Int:
+        return self
+
+    def __floordiv__(self, other: int) -> Int:
+        assert other > 0
+        return Int(-(-int(self) // other) if self < 0 else int(self) // other)
+
+    def __mod__(self, other: int) -> Int:
+        return self - self // other * other
 
 
-class _Tensor(torch.Tensor):
-    """A tensor in registers."""
+def _arithmetic(whole: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda one, other: found if (found := whole(one, other)) is NotImplemented else Int(found)
 
-    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+for _name in ("add", "sub", "mul", "and", "xor"):
+    for _each in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Int, _each, _arithmetic(getattr(int, _each)))
+
+
+class Values(torch.Tensor):
+    """A tensor of a program, which no operation changes."""
+
+    __iadd__, __isub__, __imul__, __iand__ = torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.__and__  # type: ignore[assignment]
+    __mod__ = torch.fmod  # type: ignore[assignment]
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+    def __floordiv__(self, other: Any) -> torch.Tensor:
+        return torch.div(self, other, rounding_mode="trunc")
 
     def split(self) -> tuple[torch.Tensor, ...]:
         return self.unbind(-1)
 
 
-def _registers(value: Any, like: torch.dtype | None = None) -> torch.Tensor:
-    return torch.as_tensor(value, dtype=like).as_subclass(_Tensor)
+def _values(tensor: torch.Tensor) -> Any:
+    """What a program has of a tensor: of one integer an Int."""
+    return tensor.as_subclass(Values) if tensor.dim() or tensor.is_floating_point() else Int(tensor)
 
 
-def _plain(value: Any) -> torch.Tensor:
-    return torch.as_tensor(value).as_subclass(torch.Tensor)
+class Address:
+    """Numbers at an address, and which of them."""
 
+    def __init__(self, base: int, element: torch.dtype, at: Any = 0) -> None:
+        self.base, self.element, self.at = base, element, at
+        self.dtype = SimpleNamespace(element_ty=element)
 
-def _memory(address: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
-
-
-class _Pointer:
-    def __init__(self, dtype: torch.dtype, address: int, offset: Any = 0) -> None:
-        self.scalar, self.address, self.offset = dtype, address, offset
-        self.dtype = types.SimpleNamespace(element_ty=dtype)
-
-    def __add__(self, offset: Any) -> _Pointer:
-        return _Pointer(self.scalar, self.address, self.offset + offset)
+    def __add__(self, more: Any) -> Address:
+        return Address(self.base, self.element, self.at + more)
 
     def reach(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Memory from the lowest to the highest address that the mask allows, places there, and the mask."""
-        offset, allowed = torch.broadcast_tensors(_plain(self.offset), _plain(True if mask is None else mask))
-        inside = offset[allowed]
-        low, high = (int(inside.min()), int(inside.max())) if inside.numel() else (0, -1)
-        return _memory(self.address + low * self.scalar.itemsize, self.scalar, high - low + 1), inside - low, allowed
+        """Numbers up to the last that the mask allows, which of them it allows, and the mask."""
+        at, mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(mask))
+        at = at[mask]
+        assert not at.numel() or at.min() >= 0
+        return _memory(self.base, int(at.max()) + 1 if at.numel() else 0, self.element), at, mask
 
 
-def _load(pointer: _Pointer, mask: Any = None, other: float = 0) -> torch.Tensor:
-    memory, places, allowed = pointer.reach(mask)
-    out = torch.full(allowed.shape, other, dtype=pointer.scalar)
-    out[allowed] = memory[places.long()]
-    return _registers(out)
+def _memory(base: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(base), dtype=dtype)
 
 
-def _store(pointer: _Pointer, value: Any, mask: Any = None) -> None:
-    memory, places, allowed = pointer.reach(mask)
-    memory[places.long()] = _plain(value).expand(allowed.shape)[allowed].to(pointer.scalar)
+def _load(address: Address, mask: Any = True, other: Any = None) -> Any:
+    if isinstance(address.at, int) and mask is True:  # as most are; the rest takes longer
+        assert address.at >= 0
+        return _values(_memory(address.base, address.at + 1, address.element)[address.at].clone())
+    numbers, at, mask = address.reach(mask)
+    found = _full(list(mask.shape), address.element, other)
+    found[mask] = numbers[at]
+    return _values(found)
 
 
-def _atomic_add(pointer: _Pointer, value: int, sem: str) -> torch.Tensor:
-    old = _load(pointer)
-    _store(pointer, old + value)
+def _store(address: Address, values: Any, mask: Any = True) -> None:
+    numbers, at, mask = address.reach(mask)
+    numbers[at] = torch.as_tensor(values).expand(mask.shape)[mask].to(address.element)
+
+
+def _atomic_add(address: Address, value: int, sem: str) -> Any:
+    old = _load(address)
+    _store(address, old + value)
     return old
 
 
-class _Barrier:
-    def init(self, count: int) -> None:
-        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
-        self.changed = threading.Condition()
-
-    def arrive(self, count: int = 1, expected: int = 0, copied: int = 0) -> None:
-        with self.changed:
-            self.pending, self.bytes = self.pending - count, self.bytes + expected - copied
-            assert self.pending >= 0, "a barrier has more arrivals than it counts"
-            assert self.bytes >= 0, "a barrier has more bytes than it expects"
-            if self.pending == self.bytes == 0:
-                self.phase, self.pending = self.phase + 1, self.count
-                self.changed.notify_all()
-
-    def wait(self, parity: Any) -> None:
-        with self.changed:
-            done = self.changed.wait_for(lambda: self.phase % 2 != int(parity) or bool(_FAILED), timeout=WAIT)
-            assert not _FAILED, "another partition failed"
-            assert done, "partitions wait for each other"
-
-
-class _Barriers:
-    def __init__(self, count: int) -> None:
-        self.shape, self.barriers = [count, 1], [_Barrier() for _ in range(count)]
-
-    def index(self, place: Any) -> _Barrier:
-        return self.barriers[int(place)]
-
-
-class _Shared:
-    """Shared memory, full of what is no number until it is written."""
+class Descriptor:
+    """A tensor as the copy engine sees it."""
 
     layout = None
 
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data, self.shape, self.dtype, self.numel = data, list(data.shape), data.dtype, data.numel()
+    def __init__(self, template: TensorDescriptor, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.dtype, tile = template.base.dtype, list(template.block_shape)
+        self.block_type = SimpleNamespace(shape=tile, nbytes=self.dtype.itemsize * prod(tile))
+        self._address, self._shape, self._strides = address, shape, strides
+        assert len(tile) == len(shape) == len(strides) <= 5
+        assert strides[-1] == 1
+        assert all(one % 16 == 0 for one in (address, *(stride * self.dtype.itemsize for stride in strides[:-1])))
 
-    def index(self, place: Any) -> _Shared:
-        return _Shared(self.data[int(place)])
+    def part(self, place: list[Any], memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a tile at a place, which shared memory is for, what is in the tensor: there, and in shared memory."""
+        first, size = list(map(int, place)), self.dtype.itemsize
+        assert memory.shape == self.block_type.shape
+        assert self._shape[0] != MOST_ROWS or first[0] == RAGGED_ROWS.value
+        low = [max(one, 0) for one in first]
+        ends = [min(one + count, most) for one, count, most in zip(first, memory.shape, self._shape, strict=True)]
+        sizes = [max(end - begin, 0) for begin, end in zip(low, ends, strict=True)]
+        inside = [slice(begin - one, begin - one + count) for begin, one, count in zip(low, first, sizes, strict=True)]
+        here = memory.tensor[tuple(inside)]
+        if 0 in sizes:
+            return torch.empty_like(here), here
+        start = self._address + sum(one * stride for one, stride in zip(low, self._strides, strict=True)) * size
+        count = sum((many - 1) * stride for many, stride in zip(sizes, self._strides, strict=True)) + 1
+        return _memory(start % 2**64, count, self.dtype).as_strided(sizes, self._strides), here
 
-    def reshape(self, shape: list[int]) -> _Shared:
-        return _Shared(self.data.view(shape))
 
-    def permute(self, order: tuple[int, ...]) -> _Shared:
-        return _Shared(self.data.permute(order))
+class Memory:
+    """Shared memory."""
 
-    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> _Shared:
-        return _Shared(self.data.view(shape))
+    layout = None
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    shape = property(lambda self: list(self.tensor.shape))
+    dtype = property(lambda self: self.tensor.dtype)
+    numel = property(lambda self: self.tensor.numel())
+
+    def index(self, at: int) -> Memory:
+        return Memory(self.tensor[int(at)])
+
+    def slice(self, first: int, count: int, dim: int) -> Memory:
+        return Memory(self.tensor.narrow(dim, first, count))
+
+    def reshape(self, shape: list[int]) -> Memory:
+        return Memory(self.tensor.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Memory:
+        return Memory(self.tensor.permute(order))
 
     def load(self, layout: Any) -> torch.Tensor:
-        return _registers(self.data.clone())
+        return self.tensor.clone().as_subclass(Values)
 
-    def store(self, value: torch.Tensor) -> None:
-        assert list(value.shape) == self.shape
-        self.data.copy_(_plain(value))
+    def store(self, values: torch.Tensor) -> None:
+        assert list(values.shape) == self.shape
+        self.tensor.copy_(values)
 
 
-class _BarrierLayout:
-    pass
+class Barrier:
+    """An mbarrier, or several."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self._each = [Barrier([]) for _ in range(shape[0])] if len(shape) == 2 else []
+        self._changed, self._phase = _run.changed, 0
+
+    def index(self, at: int) -> Barrier:
+        return self._each[int(at)]
+
+    def init(self, count: int) -> None:
+        self._count = self._missing = count
+        self._bytes = 0
+
+    def add(self, arrivals: int, nbytes: int) -> None:
+        with self._changed:
+            self._missing, self._bytes = self._missing - arrivals, self._bytes + nbytes
+            assert self._missing >= 0, "a barrier has more arrivals than it counts"
+            assert self._bytes >= 0, "a barrier has more bytes than it expects"
+            if self._missing == self._bytes == 0:
+                self._phase, self._missing = self._phase + 1, self._count
+                self._changed.notify_all()
+
+    def wait(self, phase: int) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._phase & 1 != phase or _run.failed, WAIT_S)
+            assert not _run.failed, "another partition failed"
+            assert done, "a wait does not end"
+
+
+def _full(shape: list[int], dtype: torch.dtype, value: Any = None) -> torch.Tensor:
+    """Without a value of what is no number."""
+    none = torch.nan if dtype.is_floating_point else -1
+    return torch.full(shape, none if value is None else value, dtype=dtype)
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
-    if isinstance(layout, _BarrierLayout):
-        return _Barriers(shape[0])
-    return _Shared(torch.full(tuple(shape), torch.nan if dtype.is_floating_point else -1, dtype=dtype))
+    return Barrier(shape) if dtype is torch.int64 else Memory(_full(shape, dtype))
 
 
-class _Template:
-    """What a build is made for in place of a descriptor."""
-
-    def __init__(self, base: Any, shape: Any, strides: Any, block_shape: list[int], layout: Any) -> None:
-        self.dtype, self.block_shape = base.dtype, block_shape
-
-
-class _Descriptor:
-    layout = None
-
-    def __init__(self, address: int, shape: Any, strides: Any, template: _Template) -> None:
-        self.address, self.shape, self.strides, self.dtype = address, shape, strides, template.dtype
-        block, size = template.block_shape, template.dtype.itemsize
-        self.block_type = types.SimpleNamespace(shape=list(block), nbytes=math.prod(block) * size)
-        assert len(block) == len(shape) == len(strides) <= 5
-        assert address % 16 == 0 == sum(stride * size % 16 for stride in strides[:-1])
-        assert strides[-1] == 1
-
-    def rows(self, at: list[Any]) -> Iterator[tuple[tuple[int, ...], slice, torch.Tensor]]:
-        """Of a copy from ``at``: each row within bounds, its columns within them, and their memory."""
-        *outer, column = map(int, at)
-        *block, width = self.block_type.shape
-        columns = slice(max(0, -column), min(width, self.shape[-1] - column))
-        for place in itertools.product(*map(range, block)):
-            here = [one + step for one, step in zip(outer, place, strict=True)]
-            if columns.stop > columns.start and all(0 <= one < size for one, size in zip(here, self.shape[:-1], strict=True)):
-                elements = column + columns.start + sum(one * stride for one, stride in zip(here, self.strides, strict=False))
-                address = (self.address + elements * self.dtype.itemsize) % 2**64
-                yield place, columns, _memory(address, self.dtype, columns.stop - columns.start)
+def _copy_in(desc: Descriptor, place: list[Any], barrier: Barrier, memory: Memory, pred: Any = True) -> None:
+    if pred:
+        memory.tensor.zero_()
+        there, here = desc.part(place, memory)
+        here.copy_(there)
+        barrier.add(0, -desc.block_type.nbytes)
 
 
-def _tma_load(descriptor: _Descriptor, at: list[Any], barrier: _Barrier, shared: _Shared, pred: Any = True) -> None:
-    if bool(pred):
-        assert shared.shape == descriptor.block_type.shape
-        shared.data.zero_()
-        for place, columns, memory in descriptor.rows(at):
-            shared.data[place][columns] = memory
-        barrier.arrive(0, copied=descriptor.block_type.nbytes)
+def _copy_out(desc: Descriptor, place: list[Any], memory: Memory) -> None:
+    there, here = desc.part(place, memory)
+    there.copy_(here)
 
 
-def _tma_store(descriptor: _Descriptor, at: list[Any], shared: _Shared) -> None:
-    assert shared.shape == descriptor.block_type.shape
-    for place, columns, memory in descriptor.rows(at):
-        memory.copy_(shared.data[place][columns])
-
-
-def _mma(a: _Shared, b: _Shared, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> torch.Tensor:
-    product = _registers(a.data.float() @ b.data.float())
-    return acc + product if bool(use_acc) else product
-
-
-def _approximate(text: str, constraints: str, values: list[torch.Tensor], *rest: Any) -> torch.Tensor:
-    return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](values[0])
-
-
-def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-    def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:
-            _FAILED.append(error)
-
-    threads = [threading.Thread(target=run, args=one) for one in partitions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if _FAILED:
-        raise _FAILED[0]
+def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
+    a = a.tensor if isinstance(a, Memory) else a
+    return _values((acc if use_acc else 0.0) + a.float() @ b.tensor.float())
 
 
 def _where(condition: Any, one: Any, other: Any) -> Any:
-    if not isinstance(condition, torch.Tensor):
-        return one if condition else other
-    return _registers(torch.where(_plain(condition), _plain(one), _plain(other)))
+    return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
 
 
 def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., int]) -> Callable[[Any, Any], Any]:
-    def extreme(a: Any, b: Any) -> Any:
-        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-            return _registers(of_tensors(_plain(a), _plain(b)))
-        return of_numbers(a, b)
-
-    return extreme
+    return lambda a, b: of_tensors(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else of_numbers(a, b)
 
 
-class _Layout:
-    def __init__(self, *arguments: Any) -> None:
-        self.parent = arguments[-1]
-
-    @classmethod
-    def get_default_for(cls, *arguments: Any) -> _Layout:
-        return cls(*arguments)
+_ASSEMBLY = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
 
 
-_LAYOUTS = ("NVMMASharedLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout")
-_SCALARS = ("int32", "int64", "float32", "float16", "bfloat16")
-LANGUAGE: dict[str, Any] = {
-    **dict.fromkeys(_LAYOUTS, _Layout), **{one: getattr(torch, one) for one in _SCALARS},
-    "constexpr": lambda value: _Integer(value) if type(value) is int else value,
-    "constexpr_function": lambda function: function,
-    "load": _load, "store": _store, "atomic_add": _atomic_add, "where": _where, "static_range": range, "static_assert": bool,
-    "minimum": _extreme(torch.minimum, min), "maximum": _extreme(torch.maximum, max), "to_tensor": lambda value: value,
-    "program_id": lambda axis: _PROGRAM["id"], "num_programs": lambda axis: _PROGRAM["count"],
-    "arange": lambda first, end, layout=None: _registers(torch.arange(first, end)),
-    "full": lambda shape, value, dtype, layout=None: _registers(torch.full(shape, int(value), dtype=dtype)),
-    "zeros": lambda shape, dtype, layout=None: _registers(torch.zeros(shape, dtype=dtype)),
-    "expand_dims": torch.unsqueeze, "convert_layout": lambda value, layout: value, "join": lambda *two: torch.stack(two, -1),
-    "sum": torch.sum, "max": torch.amax, "sigmoid": torch.sigmoid, "erf": torch.erf, "exp": torch.exp, "exp2": torch.exp2,
-    "allocate_shared_memory": _allocate, "warp_specialize": _specialize, "inline_asm_elementwise": _approximate,
-    "shared_memory_descriptor": _Shared, "barrier": lambda: None,
-}  # fmt: skip
-MBARRIER = types.SimpleNamespace(
-    MBarrierLayout=_BarrierLayout,
-    init=lambda barrier, count: barrier.init(count),
-    wait=lambda barrier, parity: barrier.wait(parity),
-    expect=lambda barrier, count, pred=True: barrier.arrive(1, expected=count) if bool(pred) else None,
-    arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if bool(pred) else None,
+def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
+    def run(function: Any, arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except BaseException as error:
+            with _run.changed:
+                _run.failed.append(error)
+                _run.changed.notify_all()
+
+    threads = [Thread(target=run, args=one) for one in partitions]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    if _run.failed:
+        raise _run.failed[0]
+
+
+_LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
+_LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
+_LANGUAGE = SimpleNamespace(
+    **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
+    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "sigmoid", "erf", "exp", "exp2")},
+    NVMMASharedLayout=_LAYOUT,
+    program_id=lambda dim: Int(_run.program[dim]),
+    num_programs=lambda dim: Int(_run.grid[dim]),
+    arange=lambda first, last, layout=None: _values(torch.arange(first, last)),
+    full=lambda shape, value, dtype, layout=None: _values(torch.full(shape, value, dtype=dtype)),
+    zeros=lambda shape, dtype, layout=None: _values(torch.zeros(shape, dtype=dtype)),
+    allocate_shared_memory=_allocate,
+    load=_load,
+    store=_store,
+    atomic_add=_atomic_add,
+    where=_where,
+    minimum=_extreme(torch.minimum, min),
+    maximum=_extreme(torch.maximum, max),
+    sum=lambda values, dim: _values(values.sum(dim)),
+    max=lambda values, dim: _values(values.amax(dim)),
+    expand_dims=torch.unsqueeze,
+    join=lambda *two: torch.stack(two, -1),
+    convert_layout=lambda values, layout: values,
+    to_tensor=Int,
+    inline_asm_elementwise=lambda assembly, operands, given, *rest: _ASSEMBLY[assembly.split()[0]](*given),
+    cast=lambda value, dtype: value,
+    static_range=range,
+    static_assert=bool,
+    warp_specialize=_specialize,
+    constexpr=int,
 )
-ASYNC_COPY = types.SimpleNamespace(  # by the 128 threads of a producer
-    async_load=lambda shared, pointer, mask=None: shared.store(_load(pointer, mask)),
-    mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128),
-)
-TMA = types.SimpleNamespace(async_load=_tma_load, async_store=_tma_store, store_wait=lambda pending: None)
+_NAMES = {
+    "gl": _LANGUAGE,
+    "tl": _LANGUAGE,
+    "mbarrier": SimpleNamespace(
+        init=lambda barrier, count: barrier.init(count),
+        expect=lambda barrier, nbytes, pred=True: barrier.add(1, nbytes) if pred else None,
+        arrive=lambda barrier, pred=True: barrier.add(1, 0) if pred else None,
+        wait=lambda barrier, phase: barrier.wait(phase),
+        MBarrierLayout=lambda: None,
+    ),
+    "tma": SimpleNamespace(store_wait=lambda pending: None),
+    "tma_load": _copy_in,
+    "tma_store": _copy_out,
+    "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
+    "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
+    "warpgroup_mma": _product,
+    "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
+    **dict.fromkeys(("fence_async_shared", "barrier", "gdc_wait", "gdc_launch_dependents"), lambda: None),
+    "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),
+}
+_FOUND: dict[int, Any] = {}  # by the dictionary of a module or the function
 
 
-def _function_in(function: Any, **names: Any) -> Any:
-    """A function whose module has these names."""
-    return types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+def as_python(function: Any) -> Any:
+    """A kernel or a device function that Python runs."""
+    plain = function.fn
+    if id(plain) not in _FOUND:
+        _FOUND[id(plain)] = FunctionType(plain.__code__, _namespace(plain.__globals__), plain.__name__, plain.__defaults__)
+    return _FOUND[id(plain)]
+
+
+def _namespace(names: dict[str, Any]) -> dict[str, Any]:
+    if id(names) not in _FOUND:
+        made = _FOUND[id(names)] = dict(names)
+        for name, value in names.items():
+            if name in _NAMES:
+                made[name] = _NAMES[name]
+            elif isinstance(getattr(value, "fn", None), FunctionType):
+                made[name] = as_python(value)
+            elif type(value).__name__ == "constexpr":
+                made[name] = value.value
+            elif getattr(value, "_field_defaults", None):
+                defaults = [getattr(one, "value", one) for one in value._field_defaults.values()]
+                made[name] = namedtuple(name, value._fields, defaults=defaults)  # type: ignore[misc]
+    return _FOUND[id(names)]
 
 
 class Build:
-    """In place of ``ops.launch.Build`` of Gluon kernels: launches interpret them. Tensors are given by their addresses."""
+    """Stands in for ``ops.launch.Build``: a launch runs every program, one after another. Pointers are given as addresses."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], **options: Any) -> None:
-        self._arguments = arguments
-        self._function = _function_in(function, gdc_launch_dependents=lambda: None, gdc_wait=lambda: None)
-
-    def encoder(self, index: int, template: _Template, shape: Any, strides: Any) -> Callable[[int], tuple[Any, ...]]:
-        templates = [one for one in self._arguments if isinstance(one, _Template)]
-        assert templates[index].block_shape == template.block_shape
-        return lambda address: (_Descriptor(address, shape, strides, template),)
+        self._function, self._like = as_python(function), arguments
 
     def bound(self, grid: tuple[int, int, int], *last: Any) -> Callable[..., None]:
-        from flashmoe_science.ops.launch import Pointer
+        return lambda *args: self._launch(grid, (*args, *last))
 
-        def start(*given: Any) -> None:
-            pairs = zip(self._arguments, given, strict=False)
-            arguments = [_Pointer(one.dtype, here) if isinstance(one, Pointer) else here for one, here in pairs]
-            _PROGRAM["count"] = grid[0]
-            for _PROGRAM["id"] in range(grid[0]):
-                self._function(*arguments, *last)
+    def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        templates = [one for one in self._like if isinstance(one, TensorDescriptor)]
+        assert templates[index].block_shape == template.block_shape
+        return lambda given: (Descriptor(template, given if isinstance(given, int) else given.data_ptr(), shape, strides),)
 
-        return start
-
-
-def _install() -> None:
-    triton.runtime.jit.mangle_type(torch.zeros(1))  # what Triton itself imports of Gluon it has now
-    name = "triton.experimental.gluon"
-    for module in [one for one in sys.modules if one.startswith(name)]:
-        del sys.modules[module]
-    hopper = {
-        "mbarrier": MBARRIER, "tma": TMA, "fence_async_shared": lambda: None, "warpgroup_mma": _mma,
-        "warpgroup_mma_wait": lambda pending, values: values[0],
-    }  # fmt: skip
-    contents: dict[str, dict[str, Any]] = {
-        "": {"jit": lambda function=None, **options: function or (lambda one: one)},
-        ".language": LANGUAGE, ".language.nvidia": {}, ".language.nvidia.hopper": hopper,
-        ".language.nvidia.ampere": {"async_copy": ASYNC_COPY}, ".nvidia": {}, ".nvidia.hopper": {"TensorDescriptor": _Template},
-    }  # fmt: skip
-    for suffix, values in contents.items():
-        sys.modules[name + suffix] = module = types.ModuleType(name + suffix)
-        module.__dict__.update(values, __path__=[])
-    sys.modules[name].language = sys.modules[f"{name}.language"]  # type: ignore[attr-defined]
-    triton.experimental.gluon = sys.modules[name]
-
-    from flashmoe_science.ops import gluon_bridge
-
-    gluon_bridge.as_gluon = lambda function: _function_in(function.fn, tl=sys.modules[f"{name}.language"])
-
-
-_install()
+    def _launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        given = [
+            Address(one, like.dtype) if isinstance(like, Pointer) and one is not None else Int(one) if type(one) is int else one
+            for one, like in zip(arguments, self._like, strict=True)
+        ]
+        with _disable_current_modes():
+            for program in product(*map(range, grid)):
+                _run.program, _run.grid, _run.changed, _run.failed = program, grid, Condition(), []
+                self._function(*given)

@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+from tests.unit import gluon_interpreter
 from tests.unit.ops.attention.backward import traps
-from tests.unit.ops.attention.backward.gluon_on_cpu import CpuBuild
 from tests.unit.ops.attention.backward.random_problems import LARGE, Most, RandomCase, drawn
 
 from flashmoe_science.hardware.gpus import gpu_named
@@ -151,7 +151,7 @@ def test_the_share_of_scores_that_are_seen_is_counted(text: str) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run on the CPU, by Python."""
-    monkeypatch.setattr(launch, "Build", CpuBuild)
+    monkeypatch.setattr(launch, "Build", gluon_interpreter.Build)
     with assume(H100):
         yield
 

@@ -1,24 +1,24 @@
 """Puts cases to the Gluon kernels of experts on the CPU: the forward that saves z, and the backward. Prints one JSON object.
 
-Run as a script in a process of its own, with TRITON_INTERPRET=1.
+Run as a script with TRITON_INTERPRET=1, which the other kernels of a call need.
 """
 
-# ruff: noqa: I001
 from __future__ import annotations
-
-from tests.unit import gluon_interpreter
 
 import json
 from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.backward.cases import added_to, backward_inputs, kept, off, poisoned, reference
 from tests.unit.ops.moe.cases import Case, inputs_of, z_off
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.moe.backward.gluon_sm90 import kernel as backward, launch as backward_launch
-from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as forward, launch as forward_launch
+from flashmoe_science.ops.moe.backward.gluon_sm90 import kernel as backward
+from flashmoe_science.ops.moe.backward.gluon_sm90 import launch as backward_launch
+from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as forward
+from flashmoe_science.ops.moe.products.gluon_sm90 import launch as forward_launch
 
 BACKWARD = (
     Case("moe t20 e4 k2 d136 f200 bf16"),
