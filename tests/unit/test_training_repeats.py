@@ -68,6 +68,7 @@ def test_by_pytorchs_operators() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.again
 def test_by_our_kernels(interpreted: Interpreter) -> None:
     assert_equal(interpreted("test_training_repeats.py"))
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])])
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.parallel.context_ranks"]
     started = [

@@ -40,7 +40,7 @@ def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
     [
         ("100", "4"),
         ("364", "1"),  # a sink far below the scores, whose cap was below 0
-        pytest.param("0", "40", marks=pytest.mark.slow),
+        pytest.param("0", "40", marks=[pytest.mark.slow, pytest.mark.again]),
         pytest.param("200", "200", marks=[pytest.mark.slow, pytest.mark.again]),
     ],
 )
