@@ -97,7 +97,8 @@ def grouped_moe(
         [rows, H]; zeros in rows past the last expert's.
 
     Raises:
-        TypeError, ValueError: as ``fused_moe``; offsets that are no integers, or not one an expert.
+        TypeError, ValueError: as ``fused_moe``; offsets that are no integers, or not one an expert; on the CPU, those that fall
+            or pass the last row.
     """
     experts = gate_up_proj.shape[0] if isinstance(gate_up_proj, torch.Tensor) and gate_up_proj.dim() else 0
     return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from flashmoe_science.parallel.layout import Cut, cut_of_shard
+from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -29,7 +29,7 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
     Raises:
         TypeError, ValueError: as ``shard``, or a shard that this rank cannot have.
     """
-    found = cut_of_shard(x.shape[dim], seqlen, group, layout)
+    found = cut_of_shard(length_of(x, dim), seqlen, group, layout)
     ((whole,),) = fetch((x.movedim(dim, 0),), found, [[range(found.seqlen)]] * len(found.chunks))
     return whole.movedim(0, dim)
 

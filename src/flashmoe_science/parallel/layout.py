@@ -90,6 +90,13 @@ def process_group(group: object) -> dist.ProcessGroup:
     return group
 
 
+def length_of(x: torch.Tensor, dim: int) -> int:
+    """The length of a dimension. Raises ValueError where there is none of that number."""
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim}; x has {x.dim()} dimensions")
+    return x.shape[dim]
+
+
 def shard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail") -> torch.Tensor:
     """This rank's tokens of ``x``, which holds the whole sequence in dimension ``dim``; never padding. Differentiable.
 
@@ -98,9 +105,9 @@ def shard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail") -
         layout: "head_tail": of 2N chunks rank r has r and 2N - 1 - r; "contiguous": one chunk a rank.
 
     Raises:
-        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks.
+        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks, no such dimension.
     """
-    chunks = cut(x.shape[dim], group, layout).own()
+    chunks = cut(length_of(x, dim), group, layout).own()
     return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
 
 
@@ -122,6 +129,7 @@ def positions(
     Raises:
         TypeError, ValueError: as ``shard``.
     """
+    check_count(seqlen, "seqlen", 0)
     own = shard(torch.arange(seqlen, device=device if cu_seqlens is None else cu_seqlens.device), 0, group, layout)
     if cu_seqlens is not None:
         own = own - cu_seqlens[torch.searchsorted(cu_seqlens, own, right=True) - 1]

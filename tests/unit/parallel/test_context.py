@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from flashmoe_science.parallel import positions, shard, unshard
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,3 +28,12 @@ def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     ended = [(*process.communicate(timeout=300), process.returncode) for process in started]
     assert [code for _, _, code in ended] == [0] * ranks, "\n".join(complained[-2000:] for _, complained, _ in ended)
     assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
+
+
+def test_a_dimension_and_a_length_that_are_not_are_refused_before_the_group_is_looked_at() -> None:
+    with pytest.raises(ValueError, match="dim is 9; x has 2 dimensions"):
+        shard(torch.zeros(4, 4), 9, None)
+    with pytest.raises(ValueError, match="dim is -3; x has 2 dimensions"):
+        unshard(torch.zeros(4, 4), -3, None)
+    with pytest.raises(ValueError, match="seqlen is -1"):
+        positions(-1, None)
