@@ -18,6 +18,7 @@ from flashmoe_science.ops.launch import (
     cdiv,
     stand_in,
     workspace_allocator,
+    workspace_bytes,
 )
 from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.backward.sums import (
@@ -43,7 +44,9 @@ from flashmoe_science.ops.moe.call.backward import (
     gradients_like,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.grouped import starts_early
+from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
+from flashmoe_science.ops.moe.products.grouped import DTYPES, starts_early
+from flashmoe_science.ops.moe.route.step import workspace_around
 from flashmoe_science.ops.moe.rows import RowCounts
 
 Product = Callable[[RowCounts], KernelLaunch]
@@ -84,21 +87,23 @@ def wanted_of(inputs: BackwardInputs) -> Wanted:
     )
 
 
-def width_of_z(problem: MoEProblem) -> int:
-    """Rows of w1."""
-    return problem.hidden * (2 if problem.gated else 1)
-
-
 def parts_of(problem: MoEProblem, counts: RowCounts, dtype: torch.dtype, columns: int, needs: Needs, dx: bool) -> list[Part]:
     """The workspace: tables and two counters of tiles of dW, dz, active, partials, rows of dX; ``columns`` partials a row."""
     pairs = counts.pairs
     return [
         (counts.length + 2, torch.int32),
-        (pairs * width_of_z(problem) * needs.dz, dtype),
+        (pairs * problem.rows_of_w1() * needs.dz, dtype),
         (pairs * problem.hidden * needs.active, dtype),
         (pairs * columns * needs.partials, torch.float32),
         (pairs * problem.dim * dx, dtype),
     ]
+
+
+def workspace_of(problem: MoEBackwardProblem, block_m: int, columns: int) -> int:
+    """Bytes of the tables and of the rows between the products where every gradient is wanted; of a step all that it takes."""
+    needs = Needs(dz=True, active=True, partials=True)
+    parts = parts_of(problem, RowCounts.of(problem, block_m), DTYPES[problem.dtype], columns, needs, dx=True)
+    return workspace_around(problem, workspace_bytes(parts))
 
 
 def grouped_backward(
@@ -191,6 +196,6 @@ def _build_bias(
 
 def launches_of_biases(problem: MoEProblem) -> tuple[Launch, ...]:
     """The launches of the gradients of both biases, where the problem has them."""
-    widths = (width_of_z(problem), problem.dim) if problem.bias else ()
+    widths = (problem.rows_of_w1(), problem.dim) if problem.bias else ()
     grids = ((problem.experts * cdiv(width, BIAS_COLUMNS), 1, 1) for width in widths)
     return tuple(Launch("^flashmoe_moe_dbias$", grid, 32 * BIAS_WARPS) for grid in grids)

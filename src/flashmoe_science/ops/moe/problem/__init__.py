@@ -104,6 +104,10 @@ class MoEProblem(Problem):
         )
         return tuple(filter(None, words))
 
+    def rows_of_w1(self) -> int:
+        """Rows of w1, which are the columns of the pre-activations."""
+        return self.hidden * (2 if self.gated else 1)
+
     def pairs(self) -> int:
         """(token, expert) pairs: rows of the grouped matrix products."""
         return self.tokens * self.top_k
@@ -135,7 +139,7 @@ class MoEProblem(Problem):
 
     def biases(self) -> int:
         """Elements of one expert's biases."""
-        return ((2 if self.gated else 1) * self.hidden + self.dim) * self.bias
+        return (self.rows_of_w1() + self.dim) * self.bias
 
     def min_bytes(self) -> int:
         """Bytes that must cross device memory: x, the touched experts' weights and biases and the routing (ids and weights, or

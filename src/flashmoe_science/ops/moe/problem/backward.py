@@ -32,7 +32,7 @@ class MoEBackwardProblem(MoEProblem):
         of_rows = 3 * self.tokens * self.dim + self.experts * (self.weights() + self.biases())
         touched = self.weights() + self.bias * self.dim
         if self.routing == "ids":
-            of_rows += self.pairs() * self.hidden * (2 if self.gated else 1)
+            of_rows += self.pairs() * self.rows_of_w1()
         else:
             of_rows += self.tokens * self.dim
             touched = self.weights() + self.biases()

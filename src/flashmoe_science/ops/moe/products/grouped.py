@@ -28,7 +28,7 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.ops.moe.rows import RowCounts
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # bind(counts) of a grouped product that is built, for any number of rows, which writes out[row] of every row of the tables:
 # launch(x, w, bias, out, z, tables) of the up product, launch(a, w, bias, out, tables) of the down product, a being what the up
 # product wrote.
@@ -70,7 +70,7 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         p, (x, _, _, _, ids, _, _) = like.problem, like.tensors
         counts, result = RowCounts.of(p, config["block_m"]), contiguous(shape, x.dtype)
-        of_z = contiguous((counts.pairs, p.hidden * (2 if p.gated else 1)), x.dtype) if saves_z else None
+        of_z = contiguous((counts.pairs, p.rows_of_w1()), x.dtype) if saves_z else None
         take, allocate = workspace_allocator(x.is_cuda, _workspace(p, counts)), allocator(x.is_cuda)
         sort, up, down, add = rows.bind_rows(ids, counts, early), bind_up(counts), bind_down(counts), bind_combine(p)
 
@@ -104,7 +104,7 @@ def workspace(problem: MoEProblem, config: Config) -> int:
 
 
 def _workspace(problem: MoEProblem, counts: RowCounts) -> tuple[Part, ...]:
-    dtype, pairs = _DTYPES[problem.dtype], counts.pairs
+    dtype, pairs = DTYPES[problem.dtype], counts.pairs
     return (counts.length, torch.int32), (pairs * problem.hidden, dtype), (pairs * problem.dim, dtype)
 
 

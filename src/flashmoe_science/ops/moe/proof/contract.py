@@ -158,7 +158,7 @@ class SharedContract(Contract):
                 return normal(p.experts, width, rows, width=width).mT
             return normal(p.experts, rows, width, width=width)
 
-        p, rows = problem, problem.hidden * (2 if problem.gated else 1)
+        p, rows = problem, problem.rows_of_w1()
         if p.routing == "ids":
             logits = torch.randn(p.tokens, p.experts, device=device, generator=generator)
             weights, ids = routing_oracle(logits, p.top_k)

@@ -37,7 +37,7 @@ def workspace_around(problem: MoEBackwardProblem, backward: int) -> int:
     forward, its result and pre-activations, what the router chose, and the gradient of its weights."""
     if problem.routing == "ids":
         return backward
-    size, pairs, width = DTYPE_BYTES[problem.dtype], problem.pairs(), problem.hidden * (2 if problem.gated else 1)
+    size, pairs, width = DTYPE_BYTES[problem.dtype], problem.pairs(), problem.rows_of_w1()
     rows = (RowCounts.of(problem, _LEAST_TILE).length, torch.int32), (pairs * (problem.hidden + problem.dim) * size, torch.int8)
     kept = (problem.tokens * problem.dim + pairs * width) * size + triton.routing_bytes(problem) + 4 * pairs
     return backward + workspace_bytes(rows) + kept

@@ -67,7 +67,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         if options.deterministic:
             raise CannotServe(f"deterministic is True and kernel is {options.kernel!r}, which does not promise that")
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
-    gpu, ours = gpu_of(tensors.q), operation(_OP).ours()
+    gpu = gpu_of(tensors.q)
     if _is_empty(tensors):
         return Decision(FALLBACK, Config(), "a size is 0, so there is nothing to compute", "required")
     if gpu is None and not named:
@@ -80,7 +80,8 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
         return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")
     if any(isinstance(size, torch.SymInt) for one in tensors[:3] for size in one.shape):
-        if asked and ours:  # whether it can is seen when it is called; the last of ours takes the most
+        # Whether it can is seen when it is called; the last of ours takes the most.
+        if asked and (ours := operation(_OP).ours()):
             return Decision(kernel or ours[-1].name, Config(), asked, "requested")
         return Decision(FALLBACK, Config(), "no record is of sizes that are not known yet", "modelled")
     try:

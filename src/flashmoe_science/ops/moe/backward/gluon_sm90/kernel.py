@@ -10,11 +10,9 @@ by w1 with its dimensions exchanged. All are persistent, with a producer warp gr
 
 from __future__ import annotations
 
-import torch
-
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.launch import cdiv, workspace_bytes
+from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.ops.moe import combine
 from flashmoe_science.ops.moe import rows as tables
 from flashmoe_science.ops.moe.backward.gluon_sm90.config import NAME, check_tensors, configs, grid_of_weights, supports
@@ -26,14 +24,13 @@ from flashmoe_science.ops.moe.backward.launch import (
     launch_of_routing,
     launches_of_biases,
     needs_of,
-    parts_of,
     wanted_of,
-    width_of_z,
+    workspace_of,
 )
-from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, Gradients, our_kernel
+from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import THREADS, grid, suits
-from flashmoe_science.ops.moe.route.step import launches_around, workspace_around
+from flashmoe_science.ops.moe.route.step import launches_around
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
@@ -49,16 +46,8 @@ def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
     return grouped_backward(inputs, config["block_m"], cdiv(p.hidden, config["hidden_n"]), products, Needs(True, True, True))
 
 
-def run(inputs: BackwardInputs, config: Config) -> Gradients:
-    return plan(inputs, config)(inputs)(inputs.tensors, inputs.sums)
-
-
 def workspace(problem: MoEBackwardProblem, config: Config) -> int:
-    """Bytes of the tables and of the rows between the products."""
-    counts, columns = RowCounts.of(problem, config["block_m"]), cdiv(problem.hidden, config["hidden_n"])
-    dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
-    own = workspace_bytes(parts_of(problem, counts, dtype, columns, Needs(True, True, True), True))
-    return workspace_around(problem, own)
+    return workspace_of(problem, config["block_m"], cdiv(problem.hidden, config["hidden_n"]))
 
 
 def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -66,7 +55,7 @@ def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Lau
     counts, block_n = RowCounts.of(problem, config["block_m"]), config["block_n"]
     of_weights = [
         grid_of_weights(problem, *sizes, block_n, gpu)
-        for sizes in ((problem.dim, problem.hidden), (width_of_z(problem), problem.dim))
+        for sizes in ((problem.dim, problem.hidden), (problem.rows_of_w1(), problem.dim))
     ]
     return launches_around(
         problem,
@@ -86,7 +75,7 @@ KERNEL = our_kernel(
     about="warp-specialised Gluon for Hopper, for many rows an expert: four persistent products; deterministic",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,

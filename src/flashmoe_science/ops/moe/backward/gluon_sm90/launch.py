@@ -14,7 +14,7 @@ from flashmoe_science.ops.launch import Build, Encoder, Pointer, stand_in
 from flashmoe_science.ops.moe.backward.gluon_sm90.config import Z_COLUMNS, by_rows, grid_of_weights
 from flashmoe_science.ops.moe.backward.gluon_sm90.hidden import flashmoe_moe_dhidden_gluon_sm90
 from flashmoe_science.ops.moe.backward.gluon_sm90.weights import flashmoe_moe_dweights_gluon_sm90
-from flashmoe_science.ops.moe.backward.launch import Product, width_of_z
+from flashmoe_science.ops.moe.backward.launch import Product
 from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.call.backward import BackwardInputs
 from flashmoe_science.ops.moe.products.gluon_sm90.config import COPYING, GATHERING, REGISTERS, ROWS, STORE_COLUMNS, grid
@@ -27,7 +27,7 @@ from flashmoe_science.ops.moe.rows import RowCounts
 def rows(inputs: BackwardInputs, config: Config) -> Product:
     """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged."""
     p, t, deep = inputs.problem, inputs.tensors, config["block_k"]
-    depth = width_of_z(p)
+    depth = p.rows_of_w1()
     w1, transposed = by_rows(t.w1), t.w1.stride(2) == 1
     tile = (1, deep, config["block_n"]) if transposed else (1, config["block_n"], deep)
     weights = Weights(tile, tuple(w1.shape), w1.stride())

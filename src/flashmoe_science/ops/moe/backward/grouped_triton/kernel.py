@@ -18,7 +18,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, stand_in, workspace_bytes
+from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.backward.grouped_triton.config import HIDDEN, ROWS, WEIGHTS, configs, supports, tile_of
 from flashmoe_science.ops.moe.backward.grouped_triton.hidden import flashmoe_moe_dhidden
@@ -31,19 +31,17 @@ from flashmoe_science.ops.moe.backward.launch import (
     launch_of_routing,
     launches_of_biases,
     needs_of,
-    parts_of,
     wanted_of,
-    width_of_z,
+    workspace_of,
 )
-from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, Gradients, our_kernel
+from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.tiles import GROUP, build_product, flashmoe_moe_down, grid_of
-from flashmoe_science.ops.moe.route.step import launches_around, workspace_around
+from flashmoe_science.ops.moe.route.step import launches_around
 from flashmoe_science.ops.moe.rows import RowCounts
 
 NAME = "moe_bwd_triton"
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
@@ -88,7 +86,7 @@ def build_rows(inputs: BackwardInputs, config: Config) -> Product:
     p, w1, tile = inputs.problem, inputs.tensors.w1, tile_of(config, ROWS)
     of_expert, of_depth, of_column = w1.stride()
     constexprs = {
-        "EXPERTS": p.experts, "DEPTH": width_of_z(p), "WIDTH": p.dim,
+        "EXPERTS": p.experts, "DEPTH": p.rows_of_w1(), "WIDTH": p.dim,
         "STRIDE_E": of_expert, "STRIDE_N": of_column, "STRIDE_K": of_depth,
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": GROUP, **_schedule(inputs, tile.stages),
     }  # fmt: skip
@@ -124,16 +122,9 @@ def build_weights(
     return lambda counts: build.bound(grid, counts.pairs, counts.tiles, *values)
 
 
-def run(inputs: BackwardInputs, config: Config) -> Gradients:
-    return plan(inputs, config)(inputs)(inputs.tensors, inputs.sums)
-
-
 def workspace(problem: MoEBackwardProblem, config: Config) -> int:
-    """Bytes of the tables and of the rows between the products, where every gradient is wanted."""
     tile = tile_of(config, HIDDEN)
-    counts, columns = RowCounts.of(problem, tile.m), cdiv(problem.hidden, tile.n)
-    own = workspace_bytes(parts_of(problem, counts, _DTYPES[problem.dtype], columns, Needs(True, True, True), True))
-    return workspace_around(problem, own)
+    return workspace_of(problem, tile.m, cdiv(problem.hidden, tile.n))
 
 
 def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -142,7 +133,7 @@ def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Lau
     counts = RowCounts.of(problem, hidden.m)
     grids = [
         (problem.experts * cdiv(problem.dim, of_weights.m) * cdiv(width, of_weights.n), 1, 1)
-        for width in (problem.hidden, width_of_z(problem))
+        for width in (problem.hidden, problem.rows_of_w1())
     ]
     return launches_around(
         problem,
@@ -162,7 +153,7 @@ KERNEL = our_kernel(
     about="portable Triton: four grouped products over rows sorted by expert; deterministic, every activation and layout",
     supports=supports,
     configs=configs,
-    run=run,
+    run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,
