@@ -36,11 +36,13 @@ class Model(nn.Module):
         return self.out(x + attended.flatten(2))  # type: ignore[no-any-return]
 
 
-def trained(device: str, dtype: torch.dtype, heads: int, width: int, tokens: int) -> tuple[list[float], list[torch.Tensor]]:
+def trained(
+    device: str, dtype: torch.dtype, heads: int, width: int, tokens: int, rate: float
+) -> tuple[list[float], list[torch.Tensor]]:
     """The losses of each step, and the weights after the last."""
     torch.manual_seed(3)
     model = Model(heads, width).to(device, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     start, losses = torch.randint(WORDS, (2, 1)), []
     sequence = (start + torch.arange(tokens + 1) ** 2) % WORDS
     for step in range(STEPS):
@@ -53,8 +55,8 @@ def trained(device: str, dtype: torch.dtype, heads: int, width: int, tokens: int
     return losses, [one.detach().clone() for one in model.parameters()]
 
 
-def twice(device: str, dtype: torch.dtype, heads: int, width: int, tokens: int) -> dict[str, object]:
-    (losses, weights), (again, same) = (trained(device, dtype, heads, width, tokens) for _ in range(2))
+def twice(device: str, dtype: torch.dtype, heads: int, width: int, tokens: int, rate: float = 1e-2) -> dict[str, object]:
+    (losses, weights), (again, same) = (trained(device, dtype, heads, width, tokens, rate) for _ in range(2))
     return {"first": losses[0], "last": losses[-1], "bits": losses == again and all(map(torch.equal, weights, same))}
 
 
@@ -76,7 +78,7 @@ def test_by_our_kernels(interpreted: Interpreter) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
 def test_by_our_kernels_on_a_gpu(width: int) -> None:
-    assert_equal(twice("cuda", torch.bfloat16, 8, width, 700))
+    assert_equal(twice("cuda", torch.bfloat16, 8, width, 700, rate=1e-3))  # at 1e-2 PyTorch's operators diverge too
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, nearest, select
 from flashmoe_science.dispatch.tuned import known_table
@@ -84,6 +86,11 @@ def choose(
 
 
 NO_RECORD = "no record has a backward of ours faster than PyTorch's"
+
+
+def asked_by_switch() -> str:
+    """In words that PyTorch's switch asks for deterministic algorithms; empty where it does not."""
+    return "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
 
 
 def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: str) -> Decision:

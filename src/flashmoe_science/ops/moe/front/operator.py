@@ -123,12 +123,15 @@ def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     return unviewed(out, tensors.x.shape)
 
 
+_SAVING = f"{MoEProblem.op}, saving", f"{MoEProblem.op}, saving, deterministic"
+
+
 def _forward(*args: Any) -> torch.Tensor:
     return _launched(MoEProblem.op, *args)  # type: ignore[no-any-return]
 
 
 def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launched(f"{MoEProblem.op}, saving", *args)  # type: ignore[no-any-return]
+    return _launched(_SAVING[torch.are_deterministic_algorithms_enabled()], *args)  # type: ignore[no-any-return]
 
 
 def _launched(op: str, *args: Any) -> Any:

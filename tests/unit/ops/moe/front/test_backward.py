@@ -331,17 +331,22 @@ def test_weights_that_fsdp2_frees_between_the_passes(tmp_path: Any) -> None:
     spawn(train_sharded, (str(tmp_path / "store"),), 2)
 
 
-def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu() -> None:
-    """Also where PyTorch's deterministic algorithms are asked for: a backward of ours has not been run on a GPU."""
+@pytest.mark.parametrize("switch", [False, True])
+def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu(switch: bool) -> None:
+    """But where PyTorch's switch asks for deterministic algorithms: ours promise them."""
     x, w1, w2 = (
         torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((512, 64), (8, 96, 64), (8, 64, 48))
     )
     routing = torch.empty(512, 2), torch.zeros(512, 2, dtype=torch.int32)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(switch)
     try:
         with assume(gpu_named("h200")):
-            found = fm.explain_moe(x, w1, w2, *routing)
+            found = choose_backward(Tensors(x, w1, w2, *routing, None, None), Activation(), None)
+            serves_both = None if switch else fm.explain_moe(x, w1, w2, *routing).reason
     finally:
         torch.use_deterministic_algorithms(False)
-    assert found.kernel == "grouped_mm"
-    assert "PyTorch's products serve both passes; an input requires gradients, its backward by grouped_mm_bwd" in found.reason
+    assert found.kernel == ("moe_bwd_gluon_sm90" if switch else "grouped_mm_bwd")
+    if serves_both is not None:
+        assert (
+            "PyTorch's products serve both passes; an input requires gradients, its backward by grouped_mm_bwd" in serves_both
+        )
