@@ -133,6 +133,7 @@ def timed(training: Training, found: list[Way], rows: list[Row], samples: int, d
     for way, row in zip(found, rows, strict=True):
         if row.failed is None:
             calls[way.name] = partial(training.step, way)
+            calls[way.name]()  # the first step of all allocates the optimizer's moments
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds(calls[way.name], device)
