@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardKernel
 
 FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
-FLASH = "sdpa_bwd_flash"  # FlashAttention 2's, of PyTorch's flash backend
+FLASH = sdpa_backward.FLASH  # FlashAttention 2's, of PyTorch's flash backend
 PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
 
 
