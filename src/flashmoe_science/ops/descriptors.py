@@ -17,8 +17,8 @@ _STRIDE = 2**34
 
 
 def template(tile: Tile, dtype: str) -> TensorDescriptor:
-    """A descriptor of a tile of "fp16" or "bf16", over no tensor in particular."""
-    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
+    """A descriptor of a tile of "fp16", "bf16" or "fp32", over no tensor in particular."""
+    base = Pointer({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
     return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
 
 
@@ -40,4 +40,4 @@ def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _layout(tile: Tile, dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16 if dtype == "bf16" else gl.float16)
+    return gl.NVMMASharedLayout.get_default_for(list(tile), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])

@@ -22,7 +22,8 @@ def ours() -> tuple[BackwardKernel, ...]:
     serves every call then."""
     if TRITON_MISSING:
         return ()
+    from flashmoe_science.ops.attention.backward.fused_sm90 import kernel as bwd_fused_gluon_sm90
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+    return (bwd_gluon_sm90.KERNEL, bwd_fused_gluon_sm90.KERNEL, bwd_triton.KERNEL)
