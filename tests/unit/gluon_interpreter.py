@@ -231,6 +231,11 @@ def _copy_out(desc: Descriptor, place: list[Any], memory: Memory) -> None:
     there.copy_(here)
 
 
+def _copy_add(desc: Descriptor, place: list[Any], memory: Memory) -> None:
+    there, here = desc.part(place, memory)
+    there.add_(here)
+
+
 def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
     a = a.tensor if isinstance(a, Memory) else a
     return _values((acc if use_acc else 0.0) + a.float() @ b.tensor.float())
@@ -309,11 +314,12 @@ _NAMES = {
     "tma": SimpleNamespace(store_wait=lambda pending: None),
     "tma_load": _copy_in,
     "tma_store": _copy_out,
+    "tma_add": _copy_add,
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
     "warpgroup_mma": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
-    **dict.fromkeys(("fence_async_shared", "barrier", "gdc_wait", "gdc_launch_dependents"), lambda: None),
+    **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
     "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),
 }
 _FOUND: dict[int, Any] = {}  # by the dictionary of a module or the function

@@ -167,6 +167,9 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
             for i in range(work.whole - work.low):
                 dk, dv = _step(step, work.whole - 1 - i, dk, dv, smem, ds_smem, barriers, work, log2, PART, True)
                 step += 1
+    if step > 0:  # dK goes by way of the memory of K, which the last product for dQ reads
+        last = step * 2 - 1
+        mbarrier.wait(barriers.ds.empty.index(last % _HALVES), last // _HALVES & 1)
     barrier()
     as_matrix(smem.k, PART).store((dk * scale).to(smem.k.dtype))
     as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
