@@ -14,11 +14,12 @@ Tile = tuple[int, ...]  # elements of a copy in each dimension
 RAGGED_ROWS = gl.constexpr(2**30)  # see ``ragged``
 MOST_ROWS = 0x7FFF0000  # before the end of rows that end where a copy says
 _STRIDE = 2**34
+_DTYPES = {"bf16": (torch.bfloat16, gl.bfloat16), "fp16": (torch.float16, gl.float16), "fp32": (torch.float32, gl.float32)}
 
 
 def template(tile: Tile, dtype: str) -> TensorDescriptor:
     """A descriptor of a tile of "fp16", "bf16" or "fp32", over no tensor in particular."""
-    base = Pointer({"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype])
+    base = Pointer(_DTYPES[dtype][0])
     return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
 
 
@@ -40,4 +41,4 @@ def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _layout(tile: Tile, dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(tile), {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(tile), _DTYPES[dtype][1])

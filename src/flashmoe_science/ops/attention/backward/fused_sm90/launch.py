@@ -72,7 +72,8 @@ class FusedBackwardLauncher(BackwardLauncher):
         vectors = ((every,), (1,))
         shapes = (*map(shape_of, (q, k, v, dout)), vectors, vectors, *gradients, ((every, WIDTH), (WIDTH, 1)))
         fused, finish = self._bind_fused(sizes, shapes), self._bind_finish(of_dq, sizes)
-        parts = [(every, torch.float32), (every, torch.float32), (every * WIDTH, torch.float32), (every // ROWS + 1, torch.int32)]
+        numbers = (every, every, every * WIDTH)  # of the log-sum-exp, delta, dQ
+        parts = [*((one, torch.float32) for one in numbers), (every // ROWS + 1, torch.int32)]
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:

@@ -102,7 +102,9 @@ def _load(descs, smem, barriers, work):
 
 
 @gluon.jit
-def _half(step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKED: gl.constexpr):
+def _half(
+    step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
     """dK and dV with half a tile of queries added, whose dS goes to shared memory. dV is started before dP is waited for: the
     assembler would else move that wait above all of the exponentials."""
     STAGES: gl.constexpr = smem.q.shape[0]
@@ -194,9 +196,10 @@ def _multiply(smem, ds_smem, barriers, work):
             number = step * 2 + half
             place = number % _HALVES
             mbarrier.wait(barriers.ds.full.index(place), number // _HALVES & 1)
-            first, second = ds_smem.index(place * 2).permute((1, 0)), ds_smem.index(place * 2 + 1).permute((1, 0))  # [HALF, KEYS]
-            dq = warpgroup_mma(first, as_matrix(smem.k, 0), zeros, use_acc=False, is_async=True)
-            dq = warpgroup_mma(second, as_matrix(smem.k, 1), dq, is_async=True)
+            dq = zeros
+            for part in gl.static_range(2):
+                ds = ds_smem.index(place * 2 + part).permute((1, 0))  # [HALF, KEYS]
+                dq = warpgroup_mma(ds, as_matrix(smem.k, part), dq, use_acc=part > 0, is_async=True)
             dq = warpgroup_mma_wait(0, [dq])
             mbarrier.arrive(barriers.ds.empty.index(place))
             if half == 0:
