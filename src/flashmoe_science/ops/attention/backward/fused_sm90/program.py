@@ -127,15 +127,14 @@ def _half(
     dp = warpgroup_mma_wait(1, [dp])
     delta = smem.delta.index(stage).slice(HALF * _HALF, _HALF, 0).load(gl.SliceLayout(0, layout))
     ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
     number = step * 2 + HALF
     slot = number % _HALVES
     here = ds_smem.index(slot * 2 + PART)
     mbarrier.wait(barriers.ds.empty.index(slot), number // _HALVES & 1 ^ 1)
     here.store(ds)
     fence_async_shared()
-    barrier()
     mbarrier.arrive(barriers.ds.full.index(slot))
-    dk = warpgroup_mma(here, q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])
     return dk, dv
 
