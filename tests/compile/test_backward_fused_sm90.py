@@ -1,4 +1,4 @@
-"""The builds of bwd_fused_gluon_sm90: all that a call launches, without a spill, and that its products run beside each other."""
+"""The builds of bwd_fused_gluon_sm90: all that a call launches, without a spill."""
 
 from __future__ import annotations
 
