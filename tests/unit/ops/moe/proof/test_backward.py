@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -104,3 +106,12 @@ def test_sonicmoe_is_a_rival_of_steps_only() -> None:
     peer = kernel_named("sonicmoe_train", "moe_backward")
     assert "needs a GPU" in peer.supports(parse_problem(FROM_LOGITS[0]), None)
     assert sonicmoe.KERNEL.slow == peer.slow
+
+
+def test_a_process_that_knows_the_contract_alone_can_take_a_step() -> None:
+    """The harness's workers import no function of the package; on a GPU a step was refused there for want of an operator."""
+    source = (
+        "import torch, flashmoe_science.ops.moe.proof.backward.contract\n"
+        "torch.ops.flashmoe.moe_forward_saving, torch.ops.flashmoe.moe_route_backward"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)

@@ -30,6 +30,7 @@ from flashmoe_science.ops.moe.call.backward import (
     Gradients,
     StepInputs,
 )
+from flashmoe_science.ops.moe.front import operator as _operators  # noqa: F401  # it defines those of a step
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
 from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
