@@ -20,6 +20,7 @@ import torch
 
 from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
+from flashmoe_science.operations import public
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
     NEW,
@@ -30,7 +31,6 @@ from flashmoe_science.ops.moe.call.backward import (
     Gradients,
     StepInputs,
 )
-from flashmoe_science.ops.moe.front import operator as _operators  # noqa: F401  # it defines those of a step
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
 from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
@@ -40,6 +40,7 @@ from flashmoe_science.ops.moe.route.spec import Options as RouterOptions
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 Inputs = Mapping[str, torch.Tensor]
+public("flashmoe_science.moe:fused_moe")  # its module defines the operators of a step
 
 
 class MoEBackwardContract(SharedContract):
