@@ -16,10 +16,11 @@ import flashmoe_science as fm
 import flashmoe_science.moe  # which defines the operators
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
-from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call import Activation, Options, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward
 from flashmoe_science.ops.moe.front.backward.operator import OPERATOR
+from flashmoe_science.ops.moe.front.choose import trains_by_pytorch
 
 SILU = ("silu", True, False, 1.702, 7.0)
 E, H, F, K, T = 4, 16, 24, 2, 6
@@ -343,6 +344,9 @@ def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu(switc
         with assume(gpu_named("h200")):
             found = choose_backward(Tensors(x, w1, w2, *routing, None, None), Activation(), None)
             serves_both = None if switch else fm.explain_moe(x, w1, w2, *routing).reason
+            # A kernel of ours that is asked for by name is given the pre-activations by a forward of ours.
+            named = Options("silu", False, False, 1.702, 7.0, kernel="moe_bwd_triton")
+            assert not trains_by_pytorch(Tensors(x, w1, w2, *routing, None, None), Activation(), named)
     finally:
         torch.use_deterministic_algorithms(False)
     assert found.kernel == ("moe_bwd_gluon_sm90" if switch else "grouped_mm_bwd")

@@ -31,7 +31,7 @@ FROM_IDS = (
 FROM_LOGITS = ("moebwd t64 e8 k3 d32 f24 bf16 logits", "moebwd t90 e16 k2 d16 f24 fp32 zipf bias")
 # Of our own: PyTorch's operators behind the interface that kernels have.
 PLANNED = our_kernel(
-    name="planned",
+    name="moe_bwd_triton",
     about="",
     supports=lambda problem, device: None,
     configs=lambda problem, device: (),
@@ -63,7 +63,7 @@ def test_gradients_of_each_implementation_pass(text: str, distribution: str) -> 
         if kernel.supports(problem, None) is None:
             given = CONTRACT.for_kernel(problem, inputs)
             found[kernel.name] = CONTRACT.from_kernel(CONTRACT.planned(kernel, None, given)(given))
-    assert found.keys() >= {"public", "planned", "grouped_mm_bwd"}
+    assert found.keys() >= {"public", "moe_bwd_triton", "grouped_mm_bwd"}
     assert ("grouped_mm_train" in found) == (problem.routing != "ids")
     for name, results in found.items():
         reasons = [why for got, one in zip(results, bounds, strict=True) for why in check_output(name, got, one)[1]]

@@ -55,7 +55,7 @@ class _Experts(torch.autograd.Function):
         if recompute:
             out = operators.moe_forward.default(*tensors, *options, kernel)
         else:
-            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel)
+            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel or backward)
         ctx.call = options, backward, sums
         ctx.save_for_backward(*tensors, z)
         return out  # type: ignore[no-any-return]

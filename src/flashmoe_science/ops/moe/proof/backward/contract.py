@@ -130,7 +130,7 @@ def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[
     routing = RouterOptions(problem.top_k, normalize="sum")
     route = bind_route(RouterTensors(like.router_logits), routing)
     a = like.activation
-    options = a.function, a.gated, a.interleaved, a.alpha, a.limit
+    options = a.function, a.gated, a.interleaved, a.alpha, a.limit, kernel.name
 
     def given(inputs: StepInputs, weights: torch.Tensor, ids: torch.Tensor) -> BackwardInputs:
         tensors = inputs.routed(weights, ids)
