@@ -14,7 +14,7 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
-from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward
+from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
@@ -23,7 +23,7 @@ __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "grouped_m
 
 def fused_moe(
     hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     down_proj: torch.Tensor,
     top_k_weights: torch.Tensor,
     top_k_ids: torch.Tensor,
@@ -50,6 +50,9 @@ def fused_moe(
         hidden_states: [..., H], fp16, bf16, fp32, or fp64, which PyTorch's operators serve; any leading dimensions, any
             number of tokens from 0.
         gate_up_proj: [E, 2I, H], the rows of all gates, then of all ups; [E, I, H] for experts without a gate. Any strides.
+            Or the pair (gates, ups), each [E, I, H], as torchtitan's w1 and w3. Kernels take one tensor: where each expert's
+            ups follow its gates in one memory the pair is a view of it, and elsewhere each call copies both into one, and so
+            does its backward; the copy is not kept between the passes.
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
         top_k_ids: [..., K], int32 or int64. An id below 0 or at least E is no expert here and adds nothing (experts of other
@@ -62,8 +65,8 @@ def fused_moe(
         alpha, limit: of "clamped_silu".
         kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
         recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
-        weight_grads: tensors shaped as ``gate_up_proj`` and ``down_proj``, fp32 or of their dtype, such as Megatron's
-            ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
+        weight_grads: tensors shaped as ``gate_up_proj`` (a pair joined) and ``down_proj``, fp32 or of their dtype, such as
+            Megatron's ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -74,12 +77,14 @@ def fused_moe(
     # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
     options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
+    if isinstance(gate_up_proj, tuple | list):
+        return experts_apart(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
 
 
 def grouped_moe(
     hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     down_proj: torch.Tensor,
     offsets: torch.Tensor,
     **options: Any,
@@ -100,7 +105,8 @@ def grouped_moe(
         TypeError, ValueError: as ``fused_moe``; offsets that are no integers, or not one an expert; on the CPU, those that fall
             or pass the last row.
     """
-    experts = gate_up_proj.shape[0] if isinstance(gate_up_proj, torch.Tensor) and gate_up_proj.dim() else 0
+    first = gate_up_proj[0] if isinstance(gate_up_proj, tuple | list) and gate_up_proj else gate_up_proj
+    experts = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else 0
     return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)
 
 

@@ -81,3 +81,13 @@ def test_nothing_waits_and_a_graph_replays_with_another_routing(kernel: str) -> 
     graph.replay()
     for got, right in zip(captured, torch.autograd.grad(loss(inputs, kernel=kernel), leaves), strict=True):
         assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("one_memory", [False, True])
+def test_gates_and_ups_that_are_two_tensors(kernel: str, one_memory: bool) -> None:
+    _, inputs = inputs_of(SIZES)
+    right = torch.autograd.grad(loss(inputs, kernel=kernel), inputs["w1"].requires_grad_())[0].chunk(2, 1)
+    parts = [one.detach() if one_memory else one.detach().contiguous() for one in inputs["w1"].chunk(2, 1)]
+    got = torch.autograd.grad(loss(inputs | {"w1": parts}, kernel=kernel), [one.requires_grad_() for one in parts])  # type: ignore[dict-item]
+    assert all(map(torch.equal, got, right))
