@@ -13,12 +13,15 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
+from flashmoe_science.ops.moe.front.adapted import experts_adapted
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
 from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "route", "z_loss"]
+
+Adapter = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def fused_moe(
@@ -38,6 +41,7 @@ def fused_moe(
     kernel: str | None = None,
     recompute: bool = False,
     weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    adapters: tuple[Adapter | None, Adapter | None] | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
@@ -67,6 +71,9 @@ def fused_moe(
         recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
         weight_grads: tensors shaped as ``gate_up_proj`` (a pair joined) and ``down_proj``, fp32 or of their dtype, such as
             Megatron's ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
+        adapters: of LoRA, beside ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank],
+            scaling), which stand for scaling times b times a added to weights [E, out, in], also of ``transposed`` ones. That
+            sum is not formed, nor a gradient of the weights; a and b have gradients. Served by PyTorch's grouped products.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -77,6 +84,8 @@ def fused_moe(
     # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
     options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
+    if adapters is not None:
+        return experts_adapted(tensors, options, adapters, weight_grads)
     if isinstance(gate_up_proj, tuple | list):
         return experts_apart(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
