@@ -64,6 +64,7 @@ def _checked(name: str, given: Any, weight: torch.Tensor) -> LowRank:
             raise ValueError(f"{name} has {part} of {one.dtype} on {one.device}; it must be floating, on {weight.device}")
     if needs_grad(weight):
         raise ValueError(f"{name} is given and the weights beside it require a gradient; they must be frozen")
-    rest = -rank % _RANKS
-    a, b = F.pad(a.to(weight.dtype), (0, 0, 0, rest)), F.pad(b.to(weight.dtype), (0, rest))
+    a, b = a.to(weight.dtype), b.to(weight.dtype)
+    if rest := -rank % _RANKS:
+        a, b = F.pad(a, (0, 0, 0, rest)), F.pad(b, (0, rest))
     return LowRank(a.contiguous(), b.contiguous(), float(scaling))
