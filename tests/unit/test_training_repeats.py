@@ -18,8 +18,8 @@ WORDS, STEPS = 29, 200
 
 
 class Model(nn.Module):
-    """Predicts the next of tokens by a layer of attention, with a window, grouped heads and a soft cap, and one of experts, if it
-    has some, whose router's losses it gives too."""
+    """Predicts the next of tokens by a layer of attention, with a window, grouped heads and a soft cap, and one of experts, if
+    it has some, whose router's losses it gives too."""
 
     def __init__(self, heads: int, width: int, experts: int) -> None:
         super().__init__()
