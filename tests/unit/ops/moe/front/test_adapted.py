@@ -194,6 +194,19 @@ def test_no_tokens_and_rows_that_are_sorted_already() -> None:
     torch.testing.assert_close(got, fm.grouped_moe(call["hidden_states"], whole, w2, offsets))
 
 
+def test_leading_dimensions_and_experts_without_a_gate() -> None:
+    call, (a1, b1, a2, b2) = given(torch.float64)
+    batched = {name: call[name].unflatten(0, (1, T)) for name in ("hidden_states", "top_k_weights", "top_k_ids")}
+    flat = adapted(call, [a1, b1, a2, b2])
+    assert torch.equal(adapted(call | batched, [a1, b1, a2, b2]), flat[None])
+    ungated = call | {"gate_up_proj": call["gate_up_proj"][:, :F], "activation": "relu2"}
+    whole = ungated | {"gate_up_proj": ungated["gate_up_proj"] + 0.5 * b1[:, :F] @ a1}
+    out, right = fm.fused_moe(**ungated, adapters=((a1, b1[:, :F], 0.5), None)), fm.fused_moe(**whole)
+    torch.testing.assert_close(out, right)
+    for got, want in zip(*(torch.autograd.grad(one.square().sum(), (a1, b1)) for one in (out, right)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize(
     ("adapters", "options", "message"),
     [
