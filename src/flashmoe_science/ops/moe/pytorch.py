@@ -60,13 +60,17 @@ def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    x, w1, w2, weights, ids, _, down_bias = tensors
+    _, w1, w2, weights, ids, _, down_bias = tensors
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows)
     down = _biased(_products(activate(z, activation), w2, rows), down_bias, rows)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    applied = torch.where(rows.here, weights.to(wide), 0.0)
-    return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
+    return weighted_sums(rows.by_pair(down), weights, rows.here), z
+
+
+def weighted_sums(rows: torch.Tensor, weights: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """[T, H]: a token's rows [T, K, H] times their weights [T, K], those summed that are ``here`` [T, K]; others are zeros."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(wide) * torch.where(here, weights.to(wide), 0.0)[:, :, None]).sum(1).to(rows.dtype)
 
 
 def pre_activations(tensors: Tensors) -> torch.Tensor:

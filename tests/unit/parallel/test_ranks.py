@@ -1,4 +1,4 @@
-"""Context attention on ranks that are processes of this machine is one process's call of the whole sequence."""
+"""Attention and experts on ranks that are processes of this machine are one process's calls of all tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])])
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.parallel.context_ranks"]
+    command = [sys.executable, "-m", "tests.unit.parallel.ranks"]
     started = [
         subprocess.Popen(
             [*command, str(rank), str(ranks), str(tmp_path / "ranks")],

@@ -1,0 +1,29 @@
+"""One rank of several, which runs all cases of this folder.
+
+    python -m tests.unit.parallel.ranks RANK RANKS FILE
+
+Prints what is wrong, as JSON: faults by case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from tests.unit.parallel import context_ranks, expert_ranks
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    found = context_ranks.found(group) | expert_ranks.found(group)
+    print(json.dumps({name: wrong for name, wrong in found.items() if wrong}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
