@@ -25,8 +25,6 @@ from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
-# ``torch.distributed`` renames it in 2.13.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def expert_parallel_moe(
@@ -197,19 +195,23 @@ class _Gather(torch.autograd.Function):
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
         sums = []
         for needed, gradient in ((needs_x, dx), (needs_weights, dweights)):
-            sums.append(_sum_of_ranks(_exchanged(gradient, ctx.workspace), ctx.workspace, ctx.tokens) if needed else None)
+            sums.append(
+                _sum_of_ranks(ctx.workspace.transport.exchange(gradient.contiguous()), ctx.workspace, ctx.tokens)
+                if needed
+                else None
+            )
         return None, sums[0], None if sums[1] is None else sums[1].to(ctx.dtype), None
 
 
 def _gathered(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:
     """[N * max_tokens, ...] of all ranks' tensors [T, ...]; what a rank lacks is ``fill``, or has no value."""
-    places = own.new_empty(workspace.ranks, workspace.max_tokens, *own.shape[1:])
-    mine = places[workspace.rank]
-    mine[: own.shape[0]] = own
-    if fill is not None:
-        mine[own.shape[0] :] = fill
-    _all_gather(places.flatten(0, 1), mine, group=workspace.group)
-    return places.flatten(0, 1)
+    if (tokens := own.shape[0]) < workspace.max_tokens:
+        places = own.new_empty(workspace.max_tokens, *own.shape[1:])
+        places[:tokens] = own
+        if fill is not None:
+            places[tokens:] = fill
+        own = places
+    return workspace.transport.gather(own.contiguous())
 
 
 class _Exchange(torch.autograd.Function):
@@ -218,19 +220,12 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor) -> torch.Tensor:
         ctx.workspace = workspace
-        return _exchanged(x, workspace)
+        return workspace.transport.exchange(x.contiguous())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dreceived: torch.Tensor) -> Any:
-        return None, _exchanged(dreceived, ctx.workspace)
-
-
-def _exchanged(x: torch.Tensor, workspace: ExpertWorkspace) -> torch.Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=workspace.group)
-    return received
+        return None, ctx.workspace.transport.exchange(dreceived.contiguous())
 
 
 def _sum_of_ranks(parts: torch.Tensor, workspace: ExpertWorkspace, tokens: int) -> torch.Tensor:

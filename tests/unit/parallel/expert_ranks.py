@@ -266,6 +266,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("hidden is '32'; it must be an integer", {"hidden": "32"}),
         (f"it must be a multiple of the number of ranks, {ranks}", {"experts": 2 * ranks + 1}),
         ("dtype is torch.int8", {"dtype": torch.int8}),
+        ("transport is 'ring'; it must be one of collectives, symmetric", {"transport": "ring"}),
+        ("the group's backend is gloo, and not nccl; it must be 'collectives'", {"transport": "symmetric"}),
         (f"hidden is {DIM + 1} on rank 1 of the group and {DIM} on rank 0; {other}", {"hidden": DIM + (rank == 1)}),
         (f"top_k is 4 on rank 1 of the group and 3 on rank 0; {other}", {"top_k": 3 + (rank == 1)}),
         (
