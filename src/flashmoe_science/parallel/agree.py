@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
+
+
+@contextmanager
+def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """A context that waits for the other ranks. An error of torch.distributed then says what this rank did."""
+    try:
+        yield
+    except RuntimeError as error:
+        late = "a rank has ended or raised, or was later than the time limit of the group"
+        error.add_note(f"rank {group.rank()} of {group.size()} was {what}: {late}")
+        raise
 
 
 def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None) -> None:
@@ -13,7 +27,8 @@ def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception
         refused: what this rank would raise.
     """
     everyone: list[tuple[dict[str, object], str]] = [(facts, "")] * group.size()
-    dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
+    with waiting(group, "comparing its arguments with the others'"):
+        dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
     if refused is not None:
         raise refused
     for rank, (theirs, refusal) in enumerate(everyone):

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from flashmoe_science.parallel.agree import waiting
+
 # ``torch.distributed`` renames it in 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -38,12 +40,14 @@ class Collectives:
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         everyones = own.new_empty(self._group.size() * own.shape[0], *own.shape[1:])
-        _all_gather(everyones, own, group=self._group)
+        with waiting(self._group, "gathering the ranks' rows"):
+            _all_gather(everyones, own, group=self._group)
         return everyones
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=self._group)
+        with waiting(self._group, "exchanging rows with the others"):
+            dist.all_to_all_single(received, x, group=self._group)
         return received
 
     def __repr__(self) -> str:

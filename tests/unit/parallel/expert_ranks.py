@@ -316,6 +316,15 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
+def check_ended(group: dist.ProcessGroup) -> list[str]:
+    """Ranks that wait for one that has ended raise, and say where they were."""
+    try:
+        CASES["full"].workspace(group, group.size())
+    except RuntimeError as error:
+        return [] if any("was comparing its arguments" in note for note in error.__notes__) else [f"{error} has no note"]
+    return ["it is not noticed"]
+
+
 def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """What is wrong, by case."""
     results = {
