@@ -1,7 +1,7 @@
 """A mixture of experts by PyTorch's own operators, forward and backward: on the CPU, and where they are faster.
 
-Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last;
-it is computed by the last expert on zeros and left out, so that nothing of it enters a sum. Nothing waits for the host.
+Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last:
+no product computes it, and what memory has in its row is left out of every sum. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
 class Rows(NamedTuple):
-    """here: [T, K], whether a pair has an expert here. pair, expert, inside ([P, 1], ``here``): of each row. ends: int32 [E],
-    the row after each expert's last."""
+    """here: [T, K], whether a pair has an expert here. pair, expert (E: none), inside ([P, 1], ``here``): of each row. ends:
+    int32 [E], the row after each expert's last."""
 
     here: torch.Tensor
     pair: torch.Tensor
@@ -35,6 +35,10 @@ class Rows(NamedTuple):
         """The row of its token [P, ...] of each; zeros where the pair has no expert here."""
         return torch.where(self.inside, one[self.pair // self.here.shape[1]], 0.0)
 
+    def of_experts(self, bias: torch.Tensor) -> torch.Tensor:
+        """The bias of its expert [P, ...] of each; zeros where the pair has no expert here."""
+        return torch.where(self.inside, bias[self.expert.clamp(max=bias.shape[0] - 1)], 0.0)
+
     def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
         placed = torch.zeros_like(rows).index_copy(0, self.pair, torch.where(self.inside, rows, 0.0))
@@ -43,10 +47,9 @@ class Rows(NamedTuple):
 
 def _rows(ids: torch.Tensor, experts: int) -> Rows:
     here, numbers = (ids >= 0) & (ids < experts), torch.arange(experts, device=ids.device)
-    by_expert, pair = torch.where(here, ids.long(), experts).flatten().sort(stable=True)
-    expert = by_expert.clamp(max=experts - 1)
+    expert, pair = torch.where(here, ids.long(), experts).flatten().sort(stable=True)
     ends = torch.searchsorted(expert, numbers, right=True).int()
-    return Rows(here, pair, expert, (by_expert < experts)[:, None], ends)
+    return Rows(here, pair, expert, (expert < experts)[:, None], ends)
 
 
 def pytorch_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
@@ -59,13 +62,17 @@ def pytorch_moe(tensors: Tensors, activation: Activation, adapters: Adapters = N
 
 def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    x, w1, w2, weights, ids, _, down_bias = tensors
+    _, w1, w2, weights, ids, _, down_bias = tensors
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows, adapters)
-    down = add_bias(_adapted(activate(z, activation), w2, adapters[1], rows), down_bias, rows.expert)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    applied = torch.where(rows.here, weights.to(wide), 0.0)
-    return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
+    down = _biased(_adapted(activate(z, activation), w2, adapters[1], rows), down_bias, rows)
+    return weighted_sums(rows.by_pair(down), weights, rows.here), z
+
+
+def weighted_sums(rows: torch.Tensor, weights: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """[T, H]: a token's rows [T, K, H] times their weights [T, K], those summed that are ``here`` [T, K]; others are zeros."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(wide) * torch.where(here, weights.to(wide), 0.0)[:, :, None]).sum(1).to(rows.dtype)
 
 
 def pre_activations(tensors: Tensors) -> torch.Tensor:
@@ -74,8 +81,11 @@ def pre_activations(tensors: Tensors) -> torch.Tensor:
 
 
 def _pre_activations(tensors: Tensors, rows: Rows, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
-    z = _adapted(rows.of_tokens(tensors.x), tensors.w1, adapters[0], rows)
-    return add_bias(z, tensors.gate_up_bias, rows.expert)
+    return _biased(_adapted(rows.of_tokens(tensors.x), tensors.w1, adapters[0], rows), tensors.gate_up_bias, rows)
+
+
+def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+    return products if bias is None else products + rows.of_experts(bias).to(products.dtype)
 
 
 def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> Gradients:
@@ -119,7 +129,7 @@ def backward_by_rows(
     if wanted.dtopk_weights and of_active is not None:
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
-            of_scale += (of_out.to(wide) * down_bias[rows.expert].to(wide)).sum(1, keepdim=True)
+            of_scale += (of_out.to(wide) * rows.of_experts(down_bias).to(wide)).sum(1, keepdim=True)
         made["dtopk_weights"] = rows.by_pair(of_scale).squeeze(-1)
     if wanted.ddown_bias and down_bias is not None:
         made["ddown_bias"] = _sums(of_out.to(wide) * scale, rows)
@@ -157,7 +167,7 @@ def _adapted(rows: torch.Tensor, weights: torch.Tensor, adapter: LowRank | None,
 
 
 def products(rows: torch.Tensor, weights: torch.Tensor, of: Rows) -> torch.Tensor:
-    """rows[first:end] @ weights[expert].T of each expert."""
+    """rows[first:end] @ weights[expert].T of each expert; rows past the last expert's may have anything."""
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
