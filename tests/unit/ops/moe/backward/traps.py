@@ -115,15 +115,10 @@ def router_over_ranks(place: Place) -> Iterator[str]:
 def far(place: Place) -> Iterator[str]:
     """23. Rows, experts and sums that begin past the reach of 32 bits (Liger #1246, #1248)."""
     right, ids = place.gradients(place.leaves(), ids_of(E)), ids_of(E)
-    forward = Place(
-        place.device, place.kernel and "moe_grouped_triton", place.dtype
-    )  # which a backward's name leaves to others
     for nth, name in enumerate(("x", "w1", "w2")):
         leaves = place.leaves()
         leaves[nth] = apart(leaves[nth]).requires_grad_()
         yield from differ(name, place.gradients(leaves, ids), right, exact=False)
-        with torch.no_grad():
-            yield from differ(f"{name} forward", [forward.experts(leaves, ids)], right[:1], exact=False)
     sums = tuple(apart(torch.zeros_like(one)) for one in place.leaves()[1:3])
     place.gradients(place.leaves(), ids, weight_grads=sums)
     yield from differ("sums", [*sums], right[2:4], exact=False)
