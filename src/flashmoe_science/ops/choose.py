@@ -101,14 +101,16 @@ def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: 
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
-def backward_by_record(problem: Problem, gpu: Device, rival: str) -> tuple[Decision, Decision | None]:
+def backward_by_record(
+    problem: Problem, gpu: Device, rival: str, any_tiles: bool = False
+) -> tuple[Decision, Decision | None]:
     """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
-    like tiles, None where there is none."""
+    like tiles unless ``any_tiles``, None where there is none."""
     op, table = operation(problem.op), known_table()
     decision = select(problem, gpu, table, op.ours(), op.fallback())
     able = [one for one in op.ours() if one.name == decision.kernel]
     entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
-    if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
+    if entry is None or not (any_tiles or entry.problem.tile_key() == problem.representative().tile_key()):
         return decision, None
     faster = next((one for one in entry.peers if one.kernel == rival), None)
     if faster is None:

@@ -68,6 +68,9 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
 
 
 def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
-    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
-    ours, by_record = backward_by_record(problem, gpu, FALLBACK)
+    """The decision for one of ours where the nearest record does not have PyTorch's faster; else FALLBACK.
+
+    Of like tiles or not: PyTorch's products move several times the bytes, and no record has them near ours.
+    """
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True)
     return by_record or Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)
