@@ -101,6 +101,12 @@ def run_of(plan: Callable[[MoEInputs, Config], Bind]) -> Callable[[MoEInputs, Co
     return lambda inputs, config: plan(inputs, config)(inputs, inputs.tensors.x.shape)(*inputs.tensors)
 
 
+def why_no_format(problem: MoEProblem) -> str | None:
+    """Why a kernel of weights of the dtype of x does not support a problem; None where it may."""
+    form = problem.weight_format
+    return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
+
+
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
     """Shape, strides and dtype of a contiguous result, as ``ops.launch.allocator`` takes them."""
     return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
@@ -159,8 +165,10 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
 
 @lru_cache(maxsize=1024)
 def _problem(
-    tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype, function: Function, *words: bool
-) -> MoEProblem:
+    tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype, function: Function,
+    bias: bool, gated: bool, interleaved: bool, transposed: bool,
+) -> MoEProblem:  # fmt: skip
+    words = bias, gated, interleaved, transposed
     return MoEProblem(tokens, experts, top_k, dim, hidden, DTYPES[dtype], "ids", function, *words)
 
 

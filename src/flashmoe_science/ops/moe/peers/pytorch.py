@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import activate, add_bias
 from flashmoe_science.ops.peer import one_config
@@ -57,17 +57,19 @@ def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tens
 
 
 def _serves_all(problem: MoEProblem, device: Device) -> str | None:
-    return None
+    return why_no_format(problem)
 
 
 def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
     if problem.pairs() > MAX_PAIRS:
         return f"tokens times top_k is {problem.pairs()}; it copies an expert for each, and is measured up to {MAX_PAIRS}"
-    return None
+    return why_no_format(problem)
 
 
 def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:
-    return None if device is None else "it waits for the host at every expert, so that no CUDA graph can capture it"
+    if device is not None:
+        return "it waits for the host at every expert, so that no CUDA graph can capture it"
+    return why_no_format(problem)
 
 
 def _launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

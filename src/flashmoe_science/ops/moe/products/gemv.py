@@ -25,6 +25,7 @@ from flashmoe_science.ops.moe.call import (
     contiguous,
     our_kernel,
     run_of,
+    why_no_format,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
@@ -136,7 +137,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return f"top_k is {problem.top_k}; it takes at most 64"
     if problem.transposed:  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
         return "weights are transposed ([experts, in, out] in memory); it reads the depth of a row"
-    return why_no_router(problem)
+    return why_no_format(problem) or why_no_router(problem)
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:

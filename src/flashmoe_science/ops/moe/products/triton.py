@@ -16,7 +16,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Pointer, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
     down_constexprs,
@@ -92,7 +92,7 @@ def flashmoe_moe_up(
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
-    return why_not_grouped(problem)
+    return why_no_format(problem) or why_not_grouped(problem)
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
