@@ -33,6 +33,12 @@ class Weights(NamedTuple):
     scale: torch.Tensor
 
 
+def columns_of(codes: torch.Tensor) -> int:
+    """Weights of a row; of weights in no format as many as there are."""
+    form = CODES.get(codes.dtype)
+    return codes.shape[-1] * (8 // form.bits if form else 1)
+
+
 def has_own_scales(rows: int, scale_rows: int) -> bool:
     """Whether each half of so many rows, in blocks, has scales of its own."""
     return scale_rows == 2 * _blocks(rows // 2)

@@ -2,6 +2,8 @@
 
 Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last;
 it is computed by the last expert on zeros and left out, so that nothing of it enters a sum. Nothing waits for the host.
+
+Weights in a format are dequantised as they are used: on a GPU all experts of a product, on the CPU those that have rows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.formats import Weights, dequantized
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
 from flashmoe_science.ops.operator import gradients
@@ -57,22 +60,24 @@ def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    x, w1, w2, weights, ids, _, down_bias = tensors
+    x, w1, _, weights, ids, _, down_bias, *_ = tensors
     rows = _rows(ids, w1.shape[0])
-    z = _pre_activations(tensors, rows)
+    z = _pre_activations(tensors, rows, activation)
+    _, w2 = _weights(tensors, activation)
     down = add_bias(_products(activate(z, activation), w2, rows), down_bias, rows.expert)
     wide = torch.promote_types(x.dtype, torch.float32)
     applied = torch.where(rows.here, weights.to(wide), 0.0)
     return (rows.by_pair(down).to(wide) * applied[:, :, None]).sum(1).to(x.dtype), z
 
 
-def pre_activations(tensors: Tensors) -> torch.Tensor:
+def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """As ``BackwardTensors`` has them."""
-    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]))
+    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]), activation)
 
 
-def _pre_activations(tensors: Tensors, rows: _Rows) -> torch.Tensor:
-    return add_bias(_products(rows.of_tokens(tensors.x), tensors.w1, rows), tensors.gate_up_bias, rows.expert)
+def _pre_activations(tensors: Tensors, rows: _Rows, activation: Activation) -> torch.Tensor:
+    w1, _ = _weights(tensors, activation)
+    return add_bias(_products(rows.of_tokens(tensors.x), w1, rows), tensors.gate_up_bias, rows.expert)
 
 
 def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> Gradients:
@@ -81,16 +86,17 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
     dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
     """
-    x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
-    rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    z = _pre_activations(tensors.of_call(), rows) if z is None else z
+    x, _, _, weights, ids, gate_up_bias, down_bias, _, _, z, dout = tensors
+    rows, wide = _rows(ids, tensors.w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    w1, w2 = _weights(tensors.of_call(), activation)
+    z = _pre_activations(tensors.of_call(), rows, activation) if z is None else z
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
     of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
     to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
     of_active = _products(of_out, w2.mT, rows).to(wide) if to_z or wanted.dtopk_weights else None
     active, of_z = _activated(z, activation, None if of_active is None or not to_z else of_active * scale)
     if wanted.dw2:
-        made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, w2)
+        made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, tensors.w2)
     if wanted.dtopk_weights and of_active is not None:
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
@@ -103,7 +109,7 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
         if wanted.dx:
             made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
         if wanted.dw1:
-            made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+            made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, tensors.w1)
         if wanted.dgate_up_bias and gate_up_bias is not None:
             made["dgate_up_bias"] = _sums(of_z, rows)
     results = gradients_like(tensors, wanted, sums)._asdict()
@@ -128,8 +134,40 @@ def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:
     return gradient.new_empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
 
-def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Tensor:
+class _Dequantised(NamedTuple):
+    """Weights in a format as weights of the dtype, of an expert at a time."""
+
+    weights: Weights
+    dtype: torch.dtype
+    halves: bool
+    transposed: bool = False
+
+    @property
+    def mT(self) -> _Dequantised:  # as of a tensor
+        return self._replace(transposed=not self.transposed)
+
+    def of(self, expert: int) -> torch.Tensor:
+        one = dequantized(Weights(*(part[expert] for part in self.weights)), self.dtype, self.halves)
+        return one.mT if self.transposed else one
+
+
+def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _Dequantised, torch.Tensor | _Dequantised]:
+    """w1 and w2, of a format dequantised as they are used."""
+    if tensors.gate_up_scale is None or tensors.down_scale is None:
+        return tensors.w1, tensors.w2
+    dtype = tensors.x.dtype
+    first = _Dequantised(Weights(tensors.w1, tensors.gate_up_scale), dtype, activation.halves)
+    return first, _Dequantised(Weights(tensors.w2, tensors.down_scale), dtype, halves=False)
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: _Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
+    if isinstance(weights, _Dequantised):
+        experts = range(len(of.ends))
+        if rows.device.type != "cpu" or not is_plain(rows):
+            return _products(rows, torch.stack([weights.of(expert) for expert in experts]), of)
+        parts = rows.tensor_split(of.ends[:-1].long())
+        return torch.cat([part @ weights.of(expert).T for expert, part in zip(experts, parts, strict=True) if len(part)])
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

@@ -101,7 +101,7 @@ def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
 
 def reference(inputs: MoEInputs) -> torch.Tensor:
     """The experts in fp64, pair by pair."""
-    *tensors, gate_up_bias, down_bias = inputs.tensors
+    *tensors, gate_up_bias, down_bias, _, _ = inputs.tensors
     x, w1, w2, topk_weights = (one.double() for one in tensors[:4])
     out = torch.zeros_like(x)
     for token, (weights, ids) in enumerate(zip(topk_weights, inputs.tensors.topk_ids.tolist(), strict=True)):
@@ -139,7 +139,7 @@ def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
 
 def saved_z(inputs: MoEInputs) -> torch.Tensor:
     """The first product with its bias in fp64, rows sorted by expert; rows of no pair are not numbers."""
-    x, w1, _, _, ids, bias, _ = inputs.tensors
+    x, w1, _, _, ids, bias, *_ = inputs.tensors
     z, row = torch.full((ids.numel(), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device), 0
     for expert, weights in enumerate(w1):
         tokens = torch.nonzero(ids.flatten() == expert).flatten() // ids.shape[1]

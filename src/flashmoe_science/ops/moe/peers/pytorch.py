@@ -21,7 +21,7 @@ MAX_PAIRS = 64  # of batched_mm, up to which it is measured
 def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by PyTorch's grouped matrix products of tokens sorted by expert, which transformers runs by default. The
     results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16)."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
     (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
@@ -36,7 +36,7 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by two batched products with a copy of the weights of every pair's expert: what transformers decodes with."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
     (tokens, top_k), ids = topk_ids.shape, topk_ids.flatten()
     rows = x.repeat_interleave(top_k, 0)
     both = add_bias(torch.bmm(w1[ids], rows[:, :, None]).squeeze(2), gate_up_bias, ids)
@@ -46,7 +46,7 @@ def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by a loop over all of them, each on the tokens that chose it: how models write it without a fused kernel."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)

@@ -81,7 +81,7 @@ def store_rows(block, out, rows, columns, tile, WIDTH: tl.constexpr, STRIDE: tl.
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down(
-    a, w, bias, out, tables, pairs, tiles,
+    a, w, scale, bias, out, tables, pairs, tiles,
     EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,

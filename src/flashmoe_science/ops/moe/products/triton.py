@@ -44,7 +44,7 @@ NAME = "moe_grouped_triton"
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, bias, out, z, tables, pairs, tiles,
+    x, w, scale, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -130,7 +130,7 @@ def _columns(problem: MoEProblem, config: Config) -> int:
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
-    p, (x, w1, w2, _, _, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, _, _, gate_up_bias, down_bias, *scales) = inputs.problem, inputs.tensors
     rest = {
         "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
         "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(x),
@@ -139,8 +139,8 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
     of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
-    up = build_product(flashmoe_moe_up, (*map(stand_in, (x, w1, gate_up_bias)), new, z), of_up, *schedule)
-    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, down_bias)), new), of_down, *schedule)
+    up = build_product(flashmoe_moe_up, (*map(stand_in, (x, w1, scales[0], gate_up_bias)), new, z), of_up, *schedule)
+    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, scales[1], down_bias)), new), of_down, *schedule)
     return grouped(inputs, config, up, down)
 
 

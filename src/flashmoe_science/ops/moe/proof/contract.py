@@ -267,7 +267,7 @@ class MoEContract(SharedContract):
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
-            *tensors, gate_up_bias, down_bias = one.tensors
+            *tensors, gate_up_bias, down_bias, _, _ = one.tensors
             return experts(*tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
         def from_logits(one: RouterInputs) -> Any:
