@@ -150,6 +150,9 @@ class _Dequantised(NamedTuple):
         one = dequantized(Weights(*(part[expert] for part in self.weights)), self.dtype, self.halves)
         return one.mT if self.transposed else one
 
+    def all(self) -> torch.Tensor:
+        return torch.stack([self.of(expert) for expert in range(self.weights.codes.shape[0])])
+
 
 def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _Dequantised, torch.Tensor | _Dequantised]:
     """w1 and w2, of a format dequantised as they are used."""
@@ -160,14 +163,19 @@ def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _
     return first, _Dequantised(Weights(tensors.w2, tensors.down_scale), dtype, halves=False)
 
 
+def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
+    """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
+    made = [one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation)]
+    return tensors._replace(w1=made[0], w2=made[1], gate_up_scale=None, down_scale=None)
+
+
 def _products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: _Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
     if isinstance(weights, _Dequantised):
-        experts = range(len(of.ends))
         if rows.device.type != "cpu" or not is_plain(rows):
-            return _products(rows, torch.stack([weights.of(expert) for expert in experts]), of)
+            return _products(rows, weights.all(), of)
         parts = rows.tensor_split(of.ends[:-1].long())
-        return torch.cat([part @ weights.of(expert).T for expert, part in zip(experts, parts, strict=True) if len(part)])
+        return torch.cat([part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)])
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

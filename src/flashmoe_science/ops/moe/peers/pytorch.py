@@ -12,7 +12,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.moe.pytorch import activate, add_bias, dequantised
 from flashmoe_science.ops.peer import one_config
 
 MAX_PAIRS = 64  # of batched_mm, up to which it is measured
@@ -20,8 +20,9 @@ MAX_PAIRS = 64  # of batched_mm, up to which it is measured
 
 def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by PyTorch's grouped matrix products of tokens sorted by expert, which transformers runs by default. The
-    results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16)."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
+    results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16). Weights in a
+    format are dequantised in each call."""
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
     (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
@@ -46,7 +47,7 @@ def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by a loop over all of them, each on the tokens that chose it: how models write it without a fused kernel."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
@@ -57,7 +58,7 @@ def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tens
 
 
 def _serves_all(problem: MoEProblem, device: Device) -> str | None:
-    return why_no_format(problem)
+    return None
 
 
 def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
@@ -67,9 +68,7 @@ def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
 
 
 def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:
-    if device is not None:
-        return "it waits for the host at every expert, so that no CUDA graph can capture it"
-    return why_no_format(problem)
+    return None if device is None else "it waits for the host at every expert, so that no CUDA graph can capture it"
 
 
 def _launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
