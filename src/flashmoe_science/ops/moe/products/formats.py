@@ -166,8 +166,9 @@ def _scales(scale, of_rows, k, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STRIDE
 def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     """Scales as they multiply: bf16 of mxfp4, times 2^126 unless EXACT; else fp32."""
     if FORMAT == "mxfp4":
-        scale = _power(scale) if EXACT else _as_fp32(scale.to(tl.int32) + 126 << 7)
-        return scale.to(tl.bfloat16)
+        if EXACT:
+            return _power(scale).to(tl.bfloat16)
+        return (scale.to(tl.uint16) + 126 << 7).to(tl.bfloat16, bitcast=True)
     elif scale.dtype == tl.uint8:
         return _power(scale)
     else:
@@ -177,6 +178,7 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit
 def _add(units, scale, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
     """acc + W x of x [BLOCK_K, BLOCK_M], by place."""
+    scale = _as_number(scale, FORMAT, EXACT)
     if FORMAT == "mxfp4":
         return dot(_of_mxfp4(units, scale, EXACT, INTERPRET), x, acc, "tf32", INTERPRET)
     else:  # the depth of a block
@@ -195,27 +197,24 @@ def _multiply(
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     first = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)  # [BLOCK_N, BLOCK_M]
     second = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)
-    # Scales are read two steps ahead, as the compiler copies ahead no less than four bytes, and made numbers one step ahead.
-    next_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
-    of_first, greatest = _as_number(next_first, FORMAT, EXACT), next_first
-    next_first = _scales(scale, rows_first, BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+    # Scales are read a step ahead: the compiler copies ahead no less than four bytes.
+    of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+    greatest = of_first
     if SECOND is not None:
-        next_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
-        of_second, greatest = _as_number(next_second, FORMAT, EXACT), tl.maximum(greatest, next_second)
-        next_second = _scales(scale, rows_second, BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+        of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
         x = tl.trans(_by_place(x, UNIT))
         inside = None if DEPTH % BLOCK_K == 0 else (place < (DEPTH - k) // UNIT)[None, :]
         other: tl.constexpr = None if DEPTH % BLOCK_K == 0 else 0
         first = _add(tl.load(w_ptrs, mask=inside, other=other), of_first, x, first, FORMAT, EXACT, INTERPRET)
-        of_first, greatest = _as_number(next_first, FORMAT, EXACT), tl.maximum(greatest, next_first)
-        next_first = _scales(scale, rows_first, k + 2 * BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+        greatest = tl.maximum(greatest, of_first)
+        of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
         if SECOND is not None:
             units = tl.load(w_ptrs + SECOND, mask=inside, other=other)
             second = _add(units, of_second, x, second, FORMAT, EXACT, INTERPRET)
-            of_second, greatest = _as_number(next_second, FORMAT, EXACT), tl.maximum(greatest, next_second)
-            next_second = _scales(scale, rows_second, k + 2 * BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+            greatest = tl.maximum(greatest, of_second)
+            of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K // UNIT
     return first, second, greatest
@@ -270,20 +269,22 @@ def why_not_in_format(problem: MoEProblem) -> str | None:
 
 
 def configs_in_format(problem: MoEProblem, device: Gpu) -> tuple[Config, ...]:
-    """Tiles by rows an expert, the best guess first, by reckoning: none has been measured. A step of fp8 is a block deep."""
-    rows = problem.rows_per_expert()
+    """Tiles by rows an expert, the best guess first, by reckoning: none has been measured. fp8 has a scale a step."""
+    rows, wgmma = problem.rows_per_expert(), device.compute_capability[0] == 9
     if rows <= 8:
         tiles = [(16, 128, 128, 4, 5), (16, 64, 128, 4, 6), (16, 64, 256, 4, 4)]
-        if problem.touched() * problem.rows_of_w1() < 2 * 128 * device.sm_count:  # few tiles: smaller ones take every SM
+        if problem.touched() * problem.rows_of_w1() < 2 * 128 * device.sm_count:  # smaller tiles take every SM
             tiles = [tiles[1], tiles[0], tiles[2]]
     elif rows <= 24:
         tiles = [(32, 128, 128, 4, 5), (32, 64, 128, 4, 5), (16, 128, 128, 4, 5)]
     elif rows <= 48:
-        tiles = [(64, 128, 128, 4, 4), (64, 256, 64, 8, 4), (32, 128, 128, 4, 5)]
+        tiles = [(64, 256, 64, 8, 4), (32, 128, 128, 4, 5)]
+        tiles += [(64, 128, 128, 4, 4)] if wgmma else []  # it spills where mma.sync is
     else:
-        tiles = [(128, 128, 64, 8, 4), (64, 256, 64, 8, 4), (128, 128, 128, 8, 3)]
+        tiles = [(128, 128, 64, 8, 4), (64, 256, 64, 8, 4)]
+        tiles += [(128, 128, 128, 8, 3)] if wgmma else []
     if problem.weight_format == "fp8_block":
-        tiles = [(m, max(n, 128), 128, warps, 4) for m, n, _, warps, _ in tiles]
+        tiles = [(m, max(n, 128), min(k, 128), warps, 4) for m, n, k, warps, _ in tiles]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
     return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(tiles))
 
