@@ -126,7 +126,7 @@ def _of_mxfp4(units, scale, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
     ROWS: tl.constexpr = units.shape[0]
     UNITS: tl.constexpr = units.shape[1]
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS // 8, 8]), [ROWS, UNITS])
-    by = tl.full([ROWS, UNITS], 2.0**126, tl.bfloat16) if EXACT else scale
+    by = tl.full([ROWS, UNITS], 2.0**126, tl.float32).to(tl.bfloat16) if EXACT else scale
     if INTERPRET:
         w_0, w_1, w_2, w_3 = _of_e2m1(units, by, 0), _of_e2m1(units, by, 1), _of_e2m1(units, by, 2), _of_e2m1(units, by, 3)
     else:

@@ -27,6 +27,12 @@ def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(interpret
     assert {name.rpartition(": ")[0] for name in found} == set(map(str, (*CASES, *FORMAT_CASES)))
 
 
+def test_the_numbers_of_formats_are_right_in_the_interpreter(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/products/format_cases.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) > 10
+
+
 def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> None:
     found = interpreted("ops/moe/row_tables.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
