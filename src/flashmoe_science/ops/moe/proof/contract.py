@@ -126,6 +126,7 @@ class SharedContract(Contract):
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
+    constants: ClassVar[frozenset[str]] = frozenset(SCALES)
 
     def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
         self._changed = changed
