@@ -14,12 +14,16 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.adapted import experts_adapted
+from flashmoe_science.ops.moe.front.formats import in_format, out_of_format
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
 from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
-__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "route", "z_loss"]
+__all__ = [
+    "balance_loss", "dequantize_experts", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "quantize_experts", "route",
+    "z_loss",
+]  # fmt: skip
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]
 
@@ -42,6 +46,9 @@ def fused_moe(
     recompute: bool = False,
     weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
     adapters: tuple[Adapter | None, Adapter | None] | None = None,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    weight_format: str | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
@@ -74,6 +81,13 @@ def fused_moe(
         adapters: of LoRA, beside ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank],
             scaling), which stand for scaling times b times a added to weights [E, out, in], also of ``transposed`` ones. That
             sum is not formed, nor a gradient of the weights; a and b have gradients. Served by PyTorch's grouped products.
+        weight_format: None for weights of the dtype of ``hidden_states``; else the checkpoint's tensors as they lie:
+            "mxfp4", codes [E, N, K / 2] or [E, N, K / 32, 16] of bytes (the low four bits are the even column), scales
+            [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, e8m0 or its
+            bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
+            ceil(H / 128)]: where both are as many, and 128 does not divide I, the latter. Such weights have no gradients;
+            those of the rest are computed by PyTorch's operators, of dequantised weights.
+        gate_up_scale, down_scale: the scales of such weights.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -82,13 +96,56 @@ def fused_moe(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     # In the order of Tensors and Options, which a cached call does not make.
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
+    scales = gate_up_scale, down_scale
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *scales)
+    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute, weight_format)
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)
     if isinstance(gate_up_proj, tuple | list):
         return experts_apart(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
+
+
+def quantize_experts(
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    weight_format: str,
+    *,
+    interleaved: bool = False,
+    powers: bool = False,
+) -> dict[str, Any]:
+    """Experts in a format: the keyword arguments of ``fused_moe`` that are their weights, as a checkpoint would have them.
+
+    Codes are the nearest, ties to even. The scales of mxfp4 are OCP's, 2^(floor(log2 of a block's largest magnitude) - 2);
+    those of fp8 blocks the largest magnitude / 448 in fp32.
+
+    Args:
+        gate_up_proj, down_proj: [E, 2I, H] (or [E, I, H]) and [E, H, I], fp32, bf16 or fp16.
+        weight_format, interleaved: as ``fused_moe``.
+        powers: scales of fp8 blocks are the next powers of two, as e8m0.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+    """
+    return in_format(gate_up_proj, down_proj, weight_format, interleaved, powers)
+
+
+def dequantize_experts(
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    weight_format: str,
+    *,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [E, 2I, H] (or [E, I, H]) and [E, H, I] of experts in a format, of which ``fused_moe`` takes the arguments.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+    """
+    return out_of_format(gate_up_proj, down_proj, gate_up_scale, down_scale, weight_format, interleaved, dtype)
 
 
 def grouped_moe(

@@ -23,7 +23,7 @@ E, H, F, K, T = 4, 16, 24, 2, 6
 def call(inputs: Any, transposed: bool = False, **options: Any) -> torch.Tensor:
     """``fused_moe`` of a kernel's inputs."""
     a = inputs.activation
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = inputs.tensors
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, *_ = inputs.tensors
     w1, w2 = (one.transpose(1, 2) if transposed else one for one in (w1, w2))
     return fm.fused_moe(
         x, w1, w2, weights, ids, activation=a.function, gate_up_bias=gate_up_bias, down_bias=down_bias, transposed=transposed,

@@ -101,9 +101,7 @@ def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: 
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
-def backward_by_record(
-    problem: Problem, gpu: Device, rival: str, any_tiles: bool = False
-) -> tuple[Decision, Decision | None]:
+def backward_by_record(problem: Problem, gpu: Device, rival: str, any_tiles: bool = False) -> tuple[Decision, Decision | None]:
     """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
     like tiles unless ``any_tiles``, None where there is none."""
     op, table = operation(problem.op), known_table()

@@ -2,6 +2,8 @@
 
 Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last:
 no product computes it, and what memory has in its row is left out of every sum. Nothing waits for the host.
+
+Weights in a format are dequantised as they are used: on a GPU all experts of a product, on the CPU those that have rows.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.formats import Weights, dequantized
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
@@ -62,9 +65,10 @@ def pytorch_moe(tensors: Tensors, activation: Activation, adapters: Adapters = N
 
 def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    _, w1, w2, weights, ids, _, down_bias = tensors
+    _, w1, _, weights, ids, _, down_bias, *_ = tensors
     rows = _rows(ids, w1.shape[0])
-    z = _pre_activations(tensors, rows, adapters)
+    z = _pre_activations(tensors, rows, activation, adapters)
+    _, w2 = _weights(tensors, activation)
     down = _biased(_adapted(activate(z, activation), w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
@@ -75,13 +79,14 @@ def weighted_sums(rows: torch.Tensor, weights: torch.Tensor, here: torch.Tensor)
     return (rows.to(wide) * torch.where(here, weights.to(wide), 0.0)[:, :, None]).sum(1).to(rows.dtype)
 
 
-def pre_activations(tensors: Tensors) -> torch.Tensor:
+def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """As ``BackwardTensors`` has them."""
-    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]))
+    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]), activation)
 
 
-def _pre_activations(tensors: Tensors, rows: Rows, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
-    return _biased(_adapted(rows.of_tokens(tensors.x), tensors.w1, adapters[0], rows), tensors.gate_up_bias, rows)
+def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
+    w1, _ = _weights(tensors, activation)
+    return _biased(_adapted(rows.of_tokens(tensors.x), w1, adapters[0], rows), tensors.gate_up_bias, rows)
 
 
 def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
@@ -115,10 +120,11 @@ def backward_by_rows(
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
     dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
     """
-    x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
+    x, _, _, weights, ids, gate_up_bias, down_bias, _, _, z, dout = tensors
     first, second = (None if one is None else one.transposed() for one in adapters)
-    rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    z = _pre_activations(tensors.of_call(), rows, adapters) if z is None else z
+    rows, wide = _rows(ids, tensors.w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    w1, w2 = _weights(tensors.of_call(), activation)
+    z = _pre_activations(tensors.of_call(), rows, activation, adapters) if z is None else z
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
     of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
     to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
@@ -160,14 +166,54 @@ def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:
     return gradient.new_empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
 
-def _adapted(rows: torch.Tensor, weights: torch.Tensor, adapter: LowRank | None, of: Rows) -> torch.Tensor:
+def _adapted(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, adapter: LowRank | None, of: Rows) -> torch.Tensor:
     """``products`` by the weights and what is beside them."""
     out = products(rows, weights, of)
     return out if adapter is None else out + adapter.scaling * products(products(rows, adapter.a, of), adapter.b, of)
 
 
-def products(rows: torch.Tensor, weights: torch.Tensor, of: Rows) -> torch.Tensor:
+class _Dequantised(NamedTuple):
+    """Weights in a format as weights of the dtype, of an expert at a time."""
+
+    weights: Weights
+    dtype: torch.dtype
+    halves: bool
+    transposed: bool = False
+
+    @property
+    def mT(self) -> _Dequantised:  # as of a tensor
+        return self._replace(transposed=not self.transposed)
+
+    def of(self, expert: int) -> torch.Tensor:
+        one = dequantized(Weights(*(part[expert] for part in self.weights)), self.dtype, self.halves)
+        return one.mT if self.transposed else one
+
+    def all(self) -> torch.Tensor:
+        return torch.stack([self.of(expert) for expert in range(self.weights.codes.shape[0])])
+
+
+def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _Dequantised, torch.Tensor | _Dequantised]:
+    """w1 and w2, of a format dequantised as they are used."""
+    if tensors.gate_up_scale is None or tensors.down_scale is None:
+        return tensors.w1, tensors.w2
+    dtype = tensors.x.dtype
+    first = _Dequantised(Weights(tensors.w1, tensors.gate_up_scale), dtype, activation.halves)
+    return first, _Dequantised(Weights(tensors.w2, tensors.down_scale), dtype, halves=False)
+
+
+def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
+    """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
+    made = [one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation)]
+    return tensors._replace(w1=made[0], w2=made[1], gate_up_scale=None, down_scale=None)
+
+
+def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert; rows past the last expert's may have anything."""
+    if isinstance(weights, _Dequantised):
+        if rows.device.type != "cpu" or not is_plain(rows):
+            return products(rows, weights.all(), of)
+        parts = rows.tensor_split(of.ends[:-1].long())
+        return torch.cat([part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)])
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

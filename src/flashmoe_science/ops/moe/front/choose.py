@@ -103,7 +103,7 @@ def decide_training(tensors: Tensors, activation: Activation, options: Options) 
 
 def trains_by_pytorch(tensors: Tensors, activation: Activation, options: Options) -> bool:
     """Whether PyTorch's products serve both passes: no kernel is asked for, and no record has a backward of ours faster."""
-    if options.kernel is not None or options.recompute:
+    if options.kernel is not None or options.recompute or options.weight_format is not None:
         return False
     return choose_backward(tensors, activation, None).kernel == FALLBACK_BACKWARD
 
@@ -115,6 +115,13 @@ def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
     return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
+def _with_dequantising(decision: Decision, form: str | None) -> Decision:
+    """The decision, whose reason says so where weights in a format are dequantised first."""
+    if form is None or decision.kernel != FALLBACK:
+        return decision
+    return replace(decision, reason=f"{decision.reason}; weights in {form} are dequantised before each product")
+
+
 def _in_place(used: Tensors, given: Tensors) -> bool:
     """Whether a kernel's inputs have the addresses of the tensors of the call: none was copied on the way."""
     pairs = zip(used, given, strict=True)
@@ -123,10 +130,11 @@ def _in_place(used: Tensors, given: Tensors) -> bool:
 
 def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
-    p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, *_, of_up, of_down) = inputs.problem, inputs.tensors
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
-        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, inputs.saves_z,
+        x.stride(), w1.stride(), w2.stride(), *(None if one is None else one.stride() for one in (of_up, of_down)),
+        inputs.activation, kernel, inputs.saves_z,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -156,6 +164,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     decision = choose_fallback(MoEProblem.op, kernel, None)
     if decision is None:
         decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
+    decision = _with_dequantising(decision, inputs.problem.weight_format)
     return Plan(decision, *(made or (_bind_pytorch, False)))
 
 

@@ -24,6 +24,7 @@ from flashmoe_science.ops.calls import (
     store_launch,
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
+from flashmoe_science.ops.formats import CODES, columns_of
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
 from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
@@ -34,7 +35,8 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
 
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
-_NO_BIASES = True, True
+_COUNT = len(Tensors._fields)
+_PLAIN = True, True, True, True
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
@@ -106,8 +108,8 @@ def _autocast(tensors: Given) -> Given | None:
 
 def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Launch | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
-    absent = tensors[5] is None, tensors[6] is None
-    given = tensors[:5] if absent == _NO_BIASES else [one for one in tensors if one is not None]
+    absent = tensors[5] is None, tensors[6] is None, tensors[7] is None, tensors[8] is None
+    given = tensors[:5] if absent == _PLAIN else [one for one in tensors if one is not None]
     try:
         # The types of options too: True and 1 are equal.
         kinds = (options, *map(type, options), absent, torch.is_grad_enabled())
@@ -162,8 +164,10 @@ def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launched(op: str, *args: Any) -> Any:
-    tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:7], args[7:]
-    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False)
+    tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
+    form = CODES.get(tensors[1].dtype)
+    name = None if form is None else form.name
+    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
     launch, key = _find(tensors, options, op)
     if launch is not None:
         return launch(*tensors)
@@ -179,18 +183,20 @@ def _fake_saving(x: torch.Tensor, w1: torch.Tensor, w2: object, weights: torch.T
 
 
 def _differentiable(*args: Any) -> torch.Tensor:
-    kernel, recompute = (*args[12:], None, None)[:2]
-    return differentiable(Tensors(*args[:7]), Activation(*args[7:12]), kernel, bool(recompute))
+    tensors, (function, gated, interleaved, alpha, limit, *rest) = Tensors(*args[:_COUNT]), args[_COUNT:]
+    kernel, recompute = (*rest, None, None)[:2]
+    return differentiable(tensors, Activation(function, gated, interleaved, alpha, limit), kernel, bool(recompute))
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
     """Of the two products of every pair of a token and an expert."""
-    return 2 * topk_weights.numel() * (w1[0].numel() + w2[0].numel())
+    return 2 * topk_weights.numel() * x.shape[1] * (w1.shape[1] + columns_of(w2))
 
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name=None"
+    "Tensor? gate_up_scale, Tensor? down_scale, str function, bool gated, bool interleaved, float alpha, float limit, "
+    "str? kernel_name=None"
 )
 _OPERATOR = register(f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor", _forward, _fake, _differentiable, _flops)
 # What the autograd rule calls in its place: the pre-activations too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.interpreter import Interpreter
-from tests.unit.ops.moe.cases import CASES
+from tests.unit.ops.moe.cases import CASES, FORMAT_CASES
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
@@ -24,7 +24,13 @@ def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(interpret
     found = interpreted("ops/moe/cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in ours() if kernel.interpretable}
-    assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES))
+    assert {name.rpartition(": ")[0] for name in found} == set(map(str, (*CASES, *FORMAT_CASES)))
+
+
+def test_the_numbers_of_formats_are_right_in_the_interpreter(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/products/format_cases.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) > 10
 
 
 def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> None:

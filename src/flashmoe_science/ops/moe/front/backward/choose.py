@@ -16,6 +16,7 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
+from flashmoe_science.ops.formats import CODES
 from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
@@ -39,8 +40,11 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
     return None, kernel
 
 
-def why_pytorch(x: torch.Tensor) -> str | None:
+def why_pytorch(tensors: Tensors) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
+    x, form = tensors.x, CODES.get(tensors.w1.dtype)
+    if form is not None:
+        return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
     if x.dtype == torch.float64:
         return "hidden_states has dtype torch.float64, which no kernel of ours takes"
     return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None
@@ -55,7 +59,7 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
     """
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
-    if (required := why_pytorch(tensors.x)) is not None:
+    if (required := why_pytorch(tensors)) is not None:
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {GRADIENTS}, and {required}")
         return Decision(FALLBACK, Config(), required, "required")

@@ -7,7 +7,7 @@ import torch
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
-from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -30,7 +30,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
     if problem.bias:
         return "there are biases; it adds none"
-    return why_not_grouped(problem)
+    return why_no_format(problem) or why_not_grouped(problem)
 
 
 def why_not_on_sm90(problem: MoEProblem, device: Device) -> str | None:
