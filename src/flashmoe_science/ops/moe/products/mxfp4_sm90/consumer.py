@@ -56,7 +56,7 @@ def _scales_at(base, step, DEPTH: gl.constexpr):
 def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
     """The sums of a segment's steps; each stage is released when the product after it has begun. ``scales``: pointers [ROWS, 1]
     to those of each row."""
-    STAGES: gl.constexpr = memory.full.shape[0]
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     soon = _scales_at(scales, segment.first, DEPTH)
     later = _scales_at(scales, segment.first + 1, DEPTH)

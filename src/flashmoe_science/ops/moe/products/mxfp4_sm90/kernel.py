@@ -34,7 +34,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
 )
 from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
-from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import make_memory
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS, make_memory
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -73,7 +73,8 @@ def flashmoe_moe_down_mxfp4_sm90(
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n]."""
+    """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
+    flags += CONSUMERS * gl.num_programs(0)
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
     STEPS: gl.constexpr = (DEPTH + 127) // 128
     COLUMNS: gl.constexpr = (WIDTH + 255) // 256

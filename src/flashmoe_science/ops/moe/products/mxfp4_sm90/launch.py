@@ -30,7 +30,6 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, ST
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _BYTES = STEP.value // 2
-_FLAG_BYTES = torch.int32.itemsize * FLAGS
 Tile = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of the copy engine: a consumer's bytes, shape and strides
 # bind(counts) of a product: launch(a, w, out, scales, bias, partial, flags, tables)
 Product = Callable[[RowCounts], KernelLaunch]
@@ -50,7 +49,7 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
-    return _product(function, config, tile, permute.padded(p.hidden), (scale, bias), constexprs)
+    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs)
 
 
 def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
@@ -58,11 +57,12 @@ def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     p, tensors = inputs.problem, inputs.tensors
     tile = (1, ROWS.value, _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
     constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim}
-    return _product(function, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs)
+    return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs)
 
 
 def _product(
     function: Any,
+    x: torch.Tensor,
     config: Config,
     tile: Tile,
     width: int,
@@ -70,15 +70,14 @@ def _product(
     constexprs: dict[str, Any],
 ) -> Product:
     """One of the two, built; ``width`` of its result; ``of_weights``: scales and biases."""
-    gpu, tokens, depth = current_gpu(), config["block_m"], permute.padded(constexprs["DEPTH"])
+    gpu, early = current_gpu(x.device), starts_early(x)
+    tokens, depth = config["block_m"], permute.padded(constexprs["DEPTH"])
     assert gpu is not None
     values = *constexprs.values(), config["group"], config["num_stages"], CONSUMER_REGISTERS, PRODUCER_REGISTERS
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
     out = template((1, 1, tokens, CHUNK.value), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
-    build = Build(
-        function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=REGISTERS, launch_pdl=True
-    )
+    build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=REGISTERS, launch_pdl=early)
     encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))
 
     @lru_cache(64)
@@ -120,8 +119,7 @@ def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Pro
             sort(address(ids), tables)
             gather(address(x), tokens, flags, tables)
             up(tokens, address(w1), active, address(gate_up_scale), argument(gate_up_bias), sums, flags, tables)
-            of_down = address(down_scale), argument(down_bias), sums, flags + _FLAG_BYTES, tables
-            down(active, address(w2), products, *of_down)
+            down(active, address(w2), products, address(down_scale), argument(down_bias), sums, flags, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out

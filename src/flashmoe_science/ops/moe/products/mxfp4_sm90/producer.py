@@ -45,7 +45,7 @@ def _load_tokens(a_desc, memory, segment, stage, step):
 @gluon.jit
 def _fill(w_desc, a_desc, memory, segment, state, first, stop, EXPERT_BLOCKS: gl.constexpr):
     """Fill stages with the steps of a segment from ``first`` to before ``stop``."""
-    STAGES: gl.constexpr = memory.full.shape[0]
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     nbytes: gl.constexpr = CONSUMERS * w_desc.block_type.nbytes + CHUNKS * a_desc.block_type.nbytes
     for step in range(first, stop):
         mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
