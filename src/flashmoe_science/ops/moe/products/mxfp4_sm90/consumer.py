@@ -54,8 +54,7 @@ def _scales_at(base, step, DEPTH: gl.constexpr):
 
 @gluon.jit
 def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
-    """The sums of a segment's steps; each stage is released when the product after it has begun. ``scales``: pointers [ROWS, 1]
-    to those of each row."""
+    """The sums of a segment's steps. ``scales``: pointers [ROWS, 1] to those of each row."""
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     soon = _scales_at(scales, segment.first, DEPTH)
@@ -70,15 +69,11 @@ def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH:
         one, two = chunks(codes)
         tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
         acc = warpgroup_mma(upcast(one, scale, operand), tokens, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
-        before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(memory.empty.index(before), pred=step > segment.first)
         tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
         acc = warpgroup_mma(upcast(two, scale, operand), tokens, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, (acc,))
+        acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
+        mbarrier.arrive(memory.empty.index(stage))
         state = advance(state, STAGES)
-    acc = warpgroup_mma_wait(0, (acc,))
-    mbarrier.arrive(memory.empty.index(gl.where(state.stage == 0, STAGES - 1, state.stage - 1)))
     return acc, state
 
 

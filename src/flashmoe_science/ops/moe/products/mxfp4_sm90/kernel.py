@@ -36,6 +36,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS, make_memory
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import part_of_program
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -52,18 +53,19 @@ def flashmoe_moe_up_mxfp4_sm90(
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
     STEPS: gl.constexpr = (DEPTH + 127) // 128
     COLUMNS: gl.constexpr = (WIDTH + 127) // 128
+    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (
                 scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
             )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, STEPS, COLUMNS, GROUP, EXPERT_BLOCKS)),
             (consume, (
                 scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
             )),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, EXPERT_BLOCKS)),
         ],
-        [1, 4],
-        [PRODUCER_REGS, CONSUMER_REGS],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
     )
 
 
@@ -78,14 +80,15 @@ def flashmoe_moe_down_mxfp4_sm90(
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
     STEPS: gl.constexpr = (DEPTH + 127) // 128
     COLUMNS: gl.constexpr = (WIDTH + 255) // 256
+    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, None, None, None, 0.0, 0.0)),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, STEPS, COLUMNS, GROUP, None)),
             (consume, (scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, None, None, None, 0.0, 0.0)),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, None)),
         ],
-        [1, 4],
-        [PRODUCER_REGS, CONSUMER_REGS],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
     )
 
 

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import part_of, segment_of
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 
@@ -58,14 +58,13 @@ def _fill(w_desc, a_desc, memory, segment, state, first, stop, EXPERT_BLOCKS: gl
 
 @gluon.jit
 def produce(
-    a_desc, w_desc, tables, pairs, tiles, memory,
+    a_desc, w_desc, tables, pairs, tiles, part, memory,
     EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages of all segments of this program."""
+    """Fill the stages of all segments of ``part``, this program's."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
-    part = part_of(gl.program_id(0), gl.num_programs(0), gl.load(parts.tile_count) * COLUMNS, STEPS)
     index = part.end
     segment = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
     state = first_stage()

@@ -14,8 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashmoe_science.ops.gluon_bridge import as_gluon
-from flashmoe_science.ops.moe.rows import tile_at
+from flashmoe_science.ops.moe.rows import tables_of, tile_at
 
+_tables_of = as_gluon(tables_of)
 _tile_at = as_gluon(tile_at)
 
 
@@ -43,23 +44,28 @@ class Segment(NamedTuple):
 
 @gluon.jit
 def part_of(program, programs, units, STEPS: gl.constexpr):
-    """The ``Part`` of a program of ``units`` tiles; without a step its end is before its begin."""
-    total = units.to(gl.int64) * STEPS
-    working = gl.minimum(total, programs.to(gl.int64))
-    busy = program < working
-    working = gl.maximum(working, 1)
-    begin = total * program // working
-    end = gl.where(busy, total * (program + 1) // working, begin)
+    """The ``Part`` of a program of ``units`` tiles; without a step its end is before its begin. The first programs have a step
+    more than the others where those cannot be equal."""
+    share = units * STEPS // programs
+    longer = units * STEPS % programs
+    begin = program * share + gl.minimum(program, longer)
+    end = begin + share + gl.where(program < longer, 1, 0)
     tile = begin // STEPS
-    first_program = ((tile * STEPS + 1) * working - 1) // gl.maximum(total, 1)  # whose part has the tile's first step
     last = (end - 1) // STEPS
-    return Part(
-        tile.to(gl.int32),
-        (begin - tile * STEPS).to(gl.int32),
-        gl.where(end > begin, last, tile - 1).to(gl.int32),
-        (end - last * STEPS).to(gl.int32),
-        (program - first_program).to(gl.int32),
+    head = tile * STEPS
+    of_longer = longer * (share + 1)  # steps
+    first_program = gl.where(
+        head < of_longer, head // (share + 1), longer + (head - of_longer) // gl.maximum(share, 1)
     )
+    return Part(tile, begin - head, gl.where(end > begin, last, tile - 1), end - last * STEPS, program - first_program)
+
+
+@gluon.jit
+def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The ``Part`` of this program. The tables were written two kernels before this one: those that follow them let the next one
+    start when they have them."""
+    units = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
+    return part_of(gl.program_id(0), gl.num_programs(0), units, STEPS)
 
 
 @gluon.jit
