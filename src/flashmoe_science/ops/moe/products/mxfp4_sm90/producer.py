@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
@@ -43,15 +43,20 @@ def _load_tokens(a_desc, memory, segment, stage, step):
 
 
 @gluon.jit
-def _fill(w_desc, a_desc, memory, segment, state, first, stop, EXPERT_BLOCKS: gl.constexpr):
-    """Fill stages with the steps of a segment from ``first`` to before ``stop``."""
+def _fill(
+    w_desc, a_desc, memory, segment, state, first, stop,
+    EXPERT_BLOCKS: gl.constexpr, WEIGHTS: gl.constexpr = True, TOKENS: gl.constexpr = True,
+):  # fmt: skip
+    """Fill stages with the steps of a segment from ``first`` to before ``stop``: with ``WEIGHTS``, with ``TOKENS``, or both."""
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     nbytes: gl.constexpr = CONSUMERS * w_desc.block_type.nbytes + CHUNKS * a_desc.block_type.nbytes
     for step in range(first, stop):
-        mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
-        mbarrier.expect(memory.full.index(state.stage), nbytes)
-        _load_weights(w_desc, memory, segment, state.stage, step, EXPERT_BLOCKS)
-        _load_tokens(a_desc, memory, segment, state.stage, step)
+        if WEIGHTS:
+            mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
+            mbarrier.expect(memory.full.index(state.stage), nbytes)
+            _load_weights(w_desc, memory, segment, state.stage, step, EXPERT_BLOCKS)
+        if TOKENS:
+            _load_tokens(a_desc, memory, segment, state.stage, step)
         state = advance(state, STAGES)
     return state
 
@@ -63,20 +68,26 @@ def produce(
 ):  # fmt: skip
     """Fill the stages of all segments of ``part``, this program's."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
     index = part.end
     segment = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
-    state = first_stage()
-    iteration = gl.to_tensor(0)
+    # Weights and the tables are older than the kernel before this one, which may still write the tokens.
+    early = gl.minimum(segment.stop, segment.first + STAGES)
+    _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, TOKENS=False)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
+    gdc_launch_dependents()  # only now: the next kernel reads the tables before its own wait
+    state = _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, WEIGHTS=False)
+    iteration = gl.to_tensor(0)
     while segment.column >= 0:
         publish(memory.mailbox, iteration, segment, one)
         iteration += 1
-        late = gl.maximum(segment.stop - LATE, segment.first)
-        state = _fill(w_desc, a_desc, memory, segment, state, segment.first, late, EXPERT_BLOCKS)
+        late = gl.maximum(segment.stop - LATE, early)
+        state = _fill(w_desc, a_desc, memory, segment, state, early, late, EXPERT_BLOCKS)
         index -= 1
         following = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
         state = _fill(w_desc, a_desc, memory, segment, state, late, segment.stop, EXPERT_BLOCKS)
         segment = following
+        early = segment.first
     publish(memory.mailbox, iteration, (-1, 0, 0, 0, 0, 0, 0), one)

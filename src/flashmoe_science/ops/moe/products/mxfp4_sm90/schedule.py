@@ -73,12 +73,7 @@ def segment_of(index, part, parts, tiles, STEPS: gl.constexpr, COLUMNS: gl.const
     """The ``Segment`` of a program in the tile of an index; its tiles' indices go down from the part's end."""
     tile = _tile_at(gl.maximum(index, 0), parts, tiles, COLUMNS, GROUP, TOKENS)
     here = index >= part.begin
-    return Segment(
-        gl.where(here, tile.column, -1),
-        tile.row,
-        tile.end,
-        tile.expert,
-        gl.where(index == part.begin, part.first, 0),
-        gl.where(index == part.end, part.stop, STEPS),
-        gl.where(index == part.begin, part.before, 0),
-    )
+    first = gl.where(index == part.begin, part.first, 0)
+    stop = gl.where(index == part.end, part.stop, STEPS)
+    before = gl.where(index == part.begin, part.before, 0)
+    return Segment(gl.where(here, tile.column, -1), tile.row, tile.end, tile.expert, first, gl.where(here, stop, first), before)
