@@ -18,8 +18,8 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from tests.unit.ptx import run_block
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
@@ -276,7 +276,10 @@ _LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
-    **{name: getattr(torch, name) for name in ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")},
+    **{
+        name: getattr(torch, name)
+        for name in ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
+    },
     NVMMASharedLayout=_LAYOUT,
     program_id=lambda dim: Int(_run.program[dim]),
     num_programs=lambda dim: Int(_run.grid[dim]),

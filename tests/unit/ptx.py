@@ -1,4 +1,4 @@
-"""Runs a block of PTX of inline assembly, as it is written, on tensors: the few instructions that kernels of ours have there."""
+"""Runs a block of PTX of inline assembly, as written, on tensors: the few instructions that kernels of ours have there."""
 
 from __future__ import annotations
 

@@ -61,13 +61,13 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     draw, form = torch.Generator().manual_seed(0), FORMATS["mxfp4"]
     e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
     x = torch.randn(t, h, generator=draw).bfloat16()
-    (w1, s1), (w2, s2) = (
-        quantized(torch.randn(e, n, k, generator=draw) * k**-0.5, form) for n, k in ((2 * i, h), (h, i))
-    )
+    (w1, s1), (w2, s2) = (quantized(torch.randn(e, n, k, generator=draw) * k**-0.5, form) for n, k in ((2 * i, h), (h, i)))
     ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
     if case.change == "foreign":
         foreign = FOREIGN["foreign"](e)
-        ids = torch.where(torch.rand(ids.shape, generator=draw) < 0.5, foreign[torch.randint(5, ids.shape, generator=draw)], ids)
+        ids = torch.where(
+            torch.rand(ids.shape, generator=draw) < 0.5, foreign[torch.randint(5, ids.shape, generator=draw)], ids
+        )
     elif case.change == "NaN in one token":
         x[3] = torch.nan
     elif case.change == "blocks 2^20 apart":

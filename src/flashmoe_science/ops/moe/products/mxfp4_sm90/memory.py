@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
 from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
