@@ -274,6 +274,7 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
 
 _LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
+_TORCH = ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
     **{

@@ -47,6 +47,7 @@ CASES = (
     Case("moe t20 e3 k2 d288 f192 bf16 w:mxfp4 bias"),
     Case("moe t40 e4 k2 d64 f288 bf16 w:mxfp4 gelu interleaved"),
     Case("moe t9 e6 k3 d96 f64 bf16 w:mxfp4", "foreign"),
+    Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 bias", "slices of larger tensors"),
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4", "blocks 2^20 apart"),
     Case("moe t9 e6 k3 d96 f64 bf16 w:mxfp4", "NaN in one token"),
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", "scales of 0"),
@@ -64,10 +65,8 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     (w1, s1), (w2, s2) = (quantized(torch.randn(e, n, k, generator=draw) * k**-0.5, form) for n, k in ((2 * i, h), (h, i)))
     ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
     if case.change == "foreign":
-        foreign = FOREIGN["foreign"](e)
-        ids = torch.where(
-            torch.rand(ids.shape, generator=draw) < 0.5, foreign[torch.randint(5, ids.shape, generator=draw)], ids
-        )
+        foreign = FOREIGN["foreign"](e)[torch.randint(5, ids.shape, generator=draw)]
+        ids = torch.where(torch.rand(ids.shape, generator=draw) < 0.5, foreign, ids)
     elif case.change == "NaN in one token":
         x[3] = torch.nan
     elif case.change == "blocks 2^20 apart":
@@ -80,6 +79,8 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
         else:  # the products stay near 1
             s1[:], x = scale, (x.double() * 2.0 ** (124 - scale)).bfloat16()
     biases = [torch.randn(e, n, generator=draw).bfloat16() if problem.bias else None for n in (2 * i, h)]
+    if case.change == "slices of larger tensors":
+        w1, w2, s1, s2 = (torch.cat((one, one.flip(0)), -1)[..., : one.shape[-1]] for one in (w1, w2, s1, s2))
     tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, *biases, s1, s2)
     moved = Tensors(*(None if one is None else one.to(device) for one in tensors))  # type: ignore[arg-type]
     return MoEInputs(problem, moved, activation_of(problem))

@@ -56,8 +56,8 @@ def check_inputs(inputs: MoEInputs) -> None:
     for name, codes, scale in (("w1", tensors.w1, tensors.gate_up_scale), ("w2", tensors.w2, tensors.down_scale)):
         _check_codes(name, codes)
         assert scale is not None
-        if not scale.is_contiguous():
-            raise CannotServe(f"the scales of {name} have strides {scale.stride()}; they must be contiguous")
+        if scale.stride(2) != 1:
+            raise CannotServe(f"the scales of {name} have stride {scale.stride(2)} in their last dimension; it must be 1")
     blocks_of_experts(inputs)
 
 
@@ -91,8 +91,8 @@ def programs(gpu: Gpu) -> int:
 
 
 def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:
-    """What stands between the launches: the tables, permuted rows of x, those between the products and after the second, sums of
-    tiles that programs share, and flags of both products."""
+    """What stands between the launches: the tables, permuted rows of x, those between the products and after the second, sums
+    of tiles that programs share, and flags of both products."""
     counts, dtype = RowCounts.of(problem, config["block_m"]), torch.bfloat16
     of_rows = ((counts.pairs * width, dtype) for width in (padded(problem.dim), padded(problem.hidden), problem.dim))
     sums = FLAGS * ROWS.value * config["block_m"]

@@ -130,11 +130,13 @@ def _activate(acc, column, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: g
 @gluon.jit
 def consume(
     scales, bias, out_desc, partial, flags, memory,
-    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The rows of weights of one consumer in every segment of this program. Without ``FUNCTION`` products are stored as they
-    are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its up."""
+    """The rows of weights of one consumer in every segment of this program; the strides are the scales'. Without ``FUNCTION``
+    products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
+    up."""
     ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
     STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
     TOKENS: gl.constexpr = memory.a.shape[1]
@@ -146,9 +148,9 @@ def consume(
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        first = scales + segment.expert.to(gl.int64) * (ALL * (DEPTH // GROUP))
+        first = scales + segment.expert.to(gl.int64) * STRIDE_E
         of_scales = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, SCALES))
-        of_scales = first + gl.expand_dims(of_scales * (DEPTH // GROUP), 1)
+        of_scales = first + gl.expand_dims(of_scales * STRIDE_N, 1)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
         acc, state = multiply(acc, state, memory, of_scales, segment, CONSUMER, DEPTH)
         if segment.stop < STEPS:

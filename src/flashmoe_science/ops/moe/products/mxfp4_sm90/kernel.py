@@ -4,11 +4,11 @@ Shapes: x [T, H], w1 uint8 [E, 2I, H / 2] and its scales [E, 2I, H / 32], w2 uin
 ``ops/formats.py``), biases [E, 2I] and [E, H]; weights and ids [T, K] -> out [T, H]. Gated activations, gates and ups joined or
 interleaved; H and I multiples of 32. Compute capability 9.0 only.
 
-Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring bytes
-and tokens to a ring of stages 128 deep; two consumers take 128 rows of weights each from there to registers, where the bytes
-become the instruction's operand without moving between threads (``operand.py``), as tokens have their K permuted: by a kernel
-before the first product (``permute.py``), and by its epilogue for the second. Few tokens are bound by the weights' bytes: all
-programs stream an equal part of them (``schedule.py``).
+Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring
+bytes and tokens to a ring of stages 128 deep; two consumers take 128 rows of weights each from there to registers, where the
+bytes become the instruction's operand without moving between threads (``operand.py``), as tokens have their K permuted: by a
+kernel before the first product (``permute.py``), and by its epilogue for the second. Few tokens are bound by the weights'
+bytes: all programs stream an equal part of them (``schedule.py``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
-    COLUMN: gl.constexpr, UP: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product: out[row, place] = act(a[row] . w[expert, gate n], . w[expert, up n]), n being the column
@@ -56,10 +56,12 @@ def flashmoe_moe_up_mxfp4_sm90(
     gl.warp_specialize(
         [
             (consume, (
-                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                FUNCTION, ALPHA, LIMIT,
             )),
             (consume, (
-                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                FUNCTION, ALPHA, LIMIT,
             )),
             (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, EXPERT_BLOCKS)),
         ],
@@ -71,7 +73,7 @@ def flashmoe_moe_up_mxfp4_sm90(
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
@@ -82,8 +84,12 @@ def flashmoe_moe_down_mxfp4_sm90(
     part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
     gl.warp_specialize(
         [
-            (consume, (scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, None, None, None, 0.0, 0.0)),
-            (consume, (scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, None, None, None, 0.0, 0.0)),
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
+            )),
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
+            )),
             (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, None)),
         ],
         [4, 1],
@@ -99,7 +105,8 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts, grid = RowCounts.of(problem, config["block_m"]), (programs(gpu), 1, 1)
-    products = (Launch(f"^{one.__name__}$", grid, THREADS) for one in (flashmoe_moe_up_mxfp4_sm90, flashmoe_moe_down_mxfp4_sm90))
+    both = flashmoe_moe_up_mxfp4_sm90, flashmoe_moe_down_mxfp4_sm90
+    products = (Launch(f"^{one.__name__}$", grid, THREADS) for one in both)
     around = *route.launches_of(problem), *rows.launches(counts), permute.launch_of(counts, problem.dim)
     return *around, *products, *combine.launches(problem)
 

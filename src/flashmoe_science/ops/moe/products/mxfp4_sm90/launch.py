@@ -36,7 +36,7 @@ Product = Callable[[RowCounts], KernelLaunch]
 
 
 def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
-    """The first product. Its w1 is a [blocks of 32 columns, 4, 2, 8, bytes] view, so that eight gates and their ups take turns."""
+    """The first product. Its w1 is a [blocks of 32 columns, 4, 2, 8, bytes] view: eight gates and their ups take turns."""
     p, a, tensors = inputs.problem, inputs.activation, inputs.tensors
     (column, of_up), of_row, of_experts = rows_of_a_column(inputs), tensors.w1.stride(1), blocks_of_experts(inputs)
     tile = (
@@ -45,8 +45,8 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         (32 * column * of_row, 8 * column * of_row, of_up * of_row, column * of_row, 1),
     )
     constexprs = {
-        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, "EXPERT_BLOCKS": of_experts, "COLUMN": column, "UP": of_up,
-        "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
+        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_strides(tensors.gate_up_scale), "EXPERT_BLOCKS": of_experts,
+        "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
     return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs)
@@ -56,8 +56,13 @@ def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product."""
     p, tensors = inputs.problem, inputs.tensors
     tile = (1, ROWS.value, _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
-    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim}
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_strides(tensors.down_scale)}
     return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs)
+
+
+def _strides(scale: torch.Tensor | None) -> dict[str, int]:
+    assert scale is not None
+    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1)}
 
 
 def _product(

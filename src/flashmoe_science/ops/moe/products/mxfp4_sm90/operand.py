@@ -18,7 +18,7 @@ GROUP = gl.constexpr(32)  # weights to a scale
 
 
 def _layout(columns: int) -> gl.DistributedLinearLayout:
-    """Of [ROWS, 4, columns] bytes: a thread has the columns of one q in each of its rows, which are those of wgmma's operand."""
+    """Of [ROWS, 4, columns] bytes: a thread has the columns of one q in each of its rows, those of wgmma's operand."""
     inside = [[0, 0, 1 << n] for n in range(columns.bit_length() - 1)]
     rows = [[8, 0, 0], [64, 0, 0]], [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]]
     return gl.DistributedLinearLayout(inside + rows[0], [[0, 1, 0], [0, 2, 0], *rows[1]], rows[2], [], [128, 4, columns])

@@ -1,4 +1,4 @@
-"""The tokens of mxfp4 products: rows of x in the order of ``rows.py``, their K permuted as ``operand.py`` has that of weights."""
+"""The tokens of mxfp4 products: rows of x in the order of ``rows.py``, their K permuted as that of weights (``operand.py``)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def flashmoe_moe_permute(
     k = natural(place)
     inside = exists[:, None] & (k < DEPTH)[None, :]
     values = tl.load(x + token.to(tl.int64)[:, None] * STRIDE_X + k[None, :], mask=inside, other=0.0)  # [ROWS, COLUMNS]
-    tl.store(out + row.to(tl.int64)[:, None] * PADDED + place[None, :], values, mask=exists[:, None] & (place < PADDED)[None, :])
+    written = exists[:, None] & (place < PADDED)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * PADDED + place[None, :], values, mask=written)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         number = tl.arange(0, triton.next_power_of_2(FLAGS))
         tl.store(flags + number, 0, mask=number < FLAGS)

@@ -1,4 +1,4 @@
-"""The producer of the two kernels, one warp: it takes the program's segments and has the copy engine fill the ring of stages."""
+"""The producer of the two kernels, one warp: it takes a program's segments and has the copy engine fill the ring of stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _tables_of = as_gluon(tables_of)
 @gluon.jit
 def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.constexpr):
     """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has of 128 columns
-    of the result those of its chunk of 64 as the second product's K has them, gates and ups; of three, 128 rows that follow each
-    other."""
+    of the result those of its chunk of 64 as the second product's K has them, gates and ups; of three, 128 rows that follow
+    each other."""
     bar = memory.full.index(stage)
     for c in gl.static_range(CONSUMERS):
         here = memory.w.index(CONSUMERS * stage + c)

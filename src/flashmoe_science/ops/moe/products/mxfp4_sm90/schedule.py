@@ -62,14 +62,16 @@ def part_of(program, programs, units, STEPS: gl.constexpr):
 
 @gluon.jit
 def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The ``Part`` of this program. The tables were written two kernels before this one: those that follow them let the next one
-    start when they have them."""
+    """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those after them let the next
+    one start when they have them."""
     units = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
     return part_of(gl.program_id(0), gl.num_programs(0), units, STEPS)
 
 
 @gluon.jit
-def segment_of(index, part, parts, tiles, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr):
+def segment_of(
+    index, part, parts, tiles, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
+):  # fmt: skip
     """The ``Segment`` of a program in the tile of an index; its tiles' indices go down from the part's end."""
     tile = _tile_at(gl.maximum(index, 0), parts, tiles, COLUMNS, GROUP, TOKENS)
     here = index >= part.begin
