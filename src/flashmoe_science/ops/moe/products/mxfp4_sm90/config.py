@@ -41,11 +41,12 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
     mean = problem.rows_per_expert()
     fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), 128)
-    return tuple(
-        Config(block_m=tokens, block_n=BLOCK_N, block_k=STEP.value, num_stages=_STAGES[tokens], group=8)
-        for tokens in (fit, fit // 2, 2 * fit)
-        if tokens in _STAGES
-    )
+    return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
+
+
+def tile_of(tokens: int) -> Config:
+    """The config whose tiles have so many tokens."""
+    return Config(block_m=tokens, block_n=BLOCK_N, block_k=STEP.value, num_stages=_STAGES[tokens], group=8)
 
 
 def check_inputs(inputs: MoEInputs) -> None:

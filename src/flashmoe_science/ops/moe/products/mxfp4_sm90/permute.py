@@ -53,7 +53,8 @@ def flashmoe_moe_permute(
 
 def padded(depth: int) -> int:
     """Elements of a row whose K is permuted."""
-    return cdiv(depth, STEP.value) * STEP.value
+    step: int = STEP.value
+    return cdiv(depth, step) * step
 
 
 def build(x: torch.Tensor, experts: int, top_k: int, flags: int, early_start: bool) -> Callable[[RowCounts], KernelLaunch]:

@@ -62,8 +62,8 @@ def part_of(program, programs, units, STEPS: gl.constexpr):
 
 @gluon.jit
 def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those after them let the next
-    one start when they have them."""
+    """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those in between let the
+    next one start when they have them."""
     units = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
     return part_of(gl.program_id(0), gl.num_programs(0), units, STEPS)
 
