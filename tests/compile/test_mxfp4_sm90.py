@@ -1,4 +1,4 @@
-"""Both products of moe_mxfp4_gluon_sm90 build for Hopper: what they take, copy and multiply by, and how bytes become weights."""
+"""Both products of moe_mxfp4_gluon_sm90 build for Hopper without spills, and bytes become weights where they are."""
 
 from __future__ import annotations
 
