@@ -103,7 +103,7 @@ def _load(descs, smem, barriers, work):
 
 @gluon.jit
 def _half(
-    step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKED: gl.constexpr
+    step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
     """dK and dV with half a tile of queries added, whose dS goes to shared memory. dV is started before dP is waited for: the
     assembler would else move that wait above all of the exponentials."""
@@ -113,7 +113,7 @@ def _half(
     q = as_matrix(smem.q, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, D]
     dout = as_matrix(smem.dout, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, DV]
     zeros = gl.zeros([_KEYS, _HALF], gl.float32, layout)
-    s = warpgroup_mma(as_matrix(smem.k, PART), q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, HALF]
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, HALF]
     dp = warpgroup_mma(as_matrix(smem.v, PART), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     lse = smem.lse.index(stage).slice(HALF * _HALF, _HALF, 0).load(gl.SliceLayout(0, layout))
@@ -140,12 +140,12 @@ def _half(
 
 
 @gluon.jit
-def _step(step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MASKED: gl.constexpr):
+def _step(step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MASKED: gl.constexpr):
     """dK and dV with a tile of queries added."""
     STAGES: gl.constexpr = smem.q.shape[0]
     mbarrier.wait(barriers.queries.full.index(step % STAGES), step // STAGES & 1)
     for half in gl.static_range(2):
-        dk, dv = _half(step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART, half, MASKED)
+        dk, dv = _half(step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART, half, MASKED)
     mbarrier.arrive(barriers.queries.empty.index(step % STAGES))
     return dk, dv
 
@@ -159,14 +159,15 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
     dv = gl.zeros([_KEYS, DV], gl.float32, accumulator_layout(DV))
     log2 = scale * 1.4426950408889634
     mbarrier.wait(barriers.keys, 0)
+    k = as_matrix(smem.k, PART).load(gl.DotOperandLayout(0, accumulator_layout(_HALF), 2))
     step = gl.to_tensor(0)
     for _ in range(work.group):
         for i in range(work.tiles_m - work.whole):
-            dk, dv = _step(step, work.tiles_m - 1 - i, dk, dv, smem, ds_smem, barriers, work, log2, PART, False)
+            dk, dv = _step(step, work.tiles_m - 1 - i, dk, dv, k, smem, ds_smem, barriers, work, log2, PART, False)
             step += 1
         if MASKS:
             for i in range(work.whole - work.low):
-                dk, dv = _step(step, work.whole - 1 - i, dk, dv, smem, ds_smem, barriers, work, log2, PART, True)
+                dk, dv = _step(step, work.whole - 1 - i, dk, dv, k, smem, ds_smem, barriers, work, log2, PART, True)
                 step += 1
     if step > 0:  # dK goes by way of the memory of K, which the last product for dQ reads
         last = step * 2 - 1
