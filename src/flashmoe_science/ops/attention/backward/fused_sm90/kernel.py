@@ -13,9 +13,10 @@ No program waits for one that has not started: numbers are taken from a counter 
 numbers alone. Of those that run, the lowest waits for none, so that all of them end.
 
 Under a causal mask programs that start together should neither meet nor leave SMs idle at the end, so heads take turns in two
-orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to any tile of queries
-a step after the tile of keys before it in the turn has, and the shortest programs end first, one after the other. In the next
-set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end together.
+orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to a tile of queries
+a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
+next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
+together.
 """
 
 from __future__ import annotations

@@ -247,9 +247,9 @@ def flashmoe_bwd_fused_gluon_sm90(
     STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr, MULTIPLIER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of ``together``
-    heads in turns, in the order in which they add to dQ, so that a program waits for one that has started, and the first that
-    has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py)."""
+    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
+    turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
+    first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py)."""
     ticket = turns + heads * group * tiles_m * (_QUERIES // _ROWS)
     number = gl.atomic_add(ticket, 1, sem="relaxed")
     nth_set = number // (tiles_n * together)
