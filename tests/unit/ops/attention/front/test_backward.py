@@ -213,6 +213,28 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "head_dim", "options", "kernel"),
+    [
+        (1024, 64, Options(), "bwd_fused_gluon_sm90"),
+        (1024, 40, Options("causal"), "bwd_fused_gluon_sm90"),
+        (512, 64, Options(), "bwd_gluon_sm90"),  # too short
+        (1024, 32, Options(), "bwd_gluon_sm90"),  # half of its columns
+        (1024, 72, Options(), "bwd_gluon_sm90"),
+        (1024, 64, Options(window_left=99), "bwd_gluon_sm90"),
+        (100, 64, Options(), "bwd_triton"),
+    ],
+)
+def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
+    rows: int, head_dim: int, options: Options, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "known_table", lambda: Table(()))
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
+
+
+@pytest.mark.parametrize(
     ("rows", "head_dim", "peer", "kernel", "words"),
     [
         (512, 128, False, "bwd_gluon_sm90", "nearest measured problem, attnbwd b2 h16 q400 d128"),
