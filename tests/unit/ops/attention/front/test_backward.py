@@ -234,6 +234,17 @@ def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
         assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
 
 
+def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = parse("attnbwd b2 h16 q2048 d128 bf16")
+    (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)
+    table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, ()),))
+    monkeypatch.setattr(shared, "known_table", lambda: table)
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, 2048, 64, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), Options(deterministic=True)).kernel == "bwd_fused_gluon_sm90"
+
+
 @pytest.mark.parametrize(
     ("rows", "head_dim", "peer", "kernel", "words"),
     [

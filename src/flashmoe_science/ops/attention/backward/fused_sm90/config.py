@@ -28,8 +28,8 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """Columns should be more than half full, and programs long: of 512 queries the split kernel was faster."""
-    return max(problem.head_dim, problem.head_dim_v) > WIDTH // 2 and min(problem.seqlen_q, problem.seqlen_k) >= 1024
+    """Where the split kernel does not."""
+    return split.suits_fused(problem)
 
 
 def heads_together(sizes: split.Sizes) -> int:
