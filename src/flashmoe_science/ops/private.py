@@ -110,3 +110,16 @@ def raw_stream() -> Callable[[int], int]:
 
     stream: Callable[[int], int] = private("_C._cuda_getCurrentRawStream", public, "a launch takes longer")
     return stream
+
+
+def symmetric_memory() -> Any:
+    """PyTorch's module of memory that the GPUs of a group map into each other's.
+
+    Raises:
+        RuntimeError: this PyTorch has none.
+    """
+    try:
+        from torch.distributed import _symmetric_memory
+    except ImportError as error:
+        raise RuntimeError(f"PyTorch {torch.__version__} has no symmetric memory; transport must be 'collectives'") from error
+    return _symmetric_memory

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
@@ -17,6 +16,7 @@ from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tenso
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
 
@@ -145,7 +145,7 @@ def _agreed_cut(
     except (TypeError, ValueError) as error:
         refused = error
     if checked:
-        _compare(ranks, _facts(q, k, v, call, layout, seqlen), refused)
+        agree(ranks, _facts(q, k, v, call, layout, seqlen), refused)
     if refused is not None:
         raise refused
     return cut
@@ -177,16 +177,3 @@ def _facts(
     facts["softmax_scale"] = call.softmax_scale
     facts["cu_seqlens"] = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
     return facts
-
-
-def _compare(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None) -> None:
-    """Raise ValueError where another rank refuses its arguments, or has others."""
-    everyone: list[tuple[dict[str, object], str]] = [(facts, "")] * group.size()
-    dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
-    for rank, (theirs, refusal) in enumerate(everyone):
-        if refusal and refused is None:
-            raise ValueError(f"rank {rank} of the group refuses the call: {refusal}")
-        for name, value in theirs.items():
-            if refused is None and value != everyone[0][0].get(name):
-                given = f"{name} is {value} on rank {rank} of the group and {everyone[0][0].get(name)} on rank 0"
-                raise ValueError(f"{given}; it must be the same on every rank")

@@ -83,7 +83,7 @@ def process_group(group: object) -> dist.ProcessGroup:
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it must have 1, as mesh['context'] has")
+            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it must have 1, as mesh[name] has")
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group is {group!r}; it must be a ProcessGroup that this rank is in, or a 1-D DeviceMesh")

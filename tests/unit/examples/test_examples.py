@@ -22,7 +22,7 @@ MOE = ("moe t1 e8 k2 d64 f32 bf16", "moe t37 e16 k3 d96 f160 fp32", "moe t64 e4 
 TRITON = {"v1_attention": "v1_attention_kernel", "online_softmax_attention": "online_softmax_kernel"}
 
 
-ON_RANKS = {EXAMPLES / "context_parallel.py"}  # docs/several-gpus.md runs it
+ON_RANKS = {EXAMPLES / "context_parallel.py", EXAMPLES / "expert_parallel.py"}  # docs/several-gpus.md runs it
 
 
 @pytest.mark.parametrize("path", sorted({*EXAMPLES.glob("*.py")} - ON_RANKS), ids=lambda path: path.stem)

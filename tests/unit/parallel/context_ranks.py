@@ -1,14 +1,7 @@
-"""One rank of several: the cases of context attention, held to one process's call of the whole sequence.
-
-    python -m tests.unit.parallel.context_ranks RANK RANKS FILE
-
-Prints what is wrong, as JSON: faults by case.
-"""
+"""One rank of several: the cases of context attention, held to one process's call of the whole sequence."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -264,19 +257,10 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    assert group is not None
-    found = {name: faults(case, group) for name, case in CASES.items()}
+def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """What is wrong, by case."""
+    results = {name: faults(case, group) for name, case in CASES.items()}
     checks = [check_positions, check_local, check_halo, check_unshard, check_groups, check_refusals]
-    if ranks == 2:  # a checkpoint imports PyTorch's compiler
+    if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
-    found |= {check.__name__: check(group) for check in checks}
-    print(json.dumps({name: wrong for name, wrong in found.items() if wrong}))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    return results | {check.__name__: check(group) for check in checks}

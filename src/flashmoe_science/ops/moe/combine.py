@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv, next_power_of_2
+from flashmoe_science.ops.launch import Build, Grid, Pointer, address, cdiv, kept_build, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
@@ -50,16 +50,33 @@ def build(
     constexprs = (problem.top_k, problem.dim, _block(problem.dim), early_start)
     arguments = (Pointer(dtype), weights, Pointer(dtype), Pointer(torch.int32), 2, *constexprs)
     built = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
-    return lambda like: built.bound(_grid(like), like.pairs(), *constexprs)
+    return lambda like: built.bound(_grid(like.tokens, like.dim), like.pairs(), *constexprs)
+
+
+def combined(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
+    """[T, H]: the sums of a call, of rows [R, H] that were computed elsewhere; all contiguous.
+
+    Args:
+        row_of_pair: [T, K], -1 where a choice has no row.
+    """
+    (tokens, top_k), dim = weights.shape, rows.shape[1]
+    constexprs = (top_k, dim, _block(dim), False)
+    out, tables = rows.new_empty(tokens, dim), row_of_pair.int().expand(2, -1, -1).contiguous()  # its second part is read
+    given = (rows, weights, out, tables)
+    key = (rows.device, constexprs, *((one.dtype, one.data_ptr() % 16) for one in given))
+    with torch.cuda.device_of(rows):
+        built = kept_build(key, flashmoe_moe_combine, (*map(stand_in, given), 2, *constexprs), num_warps=_WARPS)
+        built.launch(_grid(tokens, dim), *map(address, given), weights.numel(), *constexprs)
+    return out
 
 
 def launches(problem: MoEProblem) -> tuple[Launch, ...]:
     """The launch of ``build``."""
-    return (Launch(f"^{flashmoe_moe_combine.__name__}$", _grid(problem), 32 * _WARPS),)
+    return (Launch(f"^{flashmoe_moe_combine.__name__}$", _grid(problem.tokens, problem.dim), 32 * _WARPS),)
 
 
-def _grid(problem: MoEProblem) -> Grid:
-    return problem.tokens, cdiv(problem.dim, _block(problem.dim)), 1
+def _grid(tokens: int, dim: int) -> Grid:
+    return tokens, cdiv(dim, _block(dim)), 1
 
 
 def _block(dim: int) -> int:

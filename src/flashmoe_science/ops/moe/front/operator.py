@@ -7,6 +7,7 @@ new one is checked, planned (choose.py) and bound, and its launch is stored.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from flashmoe_science.ops.calls import (
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.formats import CODES, columns_of
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.call.backward import checked_sums
+from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
+from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
@@ -57,19 +59,44 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
     return _serve(Tensors(*tensors), Options(*options), key)  # type: ignore[no-any-return]
 
 
+def experts_apart(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
+    """``fused_moe`` of gates and ups that are two tensors. Raises as ``experts_forward``."""
+    x, pair, w2, *rest = tensors
+    how = Options(*options)
+    gate, up = checked_apart(pair, w2, how.transposed, how.interleaved)
+    x, gate, up, w2 = autocast((x, gate, up, w2)) or (x, gate, up, w2)
+    if how.transposed:
+        gate, up = gate.mT, up.mT
+    plain = not torch.compiler.is_compiling() and is_plain(x, gate, up, w2, *rest) and how.kernel != FALLBACK
+    whole = joined(gate.detach(), up.detach()) if plain else copied(gate, up)
+    given = (x, whole.mT if how.transposed else whole, w2, *rest)
+    if is_explaining():
+        decision, by = decide(Tensors(*given), how), "a view joins them" if follow(gate, up) else "copied into one"
+        raise Explained(replace(decision, reason=f"{decision.reason}; gate_up_proj is two tensors, {by}"))
+    if plain and needs_grad(x, gate, up, w2, *rest):
+        return _experts_once(given, options, weight_grads, (gate, up))
+    return experts_forward(given, options) if weight_grads is None else experts_adding(given, options, weight_grads)
+
+
 def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
     """``fused_moe`` whose backward adds the gradients of weights to tensors that are given. Raises as ``experts_forward``."""
     if torch.compiler.is_compiling() or is_transformed():
         raise ValueError("weight_grads is given under torch.compile or a transform of torch.func; it must be None there")
     if is_explaining() or not needs_grad(*tensors):
         return experts_forward(tensors, options)
-    given, how = Tensors(*(_autocast(tensors) or tensors)), Options(*options)
+    return _experts_once(_autocast(tensors) or tensors, options, weight_grads)
+
+
+def _experts_once(tensors: Given, options: Given, weight_grads: Any, apart: Apart | None = None) -> torch.Tensor:
+    """Experts that are part of PyTorch's graph, of which no launch is stored. Raises as ``experts_forward``."""
+    given, how, sums = Tensors(*tensors), Options(*options), NEW
     views, activation = checked(given, how)
-    sums = checked_sums(weight_grads, given, how)
-    if how.kernel == FALLBACK:
-        raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
+    if weight_grads is not None:
+        sums = checked_sums(weight_grads, given, how)
+        if how.kernel == FALLBACK:
+            raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
     decide_training(views, activation, how)
-    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums), given.x.shape)
+    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums, apart), given.x.shape)
 
 
 def _autocast(tensors: Given) -> Given | None:
@@ -125,12 +152,15 @@ def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     return unviewed(out, tensors.x.shape)
 
 
+_SAVING = f"{MoEProblem.op}, saving", f"{MoEProblem.op}, saving, deterministic"
+
+
 def _forward(*args: Any) -> torch.Tensor:
     return _launched(MoEProblem.op, *args)  # type: ignore[no-any-return]
 
 
 def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launched(f"{MoEProblem.op}, saving", *args)  # type: ignore[no-any-return]
+    return _launched(_SAVING[torch.are_deterministic_algorithms_enabled()], *args)  # type: ignore[no-any-return]
 
 
 def _launched(op: str, *args: Any) -> Any:

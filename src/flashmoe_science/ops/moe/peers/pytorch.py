@@ -20,8 +20,9 @@ MAX_PAIRS = 64  # of batched_mm, up to which it is measured
 
 def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by PyTorch's grouped matrix products of tokens sorted by expert, which transformers runs by default. The
-    results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16). Weights in a
-    format are dequantised in each call."""
+    results are gathered and summed in one kernel, an embedding bag, or as transformers does where the weights need gradients,
+    which the bag has none of in 16 bits on a GPU; there nothing waits for the host (in bf16). Weights in a format are
+    dequantised in each call."""
     x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
     (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
@@ -32,6 +33,8 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     weights = topk_weights.to(x.dtype)
+    if weights.requires_grad:
+        return (down[row_of_pair].view(tokens, top_k, -1) * weights[:, :, None]).sum(1)
     return functional.embedding_bag(row_of_pair.view(tokens, top_k), down, mode="sum", per_sample_weights=weights)
 
 

@@ -205,7 +205,8 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
 
     assert chosen() == "sdpa_bwd"
     assert chosen(deterministic=True) == "bwd_gluon_sm90"
-    assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
+    assert chosen(deterministic=True, softcap=5.0) == "bwd_gluon_sm90"
+    assert chosen(softcap=5.0) == "bwd_gluon_sm90"  # PyTorch has no fused one
     assert chosen(kernel="bwd_gluon_sm90", softcap=5.0) == "bwd_gluon_sm90"
     with assume(H200), pytest.raises(CannotServe, match="ALiBi"):
         choose_backward(Tensors(q, q, q, alibi_slopes=torch.ones(2, 16)), Options(kernel="bwd_gluon_sm90"))
@@ -248,9 +249,9 @@ def test_what_pytorch_has_not_fused_is_served_by_ours(table: Table | None, monke
     )
     bias = torch.empty(2, 16, 900, 900, dtype=torch.bfloat16)
     with assume(H200):
-        assert choose_backward(Tensors(q, q, q), Options(window_left=99)).kernel == "bwd_triton"
+        assert choose_backward(Tensors(q, q, q), Options(window_left=99)).kernel == "bwd_gluon_sm90"
         assert "soft cap" in choose_backward(Tensors(q, q, q), Options(softcap=3.0)).reason
-        assert choose_backward(packed, Options(max_seqlen_q=500, max_seqlen_k=500)).kernel == "bwd_triton"
+        assert choose_backward(packed, Options(max_seqlen_q=500, max_seqlen_k=500)).kernel == "bwd_gluon_sm90"
         assert choose_backward(Tensors(q, q, q, bias=bias), Options()).kernel == "sdpa_bwd"
         assert choose_backward(Tensors(q, q, q), Options(window_left=99), "sdpa_bwd_flash").kernel == "sdpa_bwd"
 

@@ -13,6 +13,7 @@ from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.front.kernels import ours
+from flashmoe_science.ops.moe.products.mxfp4_sm90.config import NAME as MXFP4
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> Non
 def test_the_numbers_of_formats_are_right_with_every_config(kernel: AnyKernel) -> None:
     gpu, found, done = current_gpu(torch.device("cuda")), {}, 0
     for name, inputs in named():
-        if kernel.cannot(inputs.problem, gpu) is None:
+        if kernel.cannot(inputs.problem, gpu) is None and kernel.name != MXFP4:  # which saves no z: its tests have such numbers
             done += 1
             moved = on(inputs, "cuda")
             for config in kernel.configs(inputs.problem, gpu):

@@ -39,6 +39,11 @@ def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> 
     assert len(found) > 15
 
 
+def test_rows_of_other_ranks_are_combined_in_the_order_of_the_choices(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/combined_rows.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
 @pytest.mark.parametrize("pairs", [1, 2, 100, 512, 513, 5000, 40000])
 @pytest.mark.parametrize("experts", [1, 7, 256])
 @pytest.mark.parametrize("block_m", [16, 128])

@@ -45,7 +45,8 @@ def backward(
     """The gradients of a call whose forward was checked."""
     given = [one for one in (*tensors, *sums) if one is not None]
     absent = tuple([one is None for one in (*tensors, *sums)])
-    key = (MoEBackwardProblem.op, tensors.x.shape, activation, wanted, kernel, absent)
+    switch = torch.are_deterministic_algorithms_enabled()
+    key = (MoEBackwardProblem.op, tensors.x.shape, activation, wanted, kernel, absent, switch)
     launch: BackwardLaunch | None = find_launch(key, given)
     if launch is None:
         launch = _bound(tensors, activation, wanted, kernel, sums)

@@ -1,4 +1,4 @@
-"""Context attention on ranks that are processes of this machine is one process's call of the whole sequence."""
+"""Attention and experts on ranks that are processes of this machine are one process's calls of all tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.parallel import positions, shard, unshard
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])])
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.parallel.context_ranks"]
+    command = [sys.executable, "-m", "tests.unit.parallel.ranks"]
     started = [
         subprocess.Popen(
             [*command, str(rank), str(ranks), str(tmp_path / "ranks")],
@@ -28,6 +29,12 @@ def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     ended = [(*process.communicate(timeout=300), process.returncode) for process in started]
     assert [code for _, _, code in ended] == [0] * ranks, "\n".join(complained[-2000:] for _, complained, _ in ended)
     assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
+
+
+def test_virtual_ranks_read_what_is_theirs_of_each_buffer(interpreted: Interpreter) -> None:
+    found = interpreted("parallel/virtual_ranks.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) == 15
 
 
 def test_a_dimension_and_a_length_that_are_not_are_refused_before_the_group_is_looked_at() -> None:

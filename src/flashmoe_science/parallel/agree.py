@@ -1,0 +1,40 @@
+"""What must be the same on every rank is compared: all ranks raise alike, and none waits for one that has raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+
+@contextmanager
+def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """A context that waits for the other ranks. An error of torch.distributed then says what this rank did."""
+    try:
+        yield
+    except RuntimeError as error:
+        late = "a rank has ended or raised, or was later than the time limit of the group"
+        error.add_note(f"rank {group.rank()} of {group.size()} was {what}: {late}")
+        raise
+
+
+def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None) -> None:
+    """Raise what this rank refuses, or ValueError where another rank refuses or has other facts. Every rank calls it.
+
+    Args:
+        facts: by name.
+        refused: what this rank would raise.
+    """
+    everyone: list[tuple[dict[str, object], str]] = [(facts, "")] * group.size()
+    with waiting(group, "comparing its arguments with the others'"):
+        dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
+    if refused is not None:
+        raise refused
+    for rank, (theirs, refusal) in enumerate(everyone):
+        if refusal:
+            raise ValueError(f"rank {rank} of the group refuses the call: {refusal}")
+        for name, value in theirs.items():
+            if value != everyone[0][0].get(name):
+                given = f"{name} is {value} on rank {rank} of the group and {everyone[0][0].get(name)} on rank 0"
+                raise ValueError(f"{given}; it must be the same on every rank")

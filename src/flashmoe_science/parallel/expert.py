@@ -1,0 +1,273 @@
+"""A mixture of experts that are spread over ranks, each of which has tokens of its own.
+
+Every rank is given the ids of all ranks' choices, and sorts them as ever: no counts are exchanged, and nothing waits for the
+host. Places of a rank that has fewer tokens than ``max_tokens`` have ids of no expert, and cost nothing but their bytes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+
+from flashmoe_science.moe import fused_moe
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.attention.front.lengths import CHECK
+from flashmoe_science.ops.calls import autocast
+from flashmoe_science.ops.moe.call import Options, Tensors, checked
+from flashmoe_science.ops.moe.pytorch import weighted_sums
+from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
+
+_SIGNATURE = inspect.signature(fused_moe)
+_INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
+
+
+def expert_parallel_moe(
+    hidden: torch.Tensor,
+    gate_up_local: torch.Tensor,
+    down_local: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    top_k_ids: torch.Tensor,
+    *,
+    workspace: ExpertWorkspace,
+    combine: Combine = "exact",
+    **options: Any,
+) -> torch.Tensor:
+    """``fused_moe`` of this rank's tokens by the experts of all ranks. Every rank of the group calls it, without tokens too.
+
+    Differentiable; equal calls give equal bits, in the gradients too. The gradient of a weight is that of all ranks' tokens;
+    every rank must run the backward. torch.compile cannot trace it: a compiled model calls it from a function under
+    torch.compiler.disable.
+
+    Args:
+        hidden: [..., H], at most ``max_tokens`` tokens, in the workspace's dtype.
+        gate_up_local, down_local: this rank's experts, laid out as ``fused_moe`` takes them: tensors, or DTensors that are
+            Shard(0) over the workspace's group.
+        top_k_weights, top_k_ids: [..., K]; ids are those of all ranks' experts, from 0 to E - 1. Others add nothing.
+        workspace: of the layer's sizes.
+        combine: "exact": the row of each choice travels and is summed by the token's rank in the order of the choices, as in
+            one process, whatever the number of ranks. "reduced": each rank sums its own rows of a token, and the sums are added
+            up in fp32, in the order of the ranks: K times fewer bytes come back.
+        options: the other arguments of ``fused_moe``, the same on every rank; biases are this rank's.
+
+    Returns:
+        [..., H] in the dtype of ``hidden``.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, and others wait for it until
+            the time limit of the group.
+    """
+    given = (hidden, gate_up_local, down_local, top_k_weights, top_k_ids)
+    tensors, options = _agreed(given, workspace, combine, options)
+    x, gate_up, down, weights, ids = tensors
+    shape, (x, weights, ids) = x.shape, (one.reshape(-1, one.shape[-1]) for one in (x, weights, ids))
+    call = _exact if combine == "exact" else _reduced
+    out: torch.Tensor = call(x, gate_up, down, weights, ids, workspace, options)
+    return out.view(shape)
+
+
+def _reduced(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+    workspace: ExpertWorkspace, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    everyones_x, everyones_weights, local_ids = _Gather.apply(workspace, x, weights, ids)  # type: ignore[no-untyped-call]
+    partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
+    return _sum_of_ranks(_Exchange.apply(workspace, partial), workspace, x.shape[0])  # type: ignore[no-untyped-call]
+
+
+def _exact(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+    workspace: ExpertWorkspace, options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    top_k, experts = workspace.top_k, workspace.local_experts
+    everyones_x, _, local_ids = _Gather.apply(workspace, x, None, ids)  # type: ignore[no-untyped-call]
+    one = torch.ones((local_ids.numel(), 1), dtype=torch.float32, device=x.device)
+    # A choice is a token of its own, whose row is not summed.
+    rows = fused_moe(everyones_x.repeat_interleave(top_k, 0), gate_up, down, one, local_ids.view(-1, 1), **options)
+    received = _Exchange.apply(workspace, rows)  # type: ignore[no-untyped-call]  # of each rank as many, zeros but for its own
+    place = torch.arange(ids.numel(), device=ids.device).view(ids.shape) + ids // experts * (workspace.max_tokens * top_k)
+    row_of_pair = torch.where((ids >= 0) & (ids < workspace.experts), place, -1)
+    out: torch.Tensor = _WeightedSums.apply(received, weights, row_of_pair)  # type: ignore[no-untyped-call]
+    return out
+
+
+# The arguments ---------------------------------------------------------------------------------------------------------------
+
+
+def _agreed(
+    given: tuple[Any, ...], workspace: ExpertWorkspace, combine: str, options: dict[str, Any]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The arguments of this rank's ``fused_moe``. On the CPU and with FLASHMOE_CHECK=1 ranks compare theirs."""
+    if not isinstance(workspace, ExpertWorkspace):
+        raise TypeError(f"workspace is {workspace!r}; it must be an ExpertWorkspace")
+    refused, facts = None, dict[str, object]()
+    try:
+        bound = _SIGNATURE.bind(*given, **options)
+        bound.apply_defaults()
+        arguments = {name: _local(name, one, workspace) for name, one in bound.arguments.items()}
+        tensors = tuple(arguments.values())[: len(given)]
+        tensors = (autocast(tensors[:3]) or tensors[:3]) + tensors[3:]
+        _check_call(tensors, arguments, workspace, combine)
+        facts = _facts(tensors, arguments, combine)
+    except (TypeError, ValueError) as error:
+        refused = error
+    if CHECK or not isinstance(given[0], torch.Tensor) or given[0].device.type == "cpu":
+        agree(workspace.group, facts, refused)
+    if refused is not None:
+        raise refused
+    return tensors, {name: arguments[name] for name in options}
+
+
+def _local(name: str, one: object, workspace: ExpertWorkspace) -> Any:
+    """This rank's part of a DTensor; anything else as it is."""
+    if not isinstance(one, DTensor):
+        return one
+    ranks = dist.get_process_group_ranks(workspace.group)
+    if tuple(one.placements) != (Shard(0),) or dist.get_process_group_ranks(one.device_mesh.get_group()) != ranks:
+        raise ValueError(
+            f"{name} is a DTensor of {one.placements} over {one.device_mesh}; it must be Shard(0) over ranks {ranks}"
+        )
+    return one.to_local()
+
+
+def _check_call(tensors: tuple[Any, ...], arguments: dict[str, Any], workspace: ExpertWorkspace, combine: str) -> None:
+    """Raise what ``fused_moe`` would, and what does not fit the workspace."""
+    if combine not in get_args(Combine):
+        raise ValueError(f"combine is {combine!r}; it must be one of {', '.join(get_args(Combine))}")
+    whole = *tensors, arguments["gate_up_bias"], arguments["down_bias"]
+    checked(Tensors(*whole), Options(*(arguments[name] for name in Options._fields)))
+    x, gate_up, _, _, ids = tensors
+    if (tokens := ids.numel() // ids.shape[-1]) > workspace.max_tokens:
+        raise ValueError(f"hidden has {tokens} tokens; the workspace is for at most {workspace.max_tokens} a rank")
+    for name, here, wanted in (
+        ("the width of hidden", x.shape[-1], workspace.hidden),
+        ("the dtype of hidden", x.dtype, workspace.dtype),
+        ("top_k", ids.shape[-1], workspace.top_k),
+        ("the number of gate_up_local's experts", gate_up.shape[0], workspace.local_experts),
+    ):
+        if here != wanted:
+            raise ValueError(f"{name} is {here}; of the workspace it is {wanted}")
+
+
+def _facts(tensors: tuple[torch.Tensor, ...], arguments: dict[str, Any], combine: str) -> dict[str, object]:
+    """What must be the same on every rank, by name: else messages do not fit, or ranks compute different things."""
+    facts: dict[str, object] = {"combine": combine, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+    names = ("hidden", "gate_up_local", "down_local", "top_k_weights")
+    facts |= {f"{name}.requires_grad": one.requires_grad for name, one in zip(names, tensors, strict=False)}
+    facts |= {f"the shape of {name}": tuple(one.shape) for name, one in zip(names[1:3], tensors[1:3], strict=True)}
+    facts |= {f"{name} is None": arguments[name] is None for name in ("gate_up_bias", "down_bias")}
+    return facts | {name: arguments[name] for name in Options._fields}
+
+
+# What travels ----------------------------------------------------------------------------------------------------------------
+
+
+class _Gather(torch.autograd.Function):
+    """hidden [N * max_tokens, H] of all ranks, their weights (None for none) and their ids [N * max_tokens, K], counted from
+    this rank's first expert. Gradients go back to their rank and are added up there, in fp32 and in the order of the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        ctx.workspace, ctx.tokens, ctx.dtype = workspace, x.shape[0], None if weights is None else weights.dtype
+        wide, top_k = torch.promote_types(x.dtype, torch.float32), workspace.top_k
+        parts = [
+            ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
+        ]  # an id of 64 bits may have another's lower half
+        if weights is not None:
+            parts.append(weights.to(wide).view(parts[0].dtype))
+        routing = _gathered(torch.cat(parts, 1), workspace, -1)
+        everyones_weights = None if weights is None else routing[:, top_k:].contiguous().view(wide)
+        local_ids = routing[:, :top_k] - workspace.first_expert
+        ctx.mark_non_differentiable(local_ids)
+        return _gathered(x, workspace), everyones_weights, local_ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: torch.Tensor, dweights: torch.Tensor, _: object) -> Any:
+        _, needs_x, needs_weights, _ = ctx.needs_input_grad
+        sums = []
+        for needed, gradient in ((needs_x, dx), (needs_weights, dweights)):
+            sums.append(
+                _sum_of_ranks(ctx.workspace.transport.exchange(gradient.contiguous()), ctx.workspace, ctx.tokens)
+                if needed
+                else None
+            )
+        return None, sums[0], None if sums[1] is None else sums[1].to(ctx.dtype), None
+
+
+def _gathered(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:
+    """[N * max_tokens, ...] of all ranks' tensors [T, ...]; what a rank lacks is ``fill``, or has no value."""
+    if (tokens := own.shape[0]) < workspace.max_tokens:
+        places = own.new_empty(workspace.max_tokens, *own.shape[1:])
+        places[:tokens] = own
+        if fill is not None:
+            places[tokens:] = fill
+        own = places
+    return workspace.transport.gather(own.contiguous())
+
+
+class _Exchange(torch.autograd.Function):
+    """What this rank is given by each, in their order, of what it has for each: [N * L, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor) -> torch.Tensor:
+        ctx.workspace = workspace
+        return workspace.transport.exchange(x.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dreceived: torch.Tensor) -> Any:
+        return None, ctx.workspace.transport.exchange(dreceived.contiguous())
+
+
+def _sum_of_ranks(parts: torch.Tensor, workspace: ExpertWorkspace, tokens: int) -> torch.Tensor:
+    """The sum of the ranks' parts [N * max_tokens, ...] in their order, in fp32 (fp64 of fp64), of the first ``tokens``."""
+    first, *rest = parts.view(workspace.ranks, workspace.max_tokens, *parts.shape[1:])[:, :tokens].unbind()
+    total = first.to(torch.promote_types(first.dtype, torch.float32))
+    for part in rest:
+        total = total + part
+    return total.to(parts.dtype)
+
+
+class _WeightedSums(torch.autograd.Function):
+    """[T, H]: a token's rows, times their weights, summed as the last launch of ``fused_moe`` sums them. ``row_of_pair`` [T, K]
+    is the place of a row in rows [R, H], -1 for none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights, row_of_pair)
+        if not rows.is_cuda or TRITON_MISSING:
+            return weighted_sums(_of_pairs(rows, row_of_pair), weights, row_of_pair >= 0)
+        from flashmoe_science.ops.moe.combine import combined  # it brings Triton
+
+        sums: torch.Tensor = combined(rows, weights.contiguous(), row_of_pair)
+        return sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        rows, weights, row_of_pair = ctx.saved_tensors
+        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        drows = dweights = None
+        if needs_weights:
+            dweights = (_of_pairs(rows, row_of_pair).to(wide) * dout[:, None].to(wide)).sum(-1).to(weights.dtype)
+        if needs_rows:
+            none = rows.shape[0]
+            places = torch.where(row_of_pair >= 0, row_of_pair, none).flatten()
+            of_pairs = (weights.to(wide)[:, :, None] * dout[:, None].to(wide)).to(rows.dtype)
+            drows = rows.new_zeros(none + 1, rows.shape[1]).index_copy_(0, places, of_pairs.flatten(0, 1))[:none]
+        return drows, dweights, None
+
+
+def _of_pairs(rows: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
+    """[T, K, H]; zeros where a pair has no row."""
+    return torch.where((row_of_pair >= 0)[:, :, None], rows[row_of_pair.clamp(min=0)], 0.0)

@@ -1,0 +1,122 @@
+"""What the ranks of a group agree on before experts are spread over them, and what their calls cost."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.attention.call.checks import check_count
+from flashmoe_science.ops.moe.call import DTYPES
+from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.layout import process_group
+from flashmoe_science.parallel.transport import Collectives, Transport
+
+Combine = Literal["exact", "reduced"]
+
+_EXCHANGES = 3  # of a forward
+
+
+class ExpertWorkspace:
+    """The sizes of the calls of ``expert_parallel_moe``, the same on every rank. Every rank of the group makes it at once.
+
+    With E experts and N ranks, rank r has the experts from r * E / N to (r + 1) * E / N. Its printed form says what carries the
+    tokens, the bytes that a rank receives in a call, and the time that they take. Any number of layers and calls may share it.
+
+    Args:
+        group: a ProcessGroup or a 1-D DeviceMesh. Its time limit, which ``init_process_group`` and ``new_group`` are given, is
+            that of each wait for another rank.
+        max_tokens: the most that a rank has in a call; each call sends as many.
+        hidden: H, the model's width.
+        top_k: experts of a token.
+        experts: E, of all ranks; a multiple of the number of ranks.
+        dtype: of the hidden states.
+        transport: "collectives", of torch.distributed, or "symmetric": a kernel reads the memory of the other GPUs, all of one
+            host and on one stream, through a buffer of N * max_tokens * K * H elements. A wait for a rank then ends after 60 s,
+            by an error that ends the CUDA context: all ranks must be started anew.
+
+    Raises:
+        TypeError, ValueError: a size below 1, experts that the ranks do not divide, no group that this rank is in, an unknown
+            transport; on every rank, sizes that differ from another rank's.
+        RuntimeError: PyTorch has no symmetric memory here.
+    """
+
+    def __init__(
+        self,
+        group: object,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        experts: int,
+        dtype: torch.dtype = torch.bfloat16,
+        transport: Literal["collectives", "symmetric"] = "collectives",
+    ) -> None:
+        self.group = process_group(group)
+        sizes = {"max_tokens": max_tokens, "hidden": hidden, "top_k": top_k, "experts": experts}
+        refused = None
+        try:
+            _check(sizes, dtype, self.group.size())
+            _check_transport(transport, self.group)
+        except (TypeError, ValueError) as error:
+            refused = error
+        agree(self.group, {**sizes, "dtype": str(dtype), "transport": transport}, refused)
+        self.max_tokens, self.hidden, self.top_k, self.experts, self.dtype = max_tokens, hidden, top_k, experts, dtype
+        self.ranks, self.rank = self.group.size(), self.group.rank()
+        self.transport: Transport = Collectives(self.group)
+        if transport == "symmetric":
+            from flashmoe_science.parallel.peers import Peers  # it brings Triton
+
+            of_choice = max(hidden * dtype.itemsize, 8)  # a row that comes back, its weight and its id
+            self.transport = Peers(self.group, self.ranks * max_tokens * top_k * of_choice)
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.ranks
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert of this rank."""
+        return self.rank * self.local_experts
+
+    def bytes_received(self, combine: Combine) -> int:
+        """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
+        row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
+        routing = self.top_k * wide * (2 if combine == "reduced" else 1)
+        results = row if combine == "reduced" else self.top_k * row
+        return (self.ranks - 1) * self.max_tokens * (row + routing + results)
+
+    def seconds(self, combine: Combine) -> float | None:
+        """What a forward's exchanges take between GPUs of one host, predicted from what two H100 took; None where not known."""
+        start, rate = self.transport.start, self.transport.rate
+        return None if start is None else _EXCHANGES * start + self.bytes_received(combine) / rate
+
+    def __repr__(self) -> str:
+        last, costs = self.first_expert + self.local_experts - 1, []
+        for combine in get_args(Combine):
+            seconds = self.seconds(combine)
+            time = "" if seconds is None else f" in some {1e3 * seconds:.2f} ms"
+            costs.append(f"{combine}: {self.bytes_received(combine) / 1e6:.1f} MB received{time}")
+        return (
+            f"ExpertWorkspace(rank {self.rank} of {self.ranks}, experts {self.first_expert} to {last} of {self.experts}; "
+            f"at most {self.max_tokens} tokens a rank, hidden={self.hidden}, top_k={self.top_k}, {self.dtype}; "
+            f"by {self.transport}; a call, {', '.join(costs)})"
+        )
+
+
+def _check(sizes: dict[str, int], dtype: object, ranks: int) -> None:
+    for name, size in sizes.items():
+        check_count(size, name, 1)
+    if sizes["experts"] % ranks:
+        raise ValueError(f"experts is {sizes['experts']}; it must be a multiple of the number of ranks, {ranks}")
+    if dtype not in (*DTYPES, torch.float64):
+        raise TypeError(f"dtype is {dtype!r}; it must be torch.float16, bfloat16, float32 or float64")
+
+
+def _check_transport(transport: object, group: dist.ProcessGroup) -> None:
+    if transport not in ("collectives", "symmetric"):
+        raise ValueError(f"transport is {transport!r}; it must be one of collectives, symmetric")
+    if transport == "symmetric" and ("nccl" not in dist.get_backend(group) or TRITON_MISSING):
+        words = TRITON_MISSING or f"the group's backend is {dist.get_backend(group)}, and not nccl"
+        raise ValueError(f"transport is 'symmetric', and {words}; it must be 'collectives'")

@@ -1,0 +1,36 @@
+"""One rank of several, which runs all cases of this folder.
+
+    python -m tests.unit.parallel.ranks RANK RANKS FILE
+
+Prints what is wrong, as JSON: faults by case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from tests.unit.parallel import context_ranks, decode_ranks, expert_ranks
+
+
+def main(rank: int, ranks: int, file: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    found = context_ranks.found(group) | expert_ranks.found(group) | decode_ranks.found(group)
+    dist.barrier(group)
+    if rank == ranks - 1:
+        time.sleep(0.5)  # the others have passed the barrier
+    else:
+        found["a rank that has ended"] = expert_ranks.check_ended(group)
+    print(json.dumps({name: wrong for name, wrong in found.items() if wrong}), flush=True)
+    os._exit(0)  # as killed, the last while the others wait for it, who cannot take their group down then
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

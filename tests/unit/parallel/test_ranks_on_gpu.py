@@ -1,0 +1,77 @@
+"""Ranks that are two GPUs of one host: the examples by NCCL, and experts whose rows are read from the other GPU's memory.
+
+torchrun --nproc-per-node 2 -m tests.unit.parallel.test_ranks_on_gpu
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashmoe_science.parallel import ExpertWorkspace, expert_parallel_moe
+
+ROOT = Path(__file__).parents[3]
+CALLS = 200
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("script", ["examples/context_parallel.py", "examples/expert_parallel.py", ""])
+def test_two_gpus(script: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"it needs two GPUs; torch sees {torch.cuda.device_count()}")
+    what = [script] if script else ["-m", "tests.unit.parallel.test_ranks_on_gpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def main() -> None:
+    """Both transports give the same bits, forward and backward, call after call of other tokens, and in a CUDA graph."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    sizes = (dist.group.WORLD, 64, 256, 4, 16)
+    by = [ExpertWorkspace(*sizes, transport=transport) for transport in ("collectives", "symmetric")]
+    draw = torch.Generator("cuda").manual_seed(rank)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda")
+
+    weights = [(drawn(8, 256, 256) / 16).bfloat16().requires_grad_(), (drawn(8, 256, 128) / 16).bfloat16().requires_grad_()]
+    for call in range(CALLS):
+        tokens = (rank * 37 + call * 13) % 65
+        x, routing = drawn(tokens, 256).bfloat16().requires_grad_(), drawn(tokens, 4).softmax(-1).requires_grad_()
+        ids = torch.randint(-1, 17, (tokens, 4), generator=draw, device="cuda", dtype=torch.int32)
+        combine = "exact" if call % 2 else "reduced"
+        if call % 7 == rank:
+            torch.cuda._sleep(2_000_000)  # a rank is late
+        found = []
+        for workspace in by:
+            out = expert_parallel_moe(x, *weights, routing, ids, workspace=workspace, combine=combine)
+            gradients = torch.autograd.grad(out, [x, *weights, routing], torch.ones_like(out)) if call % 3 == 0 else ()
+            found.append([out, *gradients])
+        assert all(map(torch.equal, *found)), f"call {call}, {combine}: other bits"
+    x, routing = drawn(64, 256).bfloat16(), drawn(64, 4).softmax(-1)
+    ids = torch.randint(16, (64, 4), generator=draw, device="cuda", dtype=torch.int32)
+    with torch.no_grad():
+        graph = torch.cuda.CUDAGraph()
+        expert_parallel_moe(x, *weights, routing, ids, workspace=by[1])
+        with torch.cuda.graph(graph):
+            captured = expert_parallel_moe(x, *weights, routing, ids, workspace=by[1])
+        for _ in range(CALLS):
+            x.copy_(drawn(64, 256))
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, expert_parallel_moe(x, *weights, routing, ids, workspace=by[0])), "in a graph"
+    print(f"rank {rank}: {by[1]}: the bits of {by[0]}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
