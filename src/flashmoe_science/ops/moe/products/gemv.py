@@ -129,7 +129,7 @@ def flashmoe_moe_gemv_down(
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if reason := why_no_triton(device):
+    if reason := why_no_triton(device) or why_no_format(problem):
         return reason
     if problem.tokens > MAX_TOKENS:
         return f"tokens is {problem.tokens}; it is for at most {MAX_TOKENS}"
@@ -137,7 +137,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return f"top_k is {problem.top_k}; it takes at most 64"
     if problem.transposed:  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
         return "weights are transposed ([experts, in, out] in memory); it reads the depth of a row"
-    return why_no_format(problem) or why_no_router(problem)
+    return why_no_router(problem)
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:

@@ -113,3 +113,15 @@ def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None
     problem = parse_problem(f"moe {sizes}")
     grouped = [kernel for kernel in ours() if "grouped" in kernel.name]
     assert [kernel.cannot(problem, H200) for kernel in grouped] == [reason, reason]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_weights_in_a_format_are_served_by_the_portable_kernel_alone(gpu: str) -> None:
+    for form in ("mxfp4", "fp8_block"):
+        problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
+        decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
+        assert decision.kernel == "moe_grouped_triton"
+        assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
+    fp16 = select(parse_problem("moe t16 e32 k4 d64 f64 fp16 w:mxfp4"), gpu_named(gpu), committed_table(), ours(), FALLBACK)
+    assert fp16.kernel == FALLBACK
+    assert dict(fp16.others)["moe_grouped_triton"] == "weights in mxfp4 are multiplied as bf16, and the problem is fp16"

@@ -22,7 +22,7 @@ REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if reason := why_not_on_sm90(problem, device):
+    if reason := why_not_on_sm90(problem, device) or why_no_format(problem):
         return reason
     if problem.interleaved:
         return "gates and ups are interleaved in w1; it needs all gates first, then all ups"
@@ -30,7 +30,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return "weights are transposed ([experts, in, out] in memory); it copies the depth of a row"
     if problem.bias:
         return "there are biases; it adds none"
-    return why_no_format(problem) or why_not_grouped(problem)
+    return why_not_grouped(problem)
 
 
 def why_not_on_sm90(problem: MoEProblem, device: Device) -> str | None:
