@@ -16,7 +16,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     is_unfit,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, ROWS, WIDTH, heads_together
+from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, ROWS, WIDTH
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.config import Sizes, sizes_like
@@ -35,6 +35,7 @@ from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
 from flashmoe_science.ops.descriptors import template, vector
 from flashmoe_science.ops.launch import (
+    Part,
     Pointer,
     allocator,
     argument,
@@ -45,6 +46,11 @@ from flashmoe_science.ops.launch import (
 
 FINISH, FINISH_WARPS = 64, 4  # rows of a program that scales dQ
 _REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a thread at launch, and of the warpgroups
+
+
+def parts_of(rows: int) -> list[Part]:
+    """Of the workspace of all query heads' rows: the log-sum-exp as it is taken, delta, dQ in fp32, and the counters."""
+    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // ROWS + 1, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):
@@ -72,9 +78,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         vectors = ((every,), (1,))
         shapes = (*map(shape_of, (q, k, v, dout)), vectors, vectors, *gradients, ((every, WIDTH), (WIDTH, 1)))
         fused, finish = self._bind_fused(sizes, shapes), self._bind_finish(of_dq, sizes)
-        numbers = (every, every, every * WIDTH)  # of the log-sum-exp, delta, dQ
-        parts = [*((one, torch.float32) for one in numbers), (every // ROWS + 1, torch.int32)]
-        take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
+        take, new = workspace_allocator(tensors.q.is_cuda, parts_of(every)), allocator(tensors.q.is_cuda)
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = new(*of_dq), new(*of_dk), new(*of_dv)
@@ -94,12 +98,11 @@ class FusedBackwardLauncher(BackwardLauncher):
         masks = sizes.offset < FAR or sizes.seqlen_k % sizes.block_n > 0
         registers = (_CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS, PRODUCER_REGISTERS)
         constexprs = (self._config["stages"], masks, *registers)
-        arguments = (*self._templates, Pointer(torch.int32), 0.5, *(1,) * 8, *constexprs)
+        arguments = (*self._templates, Pointer(torch.int32), 0.5, *(1,) * 7, *constexprs)
         build = self._builds.get(masks, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=_REGISTERS)
         heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // QUERIES
-        numbers = (sizes.heads_kv, sizes.group, heads, heads_together(sizes))
-        lengths = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset)
-        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *lengths, *constexprs)
+        numbers = (sizes.heads_kv, sizes.group, heads, sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset)
+        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *constexprs)
         return Bound([start], encoders(build, self._templates, shapes))
 
     def _bind_finish(self, of_dq: TensorLike, sizes: Sizes) -> Start:
