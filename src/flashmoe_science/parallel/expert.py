@@ -19,6 +19,7 @@ from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.calls import autocast
 from flashmoe_science.ops.moe.call import Options, Tensors, checked
+from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
@@ -69,7 +70,7 @@ def expert_parallel_moe(
     shape, (x, weights, ids) = x.shape, (one.reshape(-1, one.shape[-1]) for one in (x, weights, ids))
     call = _exact if combine == "exact" else _reduced
     out: torch.Tensor = call(x, gate_up, down, weights, ids, workspace, options)
-    return out.view(shape)
+    return unviewed(out, shape)
 
 
 def _reduced(
@@ -186,8 +187,11 @@ class _Gather(torch.autograd.Function):
         routing = _gathered(torch.cat(parts, 1), workspace, -1)
         everyones_weights = None if weights is None else routing[:, top_k:].contiguous().view(wide)
         local_ids = routing[:, :top_k] - workspace.first_expert
-        ctx.mark_non_differentiable(local_ids)
-        return _gathered(x, workspace), everyones_weights, local_ids
+        everyones_x = _gathered(x, workspace)
+        _, needs_x, needs_weights, _ = ctx.needs_input_grad
+        wanted = ((everyones_x, needs_x), (everyones_weights, needs_weights), (local_ids, False))
+        ctx.mark_non_differentiable(*(one for one, needed in wanted if one is not None and not needed))
+        return everyones_x, everyones_weights, local_ids
 
     @staticmethod
     @once_differentiable

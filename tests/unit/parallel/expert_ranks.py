@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_science import explain, fused_moe
 from flashmoe_science.measure.tolerance import check_output, expected, general_cap
 from flashmoe_science.parallel import ExpertWorkspace, expert_parallel_moe
+from flashmoe_science.parallel.workspace import Combine
 
 Tensors = tuple[torch.Tensor, ...]
 DIM, HIDDEN = 32, 16
@@ -209,6 +210,20 @@ def check_dtensors(group: dist.ProcessGroup) -> list[str]:
     return wrong + refused(lambda: call(x, replicated, down, weights, own.ids), "it must be Shard(0) over ranks")
 
 
+def check_frozen(group: dist.ProcessGroup) -> list[str]:
+    """The gradients that are asked for do not depend on those that are not."""
+    case, wrong = CASES["unequal"], []
+    own, workspace = own_of(inputs_of(case, group.size()), case, group), case.workspace(group, group.size())
+    for combine in get_args(Combine):
+        call = partial(expert_parallel_moe, workspace=workspace, combine=combine)
+        _, *every = with_gradients(call, own, case)
+        for n in range(4):
+            leaves = [one.detach().requires_grad_(n == place) for place, one in enumerate(own.leaves)]
+            (one,) = torch.autograd.grad(call(*leaves, own.ids), leaves[n : n + 1], own.gradient)
+            wrong += [] if torch.equal(one, every[n]) else [f"gradient {n}, {combine}, alone is another"]
+    return wrong
+
+
 def check_checkpoint(group: dist.ProcessGroup) -> list[str]:
     case = CASES["unequal"]
     own, workspace = own_of(inputs_of(case, group.size()), case, group), case.workspace(group, group.size())
@@ -330,7 +345,7 @@ def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     results = {
         f"{name}, {combine}": faults(case, group, combine) for name, case in CASES.items() for combine in ("exact", "reduced")
     }
-    checks = [check_faults, check_dtensors, check_groups, check_refusals]
+    checks = [check_faults, check_dtensors, check_frozen, check_groups, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
     return results | {f"experts, {check.__name__}": check(group) for check in checks}
