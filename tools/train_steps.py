@@ -117,11 +117,10 @@ def compared(training: Training, found: list[Way]) -> list[Row]:
     for way in found:
         row = Row(way.name)
         try:
-            gradients = [one.double().cpu() for one in training.gradients(way)]
-            reference = gradients if reference is None else reference
-            pairs = list(zip(gradients, reference, strict=True))
-            off, size = (sum(one.square().sum().item() for one in many) for many in ([a - b for a, b in pairs], reference))
-            row.error = (off / size) ** 0.5
+            gradients = training.gradients(way)
+            reference = [one.clone() for one in gradients] if reference is None else reference
+            off = sum((one.float() - right).square().sum().item() for one, right in zip(gradients, reference, strict=True))
+            row.error = (off / sum(one.float().square().sum().item() for one in reference)) ** 0.5
         except Exception as error:
             row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         rows.append(row)
@@ -134,6 +133,7 @@ def timed(training: Training, found: list[Way], rows: list[Row], samples: int, d
     for way, row in zip(found, rows, strict=True):
         if row.failed is None:
             calls[way.name] = partial(training.step, way)
+            calls[way.name]()  # the first step of all allocates the optimizer's moments
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             seconds(calls[way.name], device)

@@ -12,10 +12,12 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.attention import scaled_dot_product_attention as scaled_dot_product_attention
     from flashmoe_science.checkpointing import checkpoint_context as checkpoint_context
     from flashmoe_science.moe import balance_loss as balance_loss
+    from flashmoe_science.moe import dequantize_experts as dequantize_experts
     from flashmoe_science.moe import expert_load as expert_load
     from flashmoe_science.moe import explain_moe as explain_moe
     from flashmoe_science.moe import fused_moe as fused_moe
     from flashmoe_science.moe import grouped_moe as grouped_moe
+    from flashmoe_science.moe import quantize_experts as quantize_experts
     from flashmoe_science.moe import route as route
     from flashmoe_science.moe import z_loss as z_loss
     from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
@@ -32,6 +34,7 @@ _MODULES = {  # of each public name
     "FlashMoELayer": "nn",
     "balance_loss": "moe",
     "checkpoint_context": "checkpointing",
+    "dequantize_experts": "moe",
     "expert_load": "moe",
     "explain": "attention",
     "explain_moe": "moe",
@@ -47,6 +50,7 @@ _MODULES = {  # of each public name
     "fused_moe": "moe",
     "grouped_moe": "moe",
     "merge_attention": "attention",
+    "quantize_experts": "moe",
     "route": "moe",
     "scaled_dot_product_attention": "attention",
     "warmup": "ahead",

@@ -117,6 +117,8 @@ class Contract:
     variants: ClassVar[tuple[str, ...]] = ()
     # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALLED).
     calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
+    # Inputs that no gradient is asked of, beside those that are no floats of 16 bits or more.
+    constants: ClassVar[frozenset[str]] = frozenset()
     # More variants, for the sweep alone; and for its plainest problem alone.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
     edge_variants: ClassVar[tuple[str, ...]] = ()

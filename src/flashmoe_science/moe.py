@@ -13,17 +13,24 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
+from flashmoe_science.ops.moe.front.adapted import experts_adapted
+from flashmoe_science.ops.moe.front.formats import in_format, out_of_format
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
-from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward
+from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
-__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "route", "z_loss"]
+__all__ = [
+    "balance_loss", "dequantize_experts", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "quantize_experts", "route",
+    "z_loss",
+]  # fmt: skip
+
+Adapter = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def fused_moe(
     hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     down_proj: torch.Tensor,
     top_k_weights: torch.Tensor,
     top_k_ids: torch.Tensor,
@@ -38,6 +45,10 @@ def fused_moe(
     kernel: str | None = None,
     recompute: bool = False,
     weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+    adapters: tuple[Adapter | None, Adapter | None] | None = None,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    weight_format: str | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
@@ -50,6 +61,9 @@ def fused_moe(
         hidden_states: [..., H], fp16, bf16, fp32, or fp64, which PyTorch's operators serve; any leading dimensions, any
             number of tokens from 0.
         gate_up_proj: [E, 2I, H], the rows of all gates, then of all ups; [E, I, H] for experts without a gate. Any strides.
+            Or the pair (gates, ups), each [E, I, H], as torchtitan's w1 and w3. Kernels take one tensor: where each expert's
+            ups follow its gates in one memory the pair is a view of it, and elsewhere each call copies both into one, and so
+            does its backward; the copy is not kept between the passes.
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
         top_k_ids: [..., K], int32 or int64. An id below 0 or at least E is no expert here and adds nothing (experts of other
@@ -62,8 +76,18 @@ def fused_moe(
         alpha, limit: of "clamped_silu".
         kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
         recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
-        weight_grads: tensors shaped as ``gate_up_proj`` and ``down_proj``, fp32 or of their dtype, such as Megatron's
-            ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
+        weight_grads: tensors shaped as ``gate_up_proj`` (a pair joined) and ``down_proj``, fp32 or of their dtype, such as
+            Megatron's ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
+        adapters: of LoRA, beside ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank],
+            scaling), which stand for scaling times b times a added to weights [E, out, in], also of ``transposed`` ones. That
+            sum is not formed, nor a gradient of the weights; a and b have gradients. Served by PyTorch's grouped products.
+        weight_format: None for weights of the dtype of ``hidden_states``; else the checkpoint's tensors as they lie:
+            "mxfp4", codes [E, N, K / 2] or [E, N, K / 32, 16] of bytes (the low four bits are the even column), scales
+            [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, e8m0 or its
+            bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
+            ceil(H / 128)]: where both are as many, and 128 does not divide I, the latter. Such weights have no gradients;
+            those of the rest are computed by PyTorch's operators, of dequantised weights.
+        gate_up_scale, down_scale: the scales of such weights.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -72,14 +96,61 @@ def fused_moe(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     # In the order of Tensors and Options, which a cached call does not make.
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute)
+    scales = gate_up_scale, down_scale
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *scales)
+    options = (activation, transposed, interleaved, alpha, limit, kernel, recompute, weight_format)
+    if adapters is not None:
+        return experts_adapted(tensors, options, adapters, weight_grads)
+    if isinstance(gate_up_proj, tuple | list):
+        return experts_apart(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
+
+
+def quantize_experts(
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    weight_format: str,
+    *,
+    interleaved: bool = False,
+    powers: bool = False,
+) -> dict[str, Any]:
+    """Experts in a format: the keyword arguments of ``fused_moe`` that are their weights, as a checkpoint would have them.
+
+    Codes are the nearest, ties to even. The scales of mxfp4 are OCP's, 2^(floor(log2 of a block's largest magnitude) - 2);
+    those of fp8 blocks the largest magnitude / 448 in fp32.
+
+    Args:
+        gate_up_proj, down_proj: [E, 2I, H] (or [E, I, H]) and [E, H, I], fp32, bf16 or fp16.
+        weight_format, interleaved: as ``fused_moe``.
+        powers: scales of fp8 blocks are the next powers of two, as e8m0.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+    """
+    return in_format(gate_up_proj, down_proj, weight_format, interleaved, powers)
+
+
+def dequantize_experts(
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    weight_format: str,
+    *,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights [E, 2I, H] (or [E, I, H]) and [E, H, I] of experts in a format, of which ``fused_moe`` takes the arguments.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+    """
+    return out_of_format(gate_up_proj, down_proj, gate_up_scale, down_scale, weight_format, interleaved, dtype)
 
 
 def grouped_moe(
     hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
+    gate_up_proj: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     down_proj: torch.Tensor,
     offsets: torch.Tensor,
     **options: Any,
@@ -100,7 +171,8 @@ def grouped_moe(
         TypeError, ValueError: as ``fused_moe``; offsets that are no integers, or not one an expert; on the CPU, those that fall
             or pass the last row.
     """
-    experts = gate_up_proj.shape[0] if isinstance(gate_up_proj, torch.Tensor) and gate_up_proj.dim() else 0
+    first = gate_up_proj[0] if isinstance(gate_up_proj, tuple | list) and gate_up_proj else gate_up_proj
+    experts = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else 0
     return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)
 
 

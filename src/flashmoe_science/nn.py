@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -10,8 +11,16 @@ from torch import nn
 from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.calls import without_autocast
 from flashmoe_science.ops.moe.call import check_activation
+from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
 from flashmoe_science.ops.moe.route.route import route
 from flashmoe_science.ops.moe.route.spec import Normalize, Scoring, options_of
+
+
+class RouterLosses(NamedTuple):
+    """``balance_loss`` and ``z_loss`` of a layer's router: scalars, fp32 (fp64 for fp64), to be added to the model's loss."""
+
+    balance: torch.Tensor
+    z: torch.Tensor
 
 
 class FlashMoELayer(nn.Module):
@@ -115,23 +124,27 @@ class FlashMoELayer(nn.Module):
             wide = torch.promote_types(hidden_states.dtype, torch.float32)
             return nn.functional.linear(hidden_states.to(wide), self.router_weight.to(wide))
 
-    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
-        """The layer's output, shaped as ``hidden_states`` [..., H].
+    def forward(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None, *, return_losses: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, RouterLosses]:
+        """The layer's output, shaped as ``hidden_states`` [..., H], and with ``return_losses`` the losses of its router. They
+        are results, not state: a layer that is computed again under activation checkpointing counts nothing twice.
 
         Args:
-            router_logits: [..., E], if computed before, as for a balance loss; computed by default.
+            router_logits: [..., E], if computed before; computed by default.
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
         out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **self._experts)  # type: ignore[arg-type]
-        if self.shared_gate_up_proj is None or self.shared_down_proj is None:
-            return out
+        if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
+            out = out + self._shared(hidden_states, self.shared_gate_up_proj, self.shared_down_proj)
+        return (out, RouterLosses(balance_loss(logits, ids), z_loss(logits))) if return_losses else out
+
+    def _shared(self, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
+        """The expert that every token goes to."""
         one = torch.ones((*hidden_states.shape[:-1], 1), dtype=torch.float32, device=hidden_states.device)
-        shared = fused_moe(
-            hidden_states, self.shared_gate_up_proj, self.shared_down_proj, one, torch.zeros_like(one, dtype=torch.int32),
-            **self._experts,  # type: ignore[arg-type]
-        )  # fmt: skip
-        return out + shared
+        ids = torch.zeros_like(one, dtype=torch.int32)
+        return fused_moe(hidden_states, gate_up_proj, down_proj, one, ids, **self._experts)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         experts, width, dim = self.gate_up_proj.shape

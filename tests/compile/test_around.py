@@ -26,6 +26,12 @@ AROUND = {
     ("fwd_gluon_sm90", "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed"): ["packed_tiles_triton"],
     ("fp32_gluon_sm90", "attn b2 h16 q4096 d64 fp32 causal"): ["fp32_planes"],
     ("moe_gemv_triton", "moe t1 e128 k8 d2048 f768 bf16"): ["moe_gemv_down"],
+    ("moe_grouped_triton", "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"): [
+        "moe_down",
+        "moe_combine",
+        "moe_rows",
+    ],
+    ("moe_grouped_triton", "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block"): ["moe_down", "moe_combine", "moe_rows"],
     ("moe_grouped_triton", "moe t1024 e128 k8 d2048 f768 fp16"): ["moe_down", "moe_combine", "moe_rows", "moe_count"],
 }
 

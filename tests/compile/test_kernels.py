@@ -11,6 +11,7 @@ records, and for an older one a problem that none divides.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -192,6 +193,22 @@ def test_rows_of_no_multiple_of_16_elements_are_read_many_at_once_and_nothing_sp
     ptx = compiled(*made).asm["ptx"]
     assert set(re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) == {hex(width)}
     assert not re.findall(r"ld\.global\S*\.b16", ptx)
+
+
+@pytest.mark.one_triton
+@pytest.mark.parametrize("problem", [one for one in PROBLEMS if " w:" in one and "t1024" not in one])
+@pytest.mark.parametrize("name", [OTHERS[0], MEASURED])
+def test_codes_are_copied_ahead_sixteen_bytes_at_a_time_and_stay_where_they_are(
+    name: str, problem: str, compiled: Callable[..., Any]
+) -> None:
+    """No code, and no weight, goes through shared memory again: what does is columns of tokens, and scales."""
+    kernel, gpu, one = next(one for one in BUILT if one.name == "moe_grouped_triton"), GPUS[name], parse_problem(problem)
+    config = kernel.configs(one, gpu)[0]
+    found = compiled(compile_jobs(kernel, one, config, gpu)[0], gpu, kernel.name, one, config)
+    assert set(re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (0x\w+)", found.asm["ptx"])) == {"0x10"}
+    moved = re.findall(r"convert_layout .*-> tensor<([\dx]+)x\w+,", found.asm["ttgir"])
+    units = config["block_n"] * config["block_k"] // (4 if "mxfp4" in problem else 2)
+    assert all(math.prod(map(int, shape.split("x"))) < units for shape in moved)
 
 
 def test_there_are_kernels_to_build() -> None:

@@ -67,7 +67,12 @@ def gradients(fn: Callable[..., Any]) -> Callable[[BackwardInputs, Config], Grad
 
 
 def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
-    return lambda inputs, config: fn(*inputs.tensors[:5])
+    def run(inputs: MoEInputs, config: Config) -> Any:
+        form, t = inputs.problem.weight_format, inputs.tensors
+        named = {"gate_up_scale": t.gate_up_scale, "down_scale": t.down_scale, "weight_format": form} if form else {}
+        return fn(*t[:5], **named)
+
+    return run
 
 
 def expert_gradients(fn: Callable[..., Any]) -> Callable[[MoEBackwardInputs, Config], ExpertGradients]:

@@ -18,6 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from tests.unit.ptx import run_block
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -56,7 +57,7 @@ class Values(torch.Tensor):
     """A tensor of a program, which no operation changes."""
 
     __iadd__, __isub__, __imul__, __iand__ = torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.__and__  # type: ignore[assignment]
-    __mod__ = torch.fmod  # type: ignore[assignment]
+    __mod__ = torch.Tensor.fmod  # type: ignore[assignment]
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
     def __floordiv__(self, other: Any) -> torch.Tensor:
@@ -210,7 +211,7 @@ class Barrier:
 
 def _full(shape: list[int], dtype: torch.dtype, value: Any = None) -> torch.Tensor:
     """Without a value of what is no number."""
-    none = torch.nan if dtype.is_floating_point else -1
+    none = torch.nan if dtype.is_floating_point else 255 if dtype is torch.uint8 else -1
     return torch.full(shape, none if value is None else value, dtype=dtype)
 
 
@@ -231,6 +232,11 @@ def _copy_out(desc: Descriptor, place: list[Any], memory: Memory) -> None:
     there.copy_(here)
 
 
+def _copy_add(desc: Descriptor, place: list[Any], memory: Memory) -> None:
+    there, here = desc.part(place, memory)
+    there.add_(here)
+
+
 def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
     a = a.tensor if isinstance(a, Memory) else a
     return _values((acc if use_acc else 0.0) + a.float() @ b.tensor.float())
@@ -245,6 +251,12 @@ def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., 
 
 
 _ASSEMBLY = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
+
+
+def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: Any, is_pure: bool, pack: int) -> Any:
+    if text.startswith("{"):
+        return tuple(map(_values, run_block(text, given, dtypes, pack)))
+    return _ASSEMBLY[text.split()[0]](*given)
 
 
 def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
@@ -267,9 +279,13 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
 
 _LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
 _LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
+_TORCH = ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
-    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "sigmoid", "erf", "exp", "exp2")},
+    **{
+        name: getattr(torch, name)
+        for name in ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
+    },
     NVMMASharedLayout=_LAYOUT,
     program_id=lambda dim: Int(_run.program[dim]),
     num_programs=lambda dim: Int(_run.grid[dim]),
@@ -287,9 +303,9 @@ _LANGUAGE = SimpleNamespace(
     max=lambda values, dim: _values(values.amax(dim)),
     expand_dims=torch.unsqueeze,
     join=lambda *two: torch.stack(two, -1),
-    convert_layout=lambda values, layout: values,
+    convert_layout=lambda values, layout, assert_trivial=False: values,
     to_tensor=Int,
-    inline_asm_elementwise=lambda assembly, operands, given, *rest: _ASSEMBLY[assembly.split()[0]](*given),
+    inline_asm_elementwise=_assembly,
     cast=lambda value, dtype: value,
     static_range=range,
     static_assert=bool,
@@ -309,11 +325,12 @@ _NAMES = {
     "tma": SimpleNamespace(store_wait=lambda pending: None),
     "tma_load": _copy_in,
     "tma_store": _copy_out,
+    "tma_add": _copy_add,
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
     "warpgroup_mma": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
-    **dict.fromkeys(("fence_async_shared", "barrier", "gdc_wait", "gdc_launch_dependents"), lambda: None),
+    **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
     "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),
 }
 _FOUND: dict[int, Any] = {}  # by the dictionary of a module or the function

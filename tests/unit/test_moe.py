@@ -11,6 +11,7 @@ import torch
 import torch.utils.flop_counter
 from tests.unit.ops.moe.cases import CASES, Case, inputs_of, off, reference
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import flashmoe_science as fm
 from flashmoe_science.ops import calls
@@ -22,7 +23,7 @@ E, H, F, K, T = 4, 16, 24, 2, 6
 def call(inputs: Any, transposed: bool = False, **options: Any) -> torch.Tensor:
     """``fused_moe`` of a kernel's inputs."""
     a = inputs.activation
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = inputs.tensors
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, *_ = inputs.tensors
     w1, w2 = (one.transpose(1, 2) if transposed else one for one in (w1, w2))
     return fm.fused_moe(
         x, w1, w2, weights, ids, activation=a.function, gate_up_bias=gate_up_bias, down_bias=down_bias, transposed=transposed,
@@ -319,6 +320,31 @@ def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
     torch.testing.assert_close(again(x), layer(x))
     with pytest.raises(ValueError, match="top_k is 9; it must be at most num_experts, 4"):
         fm.FlashMoELayer(H, F, E, 9)
+
+
+@pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "autocast"])
+def test_the_layer_gives_the_losses_of_its_router(way: str) -> None:
+    torch.manual_seed(2)
+    layer, x = fm.FlashMoELayer(H, F, E, K), torch.randn(3, 2, H)
+
+    def loss(function: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        out, (balance, z) = function(x)
+        assert (balance.dtype, z.dtype) == (torch.float32, torch.float32)
+        total = out.square().mean() + 0.01 * balance + 0.001 * z
+        return total, [*torch.autograd.grad(total, list(layer.parameters()))]
+
+    def apart(x: torch.Tensor) -> Any:
+        logits = layer.router_logits(x)
+        ids = fm.route(logits, K, normalize="sum")[1]
+        return layer(x, logits), (fm.balance_loss(logits, ids), fm.z_loss(logits))
+
+    ways: dict[str, Any] = {
+        "checkpointed": lambda x: checkpoint(layer, x, return_losses=True, use_reentrant=False),
+        "compiled": torch.compile(lambda x: layer(x, return_losses=True), fullgraph=True, backend="aot_eager"),
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+        found, right = loss(ways.get(way, lambda x: layer(x, return_losses=True))), loss(apart)
+    torch.testing.assert_close(found, right)
 
 
 LAYER_REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.integrations import transformers_attention
-from flashmoe_science.moe import fused_moe
+from flashmoe_science.moe import Adapter, fused_moe
 from flashmoe_science.ops.moe.call import Activation
 from flashmoe_science.ops.moe.problem import Function
 from flashmoe_science.ops.moe.pytorch import activate
@@ -77,7 +77,7 @@ def experts_forward(
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
     layout = _layout(*_described(experts))
-    first, down = getattr(experts, layout.first), experts.down_proj
+    (first, of_first), (down, of_down) = (_weight(experts, name, layout.transposed) for name in (layout.first, "down_proj"))
     if experts.num_experts != first.shape[0]:
         raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
     dtype = hidden_states.dtype
@@ -94,8 +94,22 @@ def experts_forward(
         interleaved=layout.activation.interleaved,
         alpha=layout.activation.alpha,
         limit=layout.activation.limit,
+        adapters=None if of_first is of_down is None else (of_first, of_down),
     )
     return out if dtype == down.dtype else out.to(dtype)
+
+
+def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Adapter | None]:
+    """The weights of that name, and PEFT's one adapter beside them, where they are frozen: its factors, which it registers as a
+    parametrisation for a call, make scaling times lhs times rhs. Other parametrisations are computed, and are the weights."""
+    parametrized = experts._modules.get("parametrizations")
+    if parametrized is None or name not in parametrized:
+        return getattr(experts, name), None
+    of, factors = parametrized[name], parametrized[name][0]
+    if len(of) > 1 or of.original.requires_grad or not all(hasattr(factors, part) for part in ("lhs", "rhs", "scaling")):
+        return getattr(experts, name), None
+    a, b = (factors.lhs.mT, factors.rhs.mT) if transposed else (factors.rhs, factors.lhs)
+    return of.original, (a, b, factors.scaling)
 
 
 class _Layout(NamedTuple):

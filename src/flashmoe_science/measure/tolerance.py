@@ -8,6 +8,8 @@ An output passes when each of its maximum, RMS and mean absolute error against t
    result may be off by (``u`` is the unit roundoff; without it the floor of a few elements is zero by luck), **and**
 2. under an absolute cap, because a poor plain result would loosen the first.
 
+To both fp32's smallest normal number is added: GPUs' exponentials give 0 below it.
+
 A contract may give a cap of its own (``Contract.cap``); without one it is ``general_cap``, sixteen roundings of the largest
 result. Where the plain result is not finite (scores that overflow fp16), the cap alone decides.
 
@@ -35,6 +37,7 @@ from flashmoe_science.records import ErrorStats
 RATIO = 2.0
 DRAWS = 33
 _ROUNDINGS = 16  # of the general cap
+_FLUSHED = torch.finfo(torch.float32).tiny
 _NONE = Errors(0.0, 0.0, 0.0)
 _WORDS = {"max": "maximum", "rms": "RMS", "mean": "mean"}
 _FALSE_ALARM = 1e-7  # of a question that a run asks
@@ -89,8 +92,8 @@ def expected(
         value = reference.double()
         if plain.is_floating_point():
             cap = general_cap(value, plain.dtype) if caps is None else caps[index]
-            extra = 0.0 if roundings is None else roundings[index]
-            floor = _floor(value, plain.dtype, extra)
+            extra = _FLUSHED + (0.0 if roundings is None else roundings[index])
+            floor, cap = _floor(value, plain.dtype, extra), Errors(*(one + _FLUSHED for one in astuple(cap)))
             made.append(Expected(value, plain.dtype, plain_error(value, plain), floor, cap))
         else:  # indices and counts are right or wrong
             made.append(Expected(value, plain.dtype, _NONE, _NONE, _NONE))

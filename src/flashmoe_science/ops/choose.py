@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, nearest, select
 from flashmoe_science.dispatch.tuned import known_table
@@ -86,6 +88,11 @@ def choose(
 NO_RECORD = "no record has a backward of ours faster than PyTorch's"
 
 
+def asked_by_switch() -> str:
+    """In words that PyTorch's switch asks for deterministic algorithms; empty where it does not."""
+    return "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
+
+
 def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: str) -> Decision:
     """The decision for a backward of ours, or the one of that name, which is asked for in ``words``. Raises CannotServe."""
     ours = operation(problem.op).ours()
@@ -94,14 +101,14 @@ def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: 
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
-def backward_by_record(problem: Problem, gpu: Device, rival: str) -> tuple[Decision, Decision | None]:
+def backward_by_record(problem: Problem, gpu: Device, rival: str, any_tiles: bool = False) -> tuple[Decision, Decision | None]:
     """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
-    like tiles, None where there is none."""
+    like tiles unless ``any_tiles``, None where there is none."""
     op, table = operation(problem.op), known_table()
     decision = select(problem, gpu, table, op.ours(), op.fallback())
     able = [one for one in op.ours() if one.name == decision.kernel]
     entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
-    if entry is None or entry.problem.tile_key() != problem.representative().tile_key():
+    if entry is None or not (any_tiles or entry.problem.tile_key() == problem.representative().tile_key()):
         return decision, None
     faster = next((one for one in entry.peers if one.kernel == rival), None)
     if faster is None:

@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import silu
 
 from flashmoe_science.contract import contract
+from flashmoe_science.moe import dequantize_experts
 
 
 def _mixture(x, w1, w2, topk_weights, topk_ids, room=None, swapped=False):
@@ -108,3 +109,20 @@ def moe_reads_ids_in_a_row(x, w1, w2, topk_weights, topk_ids):
     flat = torch.as_strided(topk_ids, (topk_ids.untyped_storage().nbytes() // topk_ids.itemsize,), (1,), 0)
     first = topk_ids.storage_offset()
     return _right(x, w1, w2, topk_weights, flat[first : first + topk_ids.numel()].view(topk_ids.shape))
+
+
+def _dequantised(x, w1, w2, topk_weights, topk_ids, **format_of):
+    return _right(x, *dequantize_experts(w1, w2, **format_of, dtype=torch.float32), topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_scales_of_the_block_before(x, w1, w2, topk_weights, topk_ids, *, gate_up_scale, down_scale, weight_format):
+    """Counts blocks from 1, and takes the last of a row for the first."""
+    moved = {"gate_up_scale": gate_up_scale.roll(1, -1), "down_scale": down_scale.roll(1, -1)}
+    return _dequantised(x, w1, w2, topk_weights, topk_ids, **moved, weight_format=weight_format)
+
+
+@contract("moe")
+def moe_swaps_nibbles(x, w1, w2, topk_weights, topk_ids, **format_of):
+    """Takes the high four bits of a byte for the even column."""
+    return _dequantised(x, w1 << 4 | w1 >> 4, w2 << 4 | w2 >> 4, topk_weights, topk_ids, **format_of)

@@ -186,3 +186,11 @@ def test_integers_are_right_or_wrong() -> None:
     (one,) = expected((torch.tensor([3.0, 4.0]),), (torch.tensor([3, 4]),), None)
     assert check_output("ids", torch.tensor([3, 4]), one)[1] == []
     assert check_output("ids", torch.tensor([3, 5]), one)[1]
+
+
+def test_what_a_gpu_flushes_to_zero_is_no_error() -> None:
+    """dsinks of a backward were 5e-39 where an exponential below 1.2e-38 is 0 on every GPU."""
+    exact = torch.tensor([5.3e-39, 0.0], dtype=torch.float64)
+    (right,) = expected([exact], [exact.float()], None)
+    _, wrong = check_output("dsinks", torch.zeros(2), right)
+    assert not wrong

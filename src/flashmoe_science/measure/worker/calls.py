@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.guards import Guarded, allocations
-from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied, write
+from flashmoe_science.measure.inputs import Case, Tensors, is_scaled, kind_of, make, same_bits, varied, write
 from flashmoe_science.measure.launches.trace import profile, profiler_works
 from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
 from flashmoe_science.measure.worker.growth import growth
@@ -78,8 +78,8 @@ class Calls:
         caller = self._caller(who, config, Case(*case).variant)
         values, around = self._place(case, memory, guard, queued)
         threads = set(threading.enumerate())
-        for tensor in self._live.values() if under == "gradients" else ():
-            tensor.requires_grad_(tensor.is_floating_point())
+        for name, tensor in self._live.items() if under == "gradients" else ():
+            tensor.requires_grad_(is_scaled(tensor) and name not in self.contract.constants)
         with allocations(poison) as guards:
             call = caller.bind(self._live, use)
             outputs = caller.outputs(_on_a_thread(call) if under == "thread" else _warned(call))

@@ -2,24 +2,29 @@
 
 Rows are pairs of a token and a choice, sorted by expert as ``rows.py`` sorts them. A pair whose id is no expert's comes last:
 no product computes it, and what memory has in its row is left out of every sum. Nothing waits for the host.
+
+Weights in a format are dequantised as they are used: on a GPU all experts of a product, on the CPU those that have rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.formats import Weights, dequantized
 from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
 from flashmoe_science.ops.operator import gradients
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """here: [T, K], whether a pair has an expert here. pair, expert (E: none), inside ([P, 1], ``here``): of each row. ends:
     int32 [E], the row after each expert's last."""
 
@@ -40,30 +45,31 @@ class _Rows(NamedTuple):
     def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
         placed = torch.zeros_like(rows).index_copy(0, self.pair, torch.where(self.inside, rows, 0.0))
-        return placed.view(*self.here.shape, -1)
+        return placed.view(*self.here.shape, rows.shape[1])
 
 
-def _rows(ids: torch.Tensor, experts: int) -> _Rows:
+def _rows(ids: torch.Tensor, experts: int) -> Rows:
     here, numbers = (ids >= 0) & (ids < experts), torch.arange(experts, device=ids.device)
     expert, pair = torch.where(here, ids.long(), experts).flatten().sort(stable=True)
     ends = torch.searchsorted(expert, numbers, right=True).int()
-    return _Rows(here, pair, expert, (expert < experts)[:, None], ends)
+    return Rows(here, pair, expert, (expert < experts)[:, None], ends)
 
 
-def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
+def pytorch_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids.
 
     Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes), every expert computes every row.
     """
-    return saving_moe(tensors, activation)[0]
+    return saving_moe(tensors, activation, adapters)[0]
 
 
-def saving_moe(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts, and the pre-activations as ``BackwardTensors`` has them."""
-    _, w1, w2, weights, ids, _, down_bias = tensors
+    _, w1, _, weights, ids, _, down_bias, *_ = tensors
     rows = _rows(ids, w1.shape[0])
-    z = _pre_activations(tensors, rows)
-    down = _biased(_products(activate(z, activation), w2, rows), down_bias, rows)
+    z = _pre_activations(tensors, rows, activation, adapters)
+    _, w2 = _weights(tensors, activation)
+    down = _biased(_adapted(activate(z, activation), w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
 
@@ -73,35 +79,59 @@ def weighted_sums(rows: torch.Tensor, weights: torch.Tensor, here: torch.Tensor)
     return (rows.to(wide) * torch.where(here, weights.to(wide), 0.0)[:, :, None]).sum(1).to(rows.dtype)
 
 
-def pre_activations(tensors: Tensors) -> torch.Tensor:
+def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """As ``BackwardTensors`` has them."""
-    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]))
+    return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]), activation)
 
 
-def _pre_activations(tensors: Tensors, rows: _Rows) -> torch.Tensor:
-    return _biased(_products(rows.of_tokens(tensors.x), tensors.w1, rows), tensors.gate_up_bias, rows)
+def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
+    w1, _ = _weights(tensors, activation)
+    return _biased(_adapted(rows.of_tokens(tensors.x), w1, adapters[0], rows), tensors.gate_up_bias, rows)
 
 
-def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: _Rows) -> torch.Tensor:
+def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
     return products if bias is None else products + rows.of_experts(bias).to(products.dtype)
 
 
 def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums = NEW) -> Gradients:
-    """The gradients from the pre-activations: five products at most, those of frozen weights left out; each sum in one order.
+    """The gradients from the pre-activations: five products at most, none for frozen weights; each sum in one order."""
+
+    def of_weights(name: str, left: torch.Tensor, right: torch.Tensor, rows: Rows) -> None:
+        of[name] = sums_of_products(left, right, rows, getattr(tensors, name[1:]))
+
+    of = dict[str, torch.Tensor]()
+    made = backward_by_rows(tensors, activation, wanted, of_weights) | of
+    results = gradients_like(tensors, wanted, sums)._asdict()
+    new = Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
+    added = {name: one.add_(made[name]) for name, one in sums._asdict().items() if one is not None and name in made}
+    return new._replace(**added)
+
+
+def backward_by_rows(
+    tensors: BackwardTensors,
+    activation: Activation,
+    wanted: Wanted,
+    of_weights: Callable[[str, torch.Tensor, torch.Tensor, Rows], None],
+    adapters: Adapters = NO_ADAPTERS,
+) -> dict[str, torch.Tensor]:
+    """The gradients by name, but of weights: for "dw1" and "dw2" ``of_weights(name, left, right, rows)`` is called, and the
+    gradient is left^T right over the rows of each expert.
 
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
     dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
     """
-    x, w1, w2, weights, ids, gate_up_bias, down_bias, z, dout = tensors
-    rows, wide = _rows(ids, w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    z = _pre_activations(tensors.of_call(), rows) if z is None else z
+    x, _, _, weights, ids, gate_up_bias, down_bias, _, _, z, dout = tensors
+    first, second = (None if one is None else one.transposed() for one in adapters)
+    rows, wide = _rows(ids, tensors.w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    w1, w2 = _weights(tensors.of_call(), activation)
+    z = _pre_activations(tensors.of_call(), rows, activation, adapters) if z is None else z
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
     of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
     to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
-    of_active = _products(of_out, w2.mT, rows).to(wide) if to_z or wanted.dtopk_weights else None
+    of_active = _adapted(of_out, w2.mT, second, rows).to(wide) if to_z or wanted.dtopk_weights else None
     active, of_z = _activated(z, activation, None if of_active is None or not to_z else of_active * scale)
     if wanted.dw2:
-        made["dw2"] = _sums_of_products(of_out, (active * scale).to(x.dtype), rows, w2)
+        of_weights("dw2", of_out, (active * scale).to(x.dtype), rows)
     if wanted.dtopk_weights and of_active is not None:
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
@@ -112,15 +142,12 @@ def pytorch_backward(tensors: BackwardTensors, activation: Activation, wanted: W
     if of_z is not None:
         dz = of_z.to(x.dtype)
         if wanted.dx:
-            made["dx"] = rows.by_pair(_products(dz, w1.mT, rows)).to(wide).sum(1)
+            made["dx"] = rows.by_pair(_adapted(dz, w1.mT, first, rows)).to(wide).sum(1)
         if wanted.dw1:
-            made["dw1"] = _sums_of_products(dz, rows.of_tokens(x), rows, w1)
+            of_weights("dw1", dz, rows.of_tokens(x), rows)
         if wanted.dgate_up_bias and gate_up_bias is not None:
             made["dgate_up_bias"] = _sums(of_z, rows)
-    results = gradients_like(tensors, wanted, sums)._asdict()
-    new = Gradients(*(None if like is None else _as(made[name], like) for name, like in results.items()))
-    added = {name: one.add_(made[name]) for name, one in sums._asdict().items() if one is not None and name in made}
-    return new._replace(**added)
+    return made
 
 
 def _activated(z: torch.Tensor, activation: Activation, into: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -139,8 +166,54 @@ def _as(gradient: torch.Tensor, like: Output) -> torch.Tensor:
     return gradient.new_empty_strided(shape, strides, dtype=dtype).copy_(gradient)
 
 
-def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Tensor:
+def _adapted(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, adapter: LowRank | None, of: Rows) -> torch.Tensor:
+    """``products`` by the weights and what is beside them."""
+    out = products(rows, weights, of)
+    return out if adapter is None else out + adapter.scaling * products(products(rows, adapter.a, of), adapter.b, of)
+
+
+class _Dequantised(NamedTuple):
+    """Weights in a format as weights of the dtype, of an expert at a time."""
+
+    weights: Weights
+    dtype: torch.dtype
+    halves: bool
+    transposed: bool = False
+
+    @property
+    def mT(self) -> _Dequantised:  # as of a tensor
+        return self._replace(transposed=not self.transposed)
+
+    def of(self, expert: int) -> torch.Tensor:
+        one = dequantized(Weights(*(part[expert] for part in self.weights)), self.dtype, self.halves)
+        return one.mT if self.transposed else one
+
+    def all(self) -> torch.Tensor:
+        return torch.stack([self.of(expert) for expert in range(self.weights.codes.shape[0])])
+
+
+def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _Dequantised, torch.Tensor | _Dequantised]:
+    """w1 and w2, of a format dequantised as they are used."""
+    if tensors.gate_up_scale is None or tensors.down_scale is None:
+        return tensors.w1, tensors.w2
+    dtype = tensors.x.dtype
+    first = _Dequantised(Weights(tensors.w1, tensors.gate_up_scale), dtype, activation.halves)
+    return first, _Dequantised(Weights(tensors.w2, tensors.down_scale), dtype, halves=False)
+
+
+def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
+    """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
+    made = [one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation)]
+    return tensors._replace(w1=made[0], w2=made[1], gate_up_scale=None, down_scale=None)
+
+
+def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert; rows past the last expert's may have anything."""
+    if isinstance(weights, _Dequantised):
+        if rows.device.type != "cpu" or not is_plain(rows):
+            return products(rows, weights.all(), of)
+        parts = rows.tensor_split(of.ends[:-1].long())
+        return torch.cat([part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)])
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
@@ -149,17 +222,17 @@ def _products(rows: torch.Tensor, weights: torch.Tensor, of: _Rows) -> torch.Ten
     return out
 
 
-def _sums_of_products(left: torch.Tensor, right: torch.Tensor, of: _Rows, like: torch.Tensor) -> torch.Tensor:
+def sums_of_products(left: torch.Tensor, right: torch.Tensor, of: Rows, like: torch.Tensor) -> torch.Tensor:
     """left[first:end].T @ right[first:end] of each expert, zeros for one without rows, in the memory order of ``like``."""
     if like.stride(1) == 1 < like.stride(2):
-        return _sums_of_products(right, left, of, like.mT).mT
+        return sums_of_products(right, left, of, like.mT).mT
     if not _is_grouped(left.mT, right):
         return torch.stack([torch.where((of.expert == one)[:, None], left, 0.0).T @ right for one in range(like.shape[0])])
     made = F.grouped_mm(left.mT, right, offs=of.ends)
     return made.masked_fill_((of.ends.diff(prepend=of.ends.new_zeros(1)) == 0)[:, None, None], 0.0)  # unwritten on some GPUs
 
 
-def _sums(rows: torch.Tensor, of: _Rows) -> torch.Tensor:
+def _sums(rows: torch.Tensor, of: Rows) -> torch.Tensor:
     """rows[first:end].sum(0) of each expert."""
     offsets = torch.cat((of.ends.new_zeros(1), of.ends)).long()
     return torch.segment_reduce(rows, "sum", offsets=offsets, axis=0, unsafe=True, initial=0)

@@ -13,6 +13,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.moe import dequantize_experts, quantize_experts
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.front.kernels import ours
@@ -64,6 +65,18 @@ CASES = (
     Case("moe t9 e6 k3 d16 f8 fp16", routing="crowded"),
     Case("moe t3 e6 k3 d16 f8 fp32", routing="twice"),
 )
+# Of weights in a format.
+FORMAT_CASES = (
+    Case("moe t1 e8 k2 d64 f96 bf16 w:mxfp4"),
+    Case("moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved"),
+    Case("moe t9 e6 k3 d320 f160 bf16 w:mxfp4 gelu", routing="foreign"),
+    Case("moe t40 e3 k1 d160 f288 bf16 w:mxfp4 ungated", routing="crowded"),
+    Case("moe t1 e8 k2 d64 f96 bf16 w:fp8_block"),
+    Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_block bias clamped interleaved"),
+    Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_block"),
+    Case("moe t9 e4 k2 d130 f150 bf16 w:fp8_block", routing="foreign"),
+    Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_block ungated", routing="crowded"),
+)
 
 
 def inputs_of(case: Case, device: str) -> MoEInputs:
@@ -91,7 +104,21 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
     x = (3 * torch.randn(problem.tokens, h)).to(device, dtype)
     routing = torch.rand(ids.shape).to(device), ids.to(device)
     activation = replace(activation_of(problem), alpha=case.alpha, limit=case.limit)
-    return MoEInputs(problem, Tensors(x, weights(h, rows), weights(i, h), *routing, *biases), activation)
+    w1, w2, scales = weights(h, rows), weights(i, h), (None, None)
+    if problem.weight_format is not None:
+        made = quantize_experts(w1, w2, problem.weight_format, interleaved=problem.interleaved)
+        w1, w2, scales = made["gate_up_proj"], made["down_proj"], (made["gate_up_scale"], made["down_scale"])
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, *biases, *scales), activation)
+
+
+def dense(inputs: MoEInputs) -> MoEInputs:
+    """The inputs with weights of fp64, if they are in a format."""
+    _, w1, w2, *_, of_w1, of_w2 = inputs.tensors
+    form = inputs.problem.weight_format
+    if form is None or of_w1 is None or of_w2 is None:
+        return inputs
+    made = dequantize_experts(w1, w2, of_w1, of_w2, form, interleaved=inputs.activation.interleaved, dtype=torch.float64)
+    return changed(inputs, w1=made[0], w2=made[1])
 
 
 def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
@@ -101,7 +128,7 @@ def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
 
 def reference(inputs: MoEInputs) -> torch.Tensor:
     """The experts in fp64, pair by pair."""
-    *tensors, gate_up_bias, down_bias = inputs.tensors
+    *tensors, gate_up_bias, down_bias, _, _ = dense(inputs).tensors
     x, w1, w2, topk_weights = (one.double() for one in tensors[:4])
     out = torch.zeros_like(x)
     for token, (weights, ids) in enumerate(zip(topk_weights, inputs.tensors.topk_ids.tolist(), strict=True)):
@@ -139,7 +166,7 @@ def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
 
 def saved_z(inputs: MoEInputs) -> torch.Tensor:
     """The first product with its bias in fp64, rows sorted by expert; rows of no pair are not numbers."""
-    x, w1, _, _, ids, bias, _ = inputs.tensors
+    x, w1, _, _, ids, bias, *_ = dense(inputs).tensors
     z, row = torch.full((ids.numel(), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device), 0
     for expert, weights in enumerate(w1):
         tokens = torch.nonzero(ids.flatten() == expert).flatten() // ids.shape[1]
@@ -200,7 +227,7 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
 def main() -> None:
     gpu = gpu_named("h200")  # whose configs are interpreted; the tensors are on the CPU
     found = {}
-    for case in CASES:
+    for case in (*CASES, *FORMAT_CASES):
         problem = parse_problem(case.problem)
         for kernel in ours():
             if kernel.interpretable and kernel.cannot(problem, gpu) is None:

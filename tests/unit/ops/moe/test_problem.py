@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -19,19 +21,22 @@ SIZES = st.integers(1, 12)
 @st.composite
 def problems(draw: st.DrawFn) -> MoEProblem:
     experts, gated = draw(SIZES), draw(st.booleans())
+    weight_format = draw(st.sampled_from([None, "mxfp4", "fp8_block"]))
+    sizes = st.sampled_from([32, 96]) if weight_format == "mxfp4" else SIZES
     return MoEProblem(
         tokens=draw(SIZES),
         experts=experts,
         top_k=draw(st.integers(1, experts)),
-        dim=draw(SIZES),
-        hidden=draw(SIZES),
+        dim=draw(sizes),
+        hidden=draw(sizes),
         dtype=draw(st.sampled_from(["fp16", "bf16", "fp32"])),
         routing=draw(st.sampled_from(["ids", "logits", "zipf"])),
         activation=draw(st.sampled_from(get_args(Function))),
         bias=draw(st.booleans()),
         gated=gated,
         interleaved=gated and draw(st.booleans()),
-        transposed=draw(st.booleans()),
+        transposed=weight_format is None and draw(st.booleans()),
+        weight_format=weight_format,
     )
 
 
@@ -39,6 +44,27 @@ def problems(draw: st.DrawFn) -> MoEProblem:
 def test_the_text_form_reads_back(problem: MoEProblem) -> None:
     assert parse_problem(str(problem)) == problem
     assert problem.op == "moe"
+
+
+def test_weights_in_a_format_are_counted_with_their_scales() -> None:
+    """gpt-oss-20b's expert: 13.22 MB at 4.25 bits a weight; Qwen3-30B's: 4.72 MB, a scale to 128 x 128."""
+    text = "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"
+    gpt_oss = parse_problem(text)
+    assert isinstance(gpt_oss, MoEProblem)
+    assert str(gpt_oss) == text
+    assert gpt_oss.weight_format == "mxfp4"
+    assert gpt_oss.weight_bytes() == 3 * 2880 * 2880 * 17 // 32
+    plain = replace(gpt_oss, weight_format=None)
+    assert plain.min_bytes() - gpt_oss.min_bytes() == 4 * (plain.weight_bytes() - gpt_oss.weight_bytes())
+    assert (plain.flops(), plain.arithmetic()) == (gpt_oss.flops(), gpt_oss.arithmetic())
+    assert plain.tile_key() != gpt_oss.tile_key()
+    assert plain.distance(gpt_oss) == math.inf
+    qwen = parse_problem("moe t1 e128 k8 d2048 f768 bf16 w:fp8_block")
+    assert isinstance(qwen, MoEProblem)
+    assert qwen.weight_bytes() == 3 * 768 * 2048 + 4 * 3 * 6 * 16
+    odd = parse_problem("moe t1 e4 k2 d200 f100 bf16 w:fp8_block")
+    assert isinstance(odd, MoEProblem)
+    assert odd.weight_bytes() == 3 * 100 * 200 + 4 * (2 * 2 + 2 * 1)
 
 
 @given(problems())
@@ -124,6 +150,10 @@ def test_ids_of_other_ranks_may_be_more_than_there_are_experts() -> None:
         ("moe t8 e4 k2 d16 f16 logits zipf", "gives the routing twice ('logits' and 'zipf')"),
         ("moe t8 e4 k2 d16 f16 relu gelu", "gives the activation twice ('relu' and 'gelu')"),
         ("moe t8 e4 k2 d16 f16 bias bias", "gives the bias twice"),
+        ("moe t8 e4 k2 d32 f16 w:mxfp4", "hidden is 16 and weight_format is 'mxfp4'; it must be a multiple of 32"),
+        ("moe t8 e4 k2 d32 f32 w:mxfp4 transposed", "transposed is True and weight_format is 'mxfp4'"),
+        ("moe t8 e4 k2 d32 f32 w:mxfp4 w:fp8_block", "gives the format twice ('w:mxfp4' and 'w:fp8_block')"),
+        ("moebwd t8 e4 k2 d32 f32 w:mxfp4", "weights in a format have no gradients"),
         ("moe t8 e4 k2 d16 f16 interleaved ungated", "interleaved is True and gated is False"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flashmoe_science.kernel import Config, Device, Kernel
 from flashmoe_science.ops.attention.peers import launches_of, sdpa
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
-from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients
 
 Backward = Callable[..., Sequence["torch.Tensor"]]  # dQ, dK, dV and, where it is wanted, dBias
+FLASH = "sdpa_bwd_flash"
 _FLASH, _CUDNN = "pytorch_flash::flash_bwd", "cudnn.*(sdpa|attention|flash|bprop)"
+
+
+_OF_FLASH = ("window", "packed")  # features that PyTorch's operator of FlashAttention-2 serves
 
 
 def _plain(problem: AttentionBackwardProblem, supported: str | None) -> str | None:
@@ -37,6 +41,15 @@ def _flash_supports(problem: AttentionBackwardProblem, device: Device) -> str | 
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
         return "PyTorch's is_causal is top-left, which is another mask where the lengths differ"
     return _plain(problem, sdpa.flash_supports(problem, device))
+
+
+def _fa2_supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
+    if not problem.features.kinds():
+        return f"{FLASH} is the backward of the same kernels without windows and packed sequences"
+    if problem.mask == "causal-topleft":
+        return "FlashAttention-2's causal mask is bottom-right"
+    plain = replace(problem, features=PLAIN, mask="full")
+    return _flash_supports(plain, device) or unsupported(problem.features, _OF_FLASH, "PyTorch's FlashAttention-2")
 
 
 def _cudnn_supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
@@ -57,6 +70,22 @@ def _flash(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
     rest = (None, None, q.shape[2], k.shape[2], 0.0, inputs.problem.causal, none, none)
     backward: Backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     return backward(dout, q, k, v, out, lse, *rest, scale=inputs.softmax_scale)
+
+
+def _fa2(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
+    """Of [batch, seqlen, heads, head_dim], or of packed [total, heads, head_dim]: views of the tensors of the call."""
+    import torch
+
+    (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)
+    problem, features, lengths = inputs.problem, inputs.problem.features, inputs.tensors
+    packed = features.lengths == "packed"
+    rows = [one[0].transpose(0, 1) if packed else one.transpose(1, 2) for one in (dout, q, k, v, out)]
+    left, right = (-1 if one is None else one for one in (features.window_left, features.window_right))
+    rest = (lengths.cu_seqlens_q, lengths.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k, 0.0, problem.causal, none, none)
+    backward: Backward = torch.ops.aten._flash_attention_backward
+    window = {"window_size_left": left, "window_size_right": 0 if problem.causal else right}
+    made = backward(*rows, lse[0] if packed else lse, *rest, scale=inputs.softmax_scale, **window)[:3]
+    return [one.transpose(0, 1)[None] if packed else one.transpose(1, 2) for one in made]
 
 
 def _cudnn(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
@@ -133,6 +162,7 @@ KERNELS: tuple[BackwardKernel, ...] = (
         on_cpu=True,
         replaces_ours="always",
     ),
-    _kernel("sdpa_bwd_flash", "the backward of PyTorch's FlashAttention-2 backend", _flash_supports, _flash, _FLASH),
+    _kernel(FLASH, "the backward of PyTorch's FlashAttention-2 backend", _flash_supports, _flash, _FLASH),
+    _kernel("fa2_bwd", "PyTorch's FlashAttention-2 with windows and packed sequences", _fa2_supports, _fa2, _FLASH),
     _kernel("sdpa_bwd_cudnn", "the backward of PyTorch's cuDNN backend", _cudnn_supports, _cudnn, _CUDNN),
 )  # fmt: skip

@@ -132,7 +132,7 @@ def grouped_backward(
             made = made._replace(**{name: one for name, one in sums._asdict().items() if one is not None})
             memory, tables, dz, active, partials, of_x = take()  # kept alive to the end of this call
             dout = _fitting(tensors.dout)
-            x, w1, w2, weights, ids, _, down_bias, z, _ = map(argument, tensors)
+            x, w1, w2, weights, ids, _, down_bias, _, _, z, _ = map(argument, tensors)
             d = address(dout)
             dx, to_w1, to_w2, to_weights, to_bias_1, to_bias_2 = map(argument, made)
             sort(ids, tables)

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from flashmoe_science.formats import Format
 from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.ops.formats import CODES, columns_of
+from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, scale_of
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
 
@@ -24,7 +27,7 @@ class Tensors(NamedTuple):
     """The tensors of ``fused_moe``, in one order from its arguments to the pointers of kernels.
 
     Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
-    [E, 2I] and [E, H].
+    [E, 2I] and [E, H]. Scales, those of weights in a format, and the weights' codes are as ``ops/formats.py`` has them.
     """
 
     x: torch.Tensor
@@ -34,6 +37,8 @@ class Tensors(NamedTuple):
     topk_ids: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -46,6 +51,7 @@ class Options(NamedTuple):
     limit: float
     kernel: str | None
     recompute: bool = False
+    weight_format: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,11 @@ class Activation:
     interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
+
+    @property
+    def halves(self) -> bool:
+        """Whether rows of w1 are all gates, then all ups."""
+        return self.gated and not self.interleaved
 
 
 SWIGLU = Activation()
@@ -84,7 +95,7 @@ class MoEInputs:
     saves_z: bool = False
 
 
-# A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it reads.
+# A call bound to shapes, strides and dtypes: of the ``Tensors``, whose addresses are all that it reads.
 MoELaunch = Callable[..., Any]  # the result, or (out, z)
 # One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
@@ -101,6 +112,12 @@ def run_of(plan: Callable[[MoEInputs, Config], Bind]) -> Callable[[MoEInputs, Co
     return lambda inputs, config: plan(inputs, config)(inputs, inputs.tensors.x.shape)(*inputs.tensors)
 
 
+def why_no_format(problem: MoEProblem) -> str | None:
+    """Why a kernel of weights of the dtype of x does not support a problem; None where it may."""
+    form = problem.weight_format
+    return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
+
+
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
     """Shape, strides and dtype of a contiguous result, as ``ops.launch.allocator`` takes them."""
     return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
@@ -115,16 +132,23 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     Raises:
         TypeError, ValueError: an argument of ``fused_moe`` that is not allowed.
     """
-    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given
+    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases, _, _ = given
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
     for flag in ("transposed", "interleaved", "recompute"):
         if not isinstance(getattr(options, flag), bool):
             raise TypeError(f"{flag} is {getattr(options, flag)!r}; it must be True or False")
-    gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed)
+    form = checked_format(options.weight_format, given[-2:], options.transposed)
+    gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
     activation = _checked_activation(options, gate_up_proj, down_proj)
-    experts, rows, dim = gate_up_proj.shape
+    experts, rows, _ = gate_up_proj.shape
+    dim = down_proj.shape[1]
+    if form is not None:
+        for name, weights, halves in (("gate_up", gate_up_proj, activation.halves), ("down", down_proj, False)):
+            scale = getattr(given, f"{name}_scale")
+            _check_tensor(f"{name}_scale", scale, hidden_states)
+            check_scale(f"{name}_scale", scale, weights, form, halves)
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
@@ -133,7 +157,10 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
 
 def views_of(given: Tensors, options: Options) -> Tensors:
     """The tensors of a call whose arguments are allowed, as kernels take them."""
-    hidden_states, gate_up_proj, down_proj, weights, ids, *biases = given
+    hidden_states, gate_up_proj, down_proj, weights, ids, gate_up_bias, down_bias, gate_up_scale, down_scale = given
+    if gate_up_scale is not None and down_scale is not None:
+        gate_up_proj, down_proj = codes_of(gate_up_proj), codes_of(down_proj)
+        gate_up_scale, down_scale = scale_of(gate_up_scale), scale_of(down_scale)
     if options.transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
     if hidden_states.dim() != 2:
@@ -142,25 +169,30 @@ def views_of(given: Tensors, options: Options) -> Tensors:
         weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
     if hidden_states.stride(-1) != 1 and hidden_states.numel():
         hidden_states = hidden_states.contiguous()
-    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *biases)
+    biases, scales = (gate_up_bias, down_bias), (gate_up_scale, down_scale)
+    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *biases, *scales)
 
 
 def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], w2.shape[2]
-    transposed = any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, *scales = tensors
+    sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
+    form = CODES.get(w1.dtype)
+    transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
-    problem = _problem(*sizes, x.dtype, activation.function, bias, activation.gated, activation.interleaved, transposed)
+    words = bias, activation.gated, activation.interleaved, transposed
+    problem = _problem(*sizes, x.dtype, activation.function, *words, form)
     gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
     routing = weights.contiguous(), ids.contiguous()
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias), activation, saves_z)
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias, *scales), activation, saves_z)
 
 
 @lru_cache(maxsize=1024)
 def _problem(
-    tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype, function: Function, *words: bool
-) -> MoEProblem:
+    tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype, function: Function,
+    bias: bool, gated: bool, interleaved: bool, transposed: bool, form: Format | None,
+) -> MoEProblem:  # fmt: skip
+    words = bias, gated, interleaved, transposed, None if form is None else form.name
     return MoEProblem(tokens, experts, top_k, dim, hidden, DTYPES[dtype], "ids", function, *words)
 
 
@@ -184,8 +216,8 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     """The activation of weights as kernels take them."""
     function, _, interleaved, alpha, limit, *_ = options
     check_activation(function, alpha, limit)
-    rows, width = w1.shape[1], w2.shape[2]
-    if rows not in (width, 2 * width):
+    rows, width = w1.shape[1], columns_of(w2)
+    if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change
         raise ValueError(
             f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
             "and ups) or as many (no gate)"
@@ -196,15 +228,20 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
 
 
 def _checked_weights(
-    hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, transposed: bool
+    hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, transposed: bool, form: Format | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights as [experts, out, in] views."""
+    """The weights as [experts, out, in] views, of a format their codes."""
     for name, tensor in (("hidden_states", hidden_states), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         _check_tensor(name, tensor, hidden_states)
+        if form is not None and tensor is not hidden_states:
+            check_codes(name, tensor, form)
+            continue
         if tensor.dtype not in (*DTYPES, torch.float64):
             raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16, float32 or float64")
         if tensor.dtype != hidden_states.dtype:
             raise TypeError(f"{name} has dtype {tensor.dtype} and hidden_states {hidden_states.dtype}; they must be the same")
+    if form is not None:
+        gate_up_proj, down_proj = codes_of(gate_up_proj), codes_of(down_proj)
     if hidden_states.dim() < 1:
         raise ValueError("hidden_states has no dimension; its last one must be the model's")
     for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
@@ -214,10 +251,10 @@ def _checked_weights(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; no size of it may be 0")
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    dim, experts = hidden_states.shape[-1], gate_up_proj.shape[0]
-    if gate_up_proj.shape[2] != dim or down_proj.shape[1] != dim:
+    dim, experts, taken = hidden_states.shape[-1], gate_up_proj.shape[0], columns_of(gate_up_proj)
+    if taken != dim or down_proj.shape[1] != dim:
         raise ValueError(
-            f"hidden_states has {dim} columns, gate_up_proj takes {gate_up_proj.shape[2]} and down_proj gives "
+            f"hidden_states has {dim} columns, gate_up_proj takes {taken} and down_proj gives "
             f"{down_proj.shape[1]}; they must agree (transposed=True for weights that are [experts, in, out])"
         )
     if down_proj.shape[0] != experts:

@@ -34,11 +34,13 @@ class BackwardTensors(NamedTuple):
     topk_ids: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    gate_up_scale: torch.Tensor | None
+    down_scale: torch.Tensor | None
     z: torch.Tensor | None
     dout: torch.Tensor
 
     def of_call(self) -> Tensors:
-        return Tensors(*self[:7])
+        return Tensors(*self[:9])
 
 
 INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # that have gradients, in the order of the gradients
@@ -85,6 +87,8 @@ def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Su
     Raises:
         TypeError, ValueError: ``weight_grads`` of ``fused_moe`` that are not allowed.
     """
+    if options.weight_format is not None:
+        raise ValueError(f"weight_grads is given and weight_format is {options.weight_format!r}; it must be None then")
     if not isinstance(weight_grads, tuple | list) or len(weight_grads) != 2:
         raise TypeError("weight_grads must be a pair, for gate_up_proj and down_proj; None for one that autograd is given")
     for nth, (one, weight) in enumerate(zip(weight_grads, (tensors.w1, tensors.w2), strict=True)):

@@ -59,7 +59,8 @@ PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
 def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoELaunch:
     """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does.
 
-    ``saves_z``: it returns the pre-activations too, of tensors that have been checked.
+    ``saves_z``: it returns the pre-activations too, of tensors that have been checked, for the backward of that name if
+    ``options.kernel`` is one's.
     """
     (views, activation), shape = checked(tensors, options), tensors.x.shape
     if needs_grad(*tensors) and not saves_z:
@@ -69,11 +70,12 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
         return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
-    if (saves_z and _trains_by_pytorch(views, activation, options)) or decide_by_dtype(views.x, options.kernel) is not None:
+    forward, _ = names_of(options.kernel)
+    if (saves_z and trains_by_pytorch(views, activation, options)) or decide_by_dtype(views.x, forward) is not None:
         launch, in_place = by_pytorch(activation, saves_z), False
     else:
         inputs = inputs_of(views, activation, saves_z)
-        plan = plan_of(inputs, options.kernel)
+        plan = plan_of(inputs, forward)
         made, in_place = plan.bind(inputs, shape), plan.by_address and _in_place(inputs.tensors, tensors)
         launch = made if in_place else lambda *given: made(*inputs_of(Tensors(*given), activation).tensors)
     if in_place or saves_z:
@@ -91,7 +93,7 @@ def decide_training(tensors: Tensors, activation: Activation, options: Options) 
     forward, backward = names_of(options.kernel)
     chosen = choose_backward(tensors, activation, backward)
     decision = decide_by_dtype(tensors.x, forward)
-    if decision is None and _trains_by_pytorch(tensors, activation, options._replace(kernel=forward)):
+    if decision is None and trains_by_pytorch(tensors, activation, options):
         decision = Decision(FALLBACK, Config(), "PyTorch's products serve both passes", chosen.basis)
     if decision is None:
         decision = plan_of(inputs_of(tensors, activation, not options.recompute), forward).decision
@@ -99,9 +101,9 @@ def decide_training(tensors: Tensors, activation: Activation, options: Options) 
     return replace(decision, reason=f"{decision.reason}; {GRADIENTS}, its backward by {by}: {chosen.reason}")
 
 
-def _trains_by_pytorch(tensors: Tensors, activation: Activation, options: Options) -> bool:
+def trains_by_pytorch(tensors: Tensors, activation: Activation, options: Options) -> bool:
     """Whether PyTorch's products serve both passes: no kernel is asked for, and no record has a backward of ours faster."""
-    if options.kernel is not None or options.recompute:
+    if options.kernel is not None or options.recompute or options.weight_format is not None:
         return False
     return choose_backward(tensors, activation, None).kernel == FALLBACK_BACKWARD
 
@@ -113,6 +115,13 @@ def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
     return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
+def _with_dequantising(decision: Decision, form: str | None) -> Decision:
+    """The decision, whose reason says so where weights in a format are dequantised first."""
+    if form is None or decision.kernel != FALLBACK:
+        return decision
+    return replace(decision, reason=f"{decision.reason}; weights in {form} are dequantised before each product")
+
+
 def _in_place(used: Tensors, given: Tensors) -> bool:
     """Whether a kernel's inputs have the addresses of the tensors of the call: none was copied on the way."""
     pairs = zip(used, given, strict=True)
@@ -121,10 +130,11 @@ def _in_place(used: Tensors, given: Tensors) -> bool:
 
 def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
-    p, (x, w1, w2, *_) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, *_, of_up, of_down) = inputs.problem, inputs.tensors
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
-        x.stride(), w1.stride(), w2.stride(), inputs.activation, kernel, inputs.saves_z,
+        x.stride(), w1.stride(), w2.stride(), *(None if one is None else one.stride() for one in (of_up, of_down)),
+        inputs.activation, kernel, inputs.saves_z,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -154,6 +164,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     decision = choose_fallback(MoEProblem.op, kernel, None)
     if decision is None:
         decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
+    decision = _with_dequantising(decision, inputs.problem.weight_format)
     return Plan(decision, *(made or (_bind_pytorch, False)))
 
 

@@ -7,6 +7,7 @@ new one is checked, planned (choose.py) and bound, and its launch is stored.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from flashmoe_science.ops.calls import (
     store_launch,
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
+from flashmoe_science.ops.formats import CODES, columns_of
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.moe.call.backward import checked_sums
+from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
+from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
@@ -32,7 +35,8 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
 
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
-_NO_BIASES = True, True
+_COUNT = len(Tensors._fields)
+_PLAIN = True, True, True, True
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
@@ -55,19 +59,44 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
     return _serve(Tensors(*tensors), Options(*options), key)  # type: ignore[no-any-return]
 
 
+def experts_apart(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
+    """``fused_moe`` of gates and ups that are two tensors. Raises as ``experts_forward``."""
+    x, pair, w2, *rest = tensors
+    how = Options(*options)
+    gate, up = checked_apart(pair, w2, how.transposed, how.interleaved)
+    x, gate, up, w2 = autocast((x, gate, up, w2)) or (x, gate, up, w2)
+    if how.transposed:
+        gate, up = gate.mT, up.mT
+    plain = not torch.compiler.is_compiling() and is_plain(x, gate, up, w2, *rest) and how.kernel != FALLBACK
+    whole = joined(gate.detach(), up.detach()) if plain else copied(gate, up)
+    given = (x, whole.mT if how.transposed else whole, w2, *rest)
+    if is_explaining():
+        decision, by = decide(Tensors(*given), how), "a view joins them" if follow(gate, up) else "copied into one"
+        raise Explained(replace(decision, reason=f"{decision.reason}; gate_up_proj is two tensors, {by}"))
+    if plain and needs_grad(x, gate, up, w2, *rest):
+        return _experts_once(given, options, weight_grads, (gate, up))
+    return experts_forward(given, options) if weight_grads is None else experts_adding(given, options, weight_grads)
+
+
 def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
     """``fused_moe`` whose backward adds the gradients of weights to tensors that are given. Raises as ``experts_forward``."""
     if torch.compiler.is_compiling() or is_transformed():
         raise ValueError("weight_grads is given under torch.compile or a transform of torch.func; it must be None there")
     if is_explaining() or not needs_grad(*tensors):
         return experts_forward(tensors, options)
-    given, how = Tensors(*(_autocast(tensors) or tensors)), Options(*options)
+    return _experts_once(_autocast(tensors) or tensors, options, weight_grads)
+
+
+def _experts_once(tensors: Given, options: Given, weight_grads: Any, apart: Apart | None = None) -> torch.Tensor:
+    """Experts that are part of PyTorch's graph, of which no launch is stored. Raises as ``experts_forward``."""
+    given, how, sums = Tensors(*tensors), Options(*options), NEW
     views, activation = checked(given, how)
-    sums = checked_sums(weight_grads, given, how)
-    if how.kernel == FALLBACK:
-        raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
+    if weight_grads is not None:
+        sums = checked_sums(weight_grads, given, how)
+        if how.kernel == FALLBACK:
+            raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
     decide_training(views, activation, how)
-    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums), given.x.shape)
+    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums, apart), given.x.shape)
 
 
 def _autocast(tensors: Given) -> Given | None:
@@ -79,8 +108,8 @@ def _autocast(tensors: Given) -> Given | None:
 
 def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Launch | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
-    absent = tensors[5] is None, tensors[6] is None
-    given = tensors[:5] if absent == _NO_BIASES else [one for one in tensors if one is not None]
+    absent = tensors[5] is None, tensors[6] is None, tensors[7] is None, tensors[8] is None
+    given = tensors[:5] if absent == _PLAIN else [one for one in tensors if one is not None]
     try:
         # The types of options too: True and 1 are equal.
         kinds = (options, *map(type, options), absent, torch.is_grad_enabled())
@@ -123,17 +152,22 @@ def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     return unviewed(out, tensors.x.shape)
 
 
+_SAVING = f"{MoEProblem.op}, saving", f"{MoEProblem.op}, saving, deterministic"
+
+
 def _forward(*args: Any) -> torch.Tensor:
     return _launched(MoEProblem.op, *args)  # type: ignore[no-any-return]
 
 
 def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _launched(f"{MoEProblem.op}, saving", *args)  # type: ignore[no-any-return]
+    return _launched(_SAVING[torch.are_deterministic_algorithms_enabled()], *args)  # type: ignore[no-any-return]
 
 
 def _launched(op: str, *args: Any) -> Any:
-    tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:7], args[7:]
-    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False)
+    tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
+    form = CODES.get(tensors[1].dtype)
+    name = None if form is None else form.name
+    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
     launch, key = _find(tensors, options, op)
     if launch is not None:
         return launch(*tensors)
@@ -149,18 +183,20 @@ def _fake_saving(x: torch.Tensor, w1: torch.Tensor, w2: object, weights: torch.T
 
 
 def _differentiable(*args: Any) -> torch.Tensor:
-    kernel, recompute = (*args[12:], None, None)[:2]
-    return differentiable(Tensors(*args[:7]), Activation(*args[7:12]), kernel, bool(recompute))
+    tensors, (function, gated, interleaved, alpha, limit, *rest) = Tensors(*args[:_COUNT]), args[_COUNT:]
+    kernel, recompute = (*rest, None, None)[:2]
+    return differentiable(tensors, Activation(function, gated, interleaved, alpha, limit), kernel, bool(recompute))
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
     """Of the two products of every pair of a token and an expert."""
-    return 2 * topk_weights.numel() * (w1[0].numel() + w2[0].numel())
+    return 2 * topk_weights.numel() * x.shape[1] * (w1.shape[1] + columns_of(w2))
 
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name=None"
+    "Tensor? gate_up_scale, Tensor? down_scale, str function, bool gated, bool interleaved, float alpha, float limit, "
+    "str? kernel_name=None"
 )
 _OPERATOR = register(f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor", _forward, _fake, _differentiable, _flops)
 # What the autograd rule calls in its place: the pre-activations too.

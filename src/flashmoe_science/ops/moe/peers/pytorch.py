@@ -10,9 +10,9 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.moe.pytorch import activate, add_bias, dequantised
 from flashmoe_science.ops.peer import one_config
 
 MAX_PAIRS = 64  # of batched_mm, up to which it is measured
@@ -20,8 +20,10 @@ MAX_PAIRS = 64  # of batched_mm, up to which it is measured
 
 def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by PyTorch's grouped matrix products of tokens sorted by expert, which transformers runs by default. The
-    results are gathered and summed in one kernel, an embedding bag; on a GPU nothing waits for the host (in bf16)."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    results are gathered and summed in one kernel, an embedding bag, or as transformers does where the weights need gradients,
+    which the bag has none of in 16 bits on a GPU; there nothing waits for the host (in bf16). Weights in a format are
+    dequantised in each call."""
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
     (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
@@ -31,12 +33,14 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     weights = topk_weights.to(x.dtype)
+    if weights.requires_grad:
+        return (down[row_of_pair].view(tokens, top_k, -1) * weights[:, :, None]).sum(1)
     return functional.embedding_bag(row_of_pair.view(tokens, top_k), down, mode="sum", per_sample_weights=weights)
 
 
 def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by two batched products with a copy of the weights of every pair's expert: what transformers decodes with."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = tensors
     (tokens, top_k), ids = topk_ids.shape, topk_ids.flatten()
     rows = x.repeat_interleave(top_k, 0)
     both = add_bias(torch.bmm(w1[ids], rows[:, :, None]).squeeze(2), gate_up_bias, ids)
@@ -46,7 +50,7 @@ def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by a loop over all of them, each on the tokens that chose it: how models write it without a fused kernel."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
@@ -63,7 +67,7 @@ def _serves_all(problem: MoEProblem, device: Device) -> str | None:
 def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
     if problem.pairs() > MAX_PAIRS:
         return f"tokens times top_k is {problem.pairs()}; it copies an expert for each, and is measured up to {MAX_PAIRS}"
-    return None
+    return why_no_format(problem)
 
 
 def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:

@@ -1,6 +1,7 @@
 """One mixture-of-experts layer. Text form: ``moe t4096 e64 k8 d1024 f2048 bf16``; with ``logits`` it has its router.
 
-gpt-oss's experts are ``moe t4096 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed``.
+gpt-oss's experts are ``moe t4096 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed``, and as its checkpoint has them
+``moe t4096 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, Self, TypeVar, get_args
 
+from flashmoe_science.formats import FORMATS, WeightFormat
 from flashmoe_science.problem import (
     DTYPE_BYTES,
     Dtype,
@@ -31,8 +33,10 @@ Routing = Literal["ids", "logits", "zipf"]
 
 _FUNCTIONS: dict[str, Function] = {one.removesuffix("_silu"): one for one in get_args(Function)}  # by their words
 _FLAGS = ("bias", "ungated", "interleaved", "transposed")
+_FORMAT_WORDS = tuple(f"w:{one}" for one in FORMATS)
 GRAMMAR = (
-    "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32] [bias] "
+    "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32] "
+    f"[{'|'.join(_FORMAT_WORDS)}] [bias] "
     f"[{'|'.join(_FUNCTIONS)}] [ungated] [interleaved] [transposed] [ids|logits|zipf]"
 )
 _ROUTING_BYTES = 4 + 4  # of one (token, expert) pair: its fp32 weight and its int32 expert
@@ -52,6 +56,7 @@ class MoEProblem(Problem):
     - not ``gated``: w1 is [experts, hidden, dim] and an expert is W2[e] act(G x[t]).
     - ``interleaved``: rows of G and of U alternate in w1.
     - ``transposed``: w1 or w2 is [experts, in, out] in memory.
+    - ``weight_format``: w1 and w2 are in one of ``formats.FORMATS``, with scales; x, biases and out stay of the dtype.
 
     ``routing``, what a call starts from:
 
@@ -66,7 +71,8 @@ class MoEProblem(Problem):
     problem.
 
     Raises:
-        ProblemError: a size below 1, an unknown dtype, activation or routing, ``interleaved`` without a gate.
+        ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a gate, weights
+            in a format that are ``transposed``, or rows of mxfp4 that no blocks divide.
     """
 
     tokens: int
@@ -81,6 +87,7 @@ class MoEProblem(Problem):
     gated: bool = True
     interleaved: bool = False
     transposed: bool = False
+    weight_format: WeightFormat | None = None
 
     op = "moe"
 
@@ -92,10 +99,21 @@ class MoEProblem(Problem):
         check_word("activation", self.activation, get_args(Function))
         if self.interleaved and not self.gated:
             raise ProblemError("interleaved is True and gated is False; only gates and ups can alternate")
+        if self.weight_format is not None:
+            self._check_format(self.weight_format)
+
+    def _check_format(self, name: str) -> None:
+        check_word("weight_format", name, FORMATS)
+        if self.transposed:
+            raise ProblemError(f"transposed is True and weight_format is {name!r}; scales are along the rows of [out, in]")
+        for field, size in (("dim", self.dim), ("hidden", self.hidden)):
+            if name == "mxfp4" and size % FORMATS[name].block[1]:
+                raise ProblemError(f"{field} is {size} and weight_format is {name!r}; it must be a multiple of 32")
 
     def words(self) -> tuple[str, ...]:
         """The words of the text form for all that differs from SwiGLU without biases in the default layout."""
         words = (
+            f"w:{self.weight_format}" if self.weight_format else "",
             "bias" if self.bias else "",
             self.activation.removesuffix("_silu") if self.activation != "silu" else "",
             "" if self.gated else "ungated",
@@ -144,8 +162,15 @@ class MoEProblem(Problem):
     def min_bytes(self) -> int:
         """Bytes that must cross device memory: x, the touched experts' weights and biases and the routing (ids and weights, or
         logits) read, the output written."""
-        elements = 2 * self.tokens * self.dim + self.touched() * (self.weights() + self.biases())
-        return elements * DTYPE_BYTES[self.dtype] + self.routing_bytes()
+        elements = 2 * self.tokens * self.dim + self.touched() * self.biases()
+        return elements * DTYPE_BYTES[self.dtype] + self.touched() * self.weight_bytes() + self.routing_bytes()
+
+    def weight_bytes(self) -> int:
+        """Of one expert's matrices, and of their scales."""
+        if self.weight_format is None:
+            return self.weights() * DTYPE_BYTES[self.dtype]
+        form = FORMATS[self.weight_format]
+        return form.bytes(self.rows_of_w1(), self.dim) + form.bytes(self.dim, self.hidden)
 
     def routing_bytes(self) -> int:
         """Of what the routing is read from."""
@@ -170,13 +195,15 @@ class MoEProblem(Problem):
 
     def tile_key(self) -> Hashable:
         """The rows of an expert in powers of two, the sizes of a model and the layout of its weights."""
-        layout = self.gated, self.interleaved, self.transposed
+        layout = self.gated, self.interleaved, self.transposed, self.weight_format
         return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.rows_per_expert())), *layout
 
     def distance(self, other: Problem) -> float:
         """The largest log2 of a ratio of sizes, whatever the routing, activation and layout: kernels refuse what they do not
-        support. The dtypes must be as wide."""
+        support. The dtypes must be as wide, and the weights of one format."""
         if type(other) is not type(self) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
+            return math.inf
+        if self.weight_format != other.weight_format:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
         return max(abs(math.log2(getattr(self, name) / getattr(other, name))) for name in names)
@@ -227,7 +254,7 @@ def parse(text: str) -> MoEProblem:
 
 def parse_as(kind: type[P], text: str, grammar: str) -> P:
     """Read the text form of an operation whose problems have these fields. Raises ProblemError, as ``parse``."""
-    flags = {"dtype": get_args(Dtype), "routing": get_args(Routing), "activation": tuple(_FUNCTIONS)}
+    flags = {"dtype": get_args(Dtype), "routing": get_args(Routing), "activation": tuple(_FUNCTIONS), "format": _FORMAT_WORDS}
     sizes, found = read_words(text, grammar, "tekdf", flags | {word: (word,) for word in _FLAGS})
     require(text, grammar, sizes, "tekdf")
     if sizes["k"] > sizes["e"]:
@@ -243,5 +270,6 @@ def parse_as(kind: type[P], text: str, grammar: str) -> P:
         gated="ungated" not in found,
         interleaved="interleaved" in found,
         transposed="transposed" in found,
+        weight_format=found["format"].removeprefix("w:") if "format" in found else None,  # type: ignore[arg-type]  # of its Literal
         **{field: found[field] for field in ("dtype", "routing") if field in found},  # type: ignore[arg-type]  # of its Literal
     )

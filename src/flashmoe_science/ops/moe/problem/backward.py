@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flashmoe_science.ops.moe import problem as forward
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.problem import DTYPE_BYTES
+from flashmoe_science.problem import DTYPE_BYTES, ProblemError
 
 WORD = "moebwd"
 GRAMMAR = forward.GRAMMAR.replace("moe ", f"{WORD} ", 1)
@@ -21,6 +21,9 @@ class MoEBackwardProblem(MoEProblem):
     """
 
     op = "moe_backward"
+
+    def _check_format(self, name: str) -> None:
+        raise ProblemError(f"weight_format is {name!r}; weights in a format have no gradients")
 
     def flops(self) -> int:
         """Of each matrix's two products, for its gradient and its operand's; and the forward's in a step of training."""

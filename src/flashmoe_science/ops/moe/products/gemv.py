@@ -25,6 +25,7 @@ from flashmoe_science.ops.moe.call import (
     contiguous,
     our_kernel,
     run_of,
+    why_no_format,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
@@ -128,7 +129,7 @@ def flashmoe_moe_gemv_down(
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if reason := why_no_triton(device):
+    if reason := why_no_triton(device) or why_no_format(problem):
         return reason
     if problem.tokens > MAX_TOKENS:
         return f"tokens is {problem.tokens}; it is for at most {MAX_TOKENS}"
@@ -159,7 +160,7 @@ def _block(most: int, width: int) -> int:
 def plan(inputs: MoEInputs, config: Config) -> Bind:
     if inputs.saves_z:
         raise CannotServe(NO_PRE_ACTIVATIONS)
-    p, (x, w1, w2, weights, ids, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, weights, ids, gate_up_bias, down_bias, *_) = inputs.problem, inputs.tensors
     early, new, places = starts_early(x), Pointer(x.dtype), next_power_of_2(p.top_k)
     up_tile = config["up_n"], _block(config["up_k"], p.dim), UNROLLED, early
     up = (*up_constexprs(inputs).values(), *up_tile)
@@ -178,7 +179,7 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, *scales: None,
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)

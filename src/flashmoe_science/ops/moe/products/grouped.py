@@ -30,8 +30,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # bind(counts) of a grouped product that is built, for any number of rows, which writes out[row] of every row of the tables:
-# launch(x, w, bias, out, z, tables) of the up product, launch(a, w, bias, out, tables) of the down product, a being what the up
-# product wrote.
+# launch(x, w, scale, bias, out, z, tables) of the up product, launch(a, w, scale, bias, out, tables) of the down product, a
+# being what the up product wrote, ``scale`` None of weights in no format.
 Product = Callable[[RowCounts], KernelLaunch]
 
 
@@ -68,7 +68,7 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
     bind_combine = combine.build(inputs.problem, tensors.x.dtype, stand_in(tensors.topk_weights), early)
 
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
-        p, (x, _, _, _, ids, _, _) = like.problem, like.tensors
+        p, (x, _, _, _, ids, *_) = like.problem, like.tensors
         counts, result = RowCounts.of(p, config["block_m"]), contiguous(shape, x.dtype)
         of_z = contiguous((counts.pairs, p.rows_of_w1()), x.dtype) if saves_z else None
         take, allocate = workspace_allocator(x.is_cuda, _workspace(p, counts)), allocator(x.is_cuda)
@@ -77,13 +77,16 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+            gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None,
         ) -> Any:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
             z = None if of_z is None else allocate(*of_z)
             bias = None if gate_up_bias is None else address(gate_up_bias)
-            up(address(x), address(w1), bias, active, None if z is None else address(z), tables)
-            down(active, address(w2), None if down_bias is None else address(down_bias), products, tables)
+            scale = None if gate_up_scale is None else address(gate_up_scale)
+            up(address(x), address(w1), scale, bias, active, None if z is None else address(z), tables)
+            bias = None if down_bias is None else address(down_bias)
+            down(active, address(w2), None if down_scale is None else address(down_scale), bias, products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out if z is None else (out, z)

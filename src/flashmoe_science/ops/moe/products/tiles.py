@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv
 from flashmoe_science.ops.moe.call import KernelLaunch
@@ -77,32 +76,6 @@ def store_rows(block, out, rows, columns, tile, WIDTH: tl.constexpr, STRIDE: tl.
     """Write the rows of a tile's expert, and of columns those below ``WIDTH``."""
     out_ptrs = out + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
     tl.store(out_ptrs, block.to(out.dtype.element_ty), mask=(rows < tile.end)[:, None] & (columns < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_down(
-    a, w, bias, out, tables, pairs, tiles,
-    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
-    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
-):  # fmt: skip
-    """The second product of one tile: out[row, n] = a[row] . w[expert, n]."""
-    if EARLY_START:
-        gdc_launch_dependents()
-        gdc_wait()
-    exists, tile = tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
-    if exists:
-        rows = tile.row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-        columns = tile.column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-        even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        acc, _ = multiply(
-            a, w, tile, rows, rows, columns, even, WIDTH, None,
-            DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
-        )  # fmt: skip
-        if bias is not None:
-            acc += tl.load(bias + tile.expert * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-        store_rows(acc, out, rows, columns, tile, WIDTH, WIDTH)
 
 
 def build_product(

@@ -18,6 +18,14 @@ from flashmoe_science.ops.launch import INTERPRETING, Pointer, stand_in
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.down import flashmoe_moe_down
+from flashmoe_science.ops.moe.products.formats import (
+    codes_or_weights,
+    configs_in_format,
+    multiply_in_format,
+    scales_in_format,
+    why_not_in_format,
+)
 from flashmoe_science.ops.moe.products.grouped import (
     down_constexprs,
     grouped,
@@ -30,7 +38,6 @@ from flashmoe_science.ops.moe.products.grouped import (
 from flashmoe_science.ops.moe.products.tiles import (
     GROUP,
     build_product,
-    flashmoe_moe_down,
     grid_of,
     multiply,
     store_rows,
@@ -44,12 +51,12 @@ NAME = "moe_grouped_triton"
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, bias, out, z, tables, pairs, tiles,
+    x, w, scale, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """The activated first product of one tile: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n]).
     ``z``, unless it is None: [rows, rows of w], what is activated."""
@@ -70,10 +77,16 @@ def flashmoe_moe_up(
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        gate, up = multiply(
-            x, w, tile, rows, token, of_w, even, ROWS, UP,
-            DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
-        )  # fmt: skip
+        if SCALES is None:
+            gate, up = multiply(
+                x, w, tile, rows, token, of_w, even, ROWS, UP,
+                DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+            )  # fmt: skip
+        else:
+            gate, up = multiply_in_format(
+                x, w, scale, tile, rows, token, of_w, ROWS, UP,
+                DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
+            )  # fmt: skip
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
             bias_ptrs = bias + tile.expert * biases + of_w  # as of_w
@@ -92,7 +105,7 @@ def flashmoe_moe_up(
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
-    return why_not_grouped(problem)
+    return why_not_in_format(problem) or why_not_grouped(problem)
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
@@ -104,6 +117,8 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles by rows an expert that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights, of
     which half are gates in the first product."""
     assert device is not None
+    if problem.weight_format is not None:
+        return configs_in_format(problem, device)
     size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.rows_per_expert(), device.compute_capability[0] == 9
     tiles = _TILES_OF_FP32 if problem.dtype == "fp32" else _tiles(rows, wgmma)
     fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
@@ -130,17 +145,21 @@ def _columns(problem: MoEProblem, config: Config) -> int:
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
-    p, (x, w1, w2, _, _, gate_up_bias, down_bias) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, _, _, gate_up_bias, down_bias, *scales) = inputs.problem, inputs.tensors
     rest = {
         "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
         "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(x),
     }  # fmt: skip
+    of_scales = (None, None) if p.weight_format is None else scales_in_format(inputs)
     of_up = {**up_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": _columns(p, config), **rest}
     of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
+    of_up["SCALES"], of_down["SCALES"] = of_scales
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
-    up = build_product(flashmoe_moe_up, (*map(stand_in, (x, w1, gate_up_bias)), new, z), of_up, *schedule)
-    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, down_bias)), new), of_down, *schedule)
+    of_w1, of_w2 = map(codes_or_weights, (w1, w2))
+    up_pointers = stand_in(x), of_w1, *map(stand_in, (scales[0], gate_up_bias)), new, z
+    up = build_product(flashmoe_moe_up, up_pointers, of_up, *schedule)
+    down = build_product(flashmoe_moe_down, (new, of_w2, *map(stand_in, (scales[1], down_bias)), new), of_down, *schedule)
     return grouped(inputs, config, up, down)
 
 

@@ -1,6 +1,7 @@
 """The contract of a mixture-of-experts kernel of a ``MoEProblem``: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on problems
 that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What differs from SwiGLU without biases comes by
-keyword: ``gate_up_bias``, ``down_bias``, ``activation`` and ``interleaved``, as ``fused_moe`` has them.
+keyword: ``gate_up_bias``, ``down_bias``, ``gate_up_scale``, ``down_scale``, ``weight_format``, ``activation`` and
+``interleaved``, as ``fused_moe`` has them.
 
 There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
 (``peers/routers.py``).
@@ -18,8 +19,10 @@ from typing import Any, ClassVar, Self
 import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, unit_roundoff
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
+from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.peers.routers import router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -33,6 +36,7 @@ Made = dict[str, torch.Tensor]
 Inputs = Mapping[str, torch.Tensor]
 
 BIASES = ("gate_up_bias", "down_bias")
+SCALES = ("gate_up_scale", "down_scale")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
 
 
@@ -89,11 +93,14 @@ class RouterInputs:
     router_logits: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
     activation: Activation = SWIGLU
 
     def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
         """The inputs of the experts when these have been chosen."""
-        tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, self.gate_up_bias, self.down_bias)
+        rest = self.gate_up_bias, self.down_bias, self.gate_up_scale, self.down_scale
+        tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
         return MoEInputs(from_ids, tensors, self.activation)
 
 
@@ -119,6 +126,7 @@ class SharedContract(Contract):
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
+    constants: ClassVar[frozenset[str]] = frozenset(SCALES)
 
     def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
         self._changed = changed
@@ -173,16 +181,20 @@ class SharedContract(Contract):
         }
         if p.bias:
             made |= {name: normal(p.experts, width, width=4) for name, width in zip(BIASES, (rows, p.dim), strict=True)}
+        if p.weight_format is not None:
+            made |= _in_format(p, made["w1"], made["w2"], generator)
         return made if self._changed is None or p.routing != "ids" else self._changed(made)
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
-        biases = {name: inputs[name] for name in BIASES if name in inputs}
-        tensors = [one for name, one in inputs.items() if name not in biases]
+        named = {name: inputs[name] for name in (*BIASES, *SCALES) if name in inputs}
+        tensors = [one for name, one in inputs.items() if name not in named]
         routing = () if problem.routing == "ids" else (problem.top_k,)
-        return fn(*tensors, *routing, **biases, **_options(problem))
+        return fn(*tensors, *routing, **named, **_options(problem))
 
     def widened(self, inputs: Inputs) -> Inputs:
-        weights = {name: inputs[name] for name in ("w1", "w2")}  # an expert at a time: see the oracle
+        weights = {
+            name: inputs[name] for name in ("w1", "w2", *SCALES) if name in inputs
+        }  # an expert at a time: see the oracle
         rest = super().widened({name: one for name, one in inputs.items() if name not in weights})
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
 
@@ -195,6 +207,16 @@ class SharedContract(Contract):
             words = "gates that all come before the ups" if problem.interleaved else "gates and ups that alternate"
             other = self.reference(replace(problem, interleaved=not problem.interleaved), inputs)
             yield Mistake("interleaved", f"it is right for {words}", other)
+        if problem.weight_format is not None:
+            yield from self._mistakes_of_format(problem, inputs)
+
+    def _mistakes_of_format(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
+        moved = {name: inputs[name].roll(1, -1) for name in SCALES}
+        yield Mistake("scale-moved", "it is right for scales of the block before", self.reference(problem, {**inputs, **moved}))
+        if problem.weight_format == "mxfp4":
+            swapped = {name: inputs[name] << 4 | inputs[name] >> 4 for name in ("w1", "w2")}
+            words = "it is right for codes whose even column is the high four bits"
+            yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if distribution == "crowded" and "router_logits" in inputs:
@@ -267,12 +289,11 @@ class MoEContract(SharedContract):
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
-            *tensors, gate_up_bias, down_bias = one.tensors
-            return experts(*tensors, gate_up_bias=gate_up_bias, down_bias=down_bias)
+            return experts(*one.tensors[:5], **{name: getattr(one.tensors, name) for name in (*BIASES, *SCALES)})
 
         def from_logits(one: RouterInputs) -> Any:
             routing = route(one.router_logits, top_k, normalize="sum")
-            return experts(one.x, one.w1, one.w2, *routing, gate_up_bias=one.gate_up_bias, down_bias=one.down_bias)
+            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *SCALES)})
 
         return from_ids if problem.routing == "ids" else from_logits
 
@@ -294,8 +315,9 @@ def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[Mo
 
 def _options(problem: MoEProblem) -> dict[str, Any]:
     """The arguments of ``fused_moe`` for an activation other than SwiGLU, and for interleaved weights."""
-    options = {} if problem.activation == "silu" else {"activation": problem.activation}
-    return options | ({"interleaved": True} if problem.interleaved else {})
+    options: dict[str, Any] = {} if problem.activation == "silu" else {"activation": problem.activation}
+    options |= {"interleaved": True} if problem.interleaved else {}
+    return options | ({"weight_format": problem.weight_format} if problem.weight_format else {})
 
 
 def oracle_tensors(problem: MoEProblem, inputs: Inputs, dtype: torch.dtype) -> Tensors:
@@ -306,6 +328,19 @@ def oracle_tensors(problem: MoEProblem, inputs: Inputs, dtype: torch.dtype) -> T
         logits = given.pop("router_logits")
         given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)
     return Tensors(**given)
+
+
+def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generator: torch.Generator) -> Made:
+    """The weights in the problem's format, an expert at a time, and their scales, each half, once or twice its own: neighbours
+    differ."""
+    form, halves, made = FORMATS[str(problem.weight_format)], activation_of(problem).halves, Made()
+    for name, named, weights, split in (("w1", SCALES[0], w1, halves), ("w2", SCALES[1], w2, False)):
+        split &= form.name == "fp8_block"
+        codes, scale = map(torch.stack, zip(*(quantized(one, form, split) for one in weights), strict=True))
+        by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
+        scale = (scale.int() + by).clamp(0, 254).to(torch.uint8) if scale.dtype == torch.uint8 else scale * 2.0**by
+        made |= {name: codes, named: scale}
+    return made
 
 
 def _logits(problem: MoEProblem, device: torch.device, generator: torch.Generator) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from flashmoe_science.ops.formats import Weights, dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
@@ -31,11 +32,15 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
 
 
 def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
-    x, w1, w2, topk_weights, _, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *scales = tensors
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert, tokens, place in assigned(tensors):
-        both = add_bias(x[tokens].to(dtype) @ w1[expert].to(dtype).T, gate_up_bias, expert)  # [rows, 2 * hidden]
-        row = add_bias(activate(both, activation) @ w2[expert].to(dtype).T, down_bias, expert)  # [rows, dim]
+        first, second = (
+            one[expert].to(dtype) if scale is None else dequantized(Weights(one[expert], scale[expert]), dtype, halves)
+            for one, scale, halves in zip((w1, w2), scales, (activation.halves, False), strict=True)
+        )
+        both = add_bias(x[tokens].to(dtype) @ first.T, gate_up_bias, expert)  # [rows, 2 * hidden]
+        row = add_bias(activate(both, activation) @ second.T, down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 

@@ -16,6 +16,11 @@ _MODELS = {
     "gpt-oss-20b": "e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed",
 }
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+# As their checkpoints have them.
+_FORMATS = (
+    "e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",  # gpt-oss-20b
+    "e128 k8 d2048 f768 bf16 w:fp8_block",  # qwen3-30b-a3b
+)
 
 
 def _layers(models: tuple[str, ...], routing: str) -> tuple[str, ...]:
@@ -33,6 +38,7 @@ SUITES = {
     "moe-gpt-oss": _layers(("gpt-oss-20b",), "logits"),
     "moe-skewed": _layers(("qwen3-30b-a3b",), "zipf"),
     "moe-ids": _layers(("qwen3-30b-a3b",), ""),
+    "moe-formats": tuple(f"moe t{tokens} {one} logits" for one in _FORMATS for tokens in _TOKENS[:-1]),
 }
 
 DEFAULT = (
@@ -49,6 +55,9 @@ BUILD = (
     "moe t4096 e128 k8 d2048 f768 bf16",
     "moe t256 e8 k2 d1000 f520 fp32",
     "moe t64 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed",
+    "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
+    "moe t1024 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
 )
 # What Triton's interpreter does in seconds.
 SMALL = (
@@ -63,6 +72,8 @@ SMALL = (
     "moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved transposed logits",
     "moe t3 e4 k2 d32 f24 fp16 gelu_tanh interleaved",
     "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
+    "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved logits",
+    "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
 )
 
 _SIZES = (

@@ -1,4 +1,7 @@
-"""How evenly experts are loaded, and the losses that train a router: computed in fp32, in fp64 for fp64; differentiable."""
+"""How evenly experts are loaded, and the losses that train a router: computed in fp32, in fp64 for fp64; differentiable.
+
+Without coefficients: Switch Transformers (arXiv 2101.03961), equation 4, and ST-MoE (arXiv 2202.08906), equation 5.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from flashmoe_science.ops.moe.route.spec import check_ids, check_logits
 def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
     """The auxiliary loss that evens out the experts' load: top_k where it is even, more where it is not.
 
-    experts * sum over experts of (assignments a token) * (mean softmax), as ``load_balancing_loss_func`` of transformers
-    without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 where there is no token.
+    experts * sum over experts of (assignments a token) * (mean softmax): Switch's for top_k 1, for more as
+    ``load_balancing_loss_func`` of transformers without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 where
+    there is no token.
     """
     experts = check_logits(router_logits)
     check_ids(top_k_ids, experts, router_logits)

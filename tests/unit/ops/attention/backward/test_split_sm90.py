@@ -20,6 +20,7 @@ from tests.unit.ops.attention.backward.random_problems import LARGE, Most, Rando
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.measure.guards import allocations
+from flashmoe_science.ops.attention.backward import copied
 from flashmoe_science.ops.attention.backward.split_sm90 import launch
 from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
 from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
@@ -151,7 +152,7 @@ def test_the_share_of_scores_that_are_seen_is_counted(text: str) -> None:
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run on the CPU, by Python."""
-    monkeypatch.setattr(launch, "Build", gluon_interpreter.Build)
+    monkeypatch.setattr(copied, "Build", gluon_interpreter.Build)
     with assume(H100):
         yield
 

@@ -205,10 +205,44 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
 
     assert chosen() == "sdpa_bwd"
     assert chosen(deterministic=True) == "bwd_gluon_sm90"
-    assert chosen(deterministic=True, softcap=5.0) == "bwd_triton"
+    assert chosen(deterministic=True, softcap=5.0) == "bwd_gluon_sm90"
+    assert chosen(softcap=5.0) == "bwd_gluon_sm90"  # PyTorch has no fused one
     assert chosen(kernel="bwd_gluon_sm90", softcap=5.0) == "bwd_gluon_sm90"
     with assume(H200), pytest.raises(CannotServe, match="ALiBi"):
         choose_backward(Tensors(q, q, q, alibi_slopes=torch.ones(2, 16)), Options(kernel="bwd_gluon_sm90"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "options", "kernel"),
+    [
+        (1024, 64, Options(), "bwd_fused_gluon_sm90"),
+        (1024, 40, Options("causal"), "bwd_fused_gluon_sm90"),
+        (512, 64, Options(), "bwd_gluon_sm90"),  # too short
+        (1024, 32, Options(), "bwd_gluon_sm90"),  # half of its columns
+        (1024, 72, Options(), "bwd_gluon_sm90"),
+        (1024, 64, Options(window_left=99), "bwd_gluon_sm90"),
+        (100, 64, Options(), "bwd_triton"),
+    ],
+)
+def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
+    rows: int, head_dim: int, options: Options, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "known_table", lambda: Table(()))
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
+
+
+def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = parse("attnbwd b2 h16 q2048 d128 bf16")
+    (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)
+    table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, ()),))
+    monkeypatch.setattr(shared, "known_table", lambda: table)
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, 2048, 64, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), Options(deterministic=True)).kernel == "bwd_fused_gluon_sm90"
 
 
 @pytest.mark.parametrize(
@@ -248,9 +282,9 @@ def test_what_pytorch_has_not_fused_is_served_by_ours(table: Table | None, monke
     )
     bias = torch.empty(2, 16, 900, 900, dtype=torch.bfloat16)
     with assume(H200):
-        assert choose_backward(Tensors(q, q, q), Options(window_left=99)).kernel == "bwd_triton"
+        assert choose_backward(Tensors(q, q, q), Options(window_left=99)).kernel == "bwd_gluon_sm90"
         assert "soft cap" in choose_backward(Tensors(q, q, q), Options(softcap=3.0)).reason
-        assert choose_backward(packed, Options(max_seqlen_q=500, max_seqlen_k=500)).kernel == "bwd_triton"
+        assert choose_backward(packed, Options(max_seqlen_q=500, max_seqlen_k=500)).kernel == "bwd_gluon_sm90"
         assert choose_backward(Tensors(q, q, q, bias=bias), Options()).kernel == "sdpa_bwd"
         assert choose_backward(Tensors(q, q, q), Options(window_left=99), "sdpa_bwd_flash").kernel == "sdpa_bwd"
 

@@ -16,10 +16,11 @@ import flashmoe_science as fm
 import flashmoe_science.moe  # which defines the operators
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
-from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call import Activation, Options, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward
 from flashmoe_science.ops.moe.front.backward.operator import OPERATOR
+from flashmoe_science.ops.moe.front.choose import trains_by_pytorch
 
 SILU = ("silu", True, False, 1.702, 7.0)
 E, H, F, K, T = 4, 16, 24, 2, 6
@@ -47,7 +48,7 @@ def leaves(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def saved(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The arguments of the backward's operator but dout and what is wanted, of arguments that need no gradient."""
-    tensors = [given.get(name) for name in ORDER]
+    tensors = [*(given.get(name) for name in ORDER), None, None]
     return *tensors, torch.ops.flashmoe.moe_forward_saving.default(*tensors, *SILU)[1]  # type: ignore[return-value]
 
 
@@ -96,7 +97,7 @@ def test_where_the_clamp_saturates_the_gradient_is_zero_and_at_its_bound_it_is_n
     w1, w2, ids = torch.zeros(1, 2 * width, 1), torch.ones(1, 1, width), torch.zeros(1, 1, dtype=torch.int32)
     options = ("clamped_silu", True, interleaved, 1.702, limit)
     wanted = [False, True, False, False, False, False]
-    _, dw1, *_ = OPERATOR(x, w1, w2, torch.ones(1, 1), ids, None, None, z[None], torch.ones(1, 1), wanted, *options)
+    _, dw1, *_ = OPERATOR(x, w1, w2, torch.ones(1, 1), ids, *4 * [None], z[None], torch.ones(1, 1), wanted, *options)
     of_gate, of_up = dw1[0, :, 0].unflatten(0, (width, 2)).T if interleaved else dw1[0, :, 0].chunk(2)
     assert torch.equal(of_gate == 0, (gate > limit) | (up == -1.0))  # no up is -1 here
     assert torch.equal(of_up == 0, up.abs() > limit)
@@ -307,14 +308,47 @@ def test_a_result_is_no_view() -> None:
     assert not out._is_view()
 
 
-def train_sharded(rank: int, store: str) -> None:
-    from torch.distributed.fsdp import fully_shard
+class Apart(torch.nn.Module):
+    """A layer whose gates and ups are two parameters, or that has adapters beside frozen weights."""
 
+    def __init__(self, adapted: bool) -> None:
+        super().__init__()
+        shapes = {"gate": (E, F, H), "up": (E, F, H), "down": (E, H, F)}
+        if adapted:
+            shapes = {"both": (E, 2 * F, H), "down": (E, H, F), "a": (E, 8, H), "b": (E, 2 * F, 8)}
+        for name, shape in shapes.items():
+            frozen = adapted and len(name) > 1
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape) * shape[2] ** -0.5, requires_grad=not frozen))
+        self.adapted = adapted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = fm.route(x[..., :E], K)
+        if self.adapted:
+            return fm.fused_moe(x, self.both, self.down, weights, ids, adapters=((self.a, self.b, 0.5), None))  # type: ignore[arg-type]
+        return fm.fused_moe(x, (self.gate, self.up), self.down, weights, ids)  # type: ignore[arg-type]
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "layer": lambda: fm.FlashMoELayer(H, F, E, K),
+    "apart": lambda: Apart(adapted=False),
+    "adapted": lambda: Apart(adapted=True),
+}
+
+
+def train_sharded(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for make in LAYERS.values():
+        train_layers(rank, make)
+    torch.distributed.destroy_process_group()
+
+
+def train_layers(rank: int, make: Callable[[], torch.nn.Module]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, H)
-    layers, whole = (torch.nn.Sequential(*(fm.FlashMoELayer(H, F, E, K) for _ in range(2))) for _ in range(2))
+    layers, whole = (torch.nn.Sequential(make(), make()) for _ in range(2))
     whole.load_state_dict(layers.state_dict())
     whole(x).square().sum().backward()
     for layer in layers:
@@ -322,8 +356,8 @@ def train_sharded(rank: int, store: str) -> None:
     fully_shard(layers)
     (2 * layers(x[rank]).square().sum()).backward()  # ranks' gradients are averaged
     for one, other in zip(layers.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)  # type: ignore[union-attr]
-    torch.distributed.destroy_process_group()
+        if other.requires_grad:
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)  # type: ignore[union-attr]
 
 
 def test_weights_that_fsdp2_frees_between_the_passes(tmp_path: Any) -> None:
@@ -331,17 +365,25 @@ def test_weights_that_fsdp2_frees_between_the_passes(tmp_path: Any) -> None:
     spawn(train_sharded, (str(tmp_path / "store"),), 2)
 
 
-def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu() -> None:
-    """Also where PyTorch's deterministic algorithms are asked for: a backward of ours has not been run on a GPU."""
+@pytest.mark.parametrize("switch", [False, True])
+def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu(switch: bool) -> None:
+    """But where PyTorch's switch asks for deterministic algorithms: ours promise them."""
     x, w1, w2 = (
         torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((512, 64), (8, 96, 64), (8, 64, 48))
     )
     routing = torch.empty(512, 2), torch.zeros(512, 2, dtype=torch.int32)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(switch)
     try:
         with assume(gpu_named("h200")):
-            found = fm.explain_moe(x, w1, w2, *routing)
+            found = choose_backward(Tensors(x, w1, w2, *routing, None, None), Activation(), None)
+            serves_both = None if switch else fm.explain_moe(x, w1, w2, *routing).reason
+            # A kernel of ours that is asked for by name is given the pre-activations by a forward of ours.
+            named = Options("silu", False, False, 1.702, 7.0, kernel="moe_bwd_triton")
+            assert not trains_by_pytorch(Tensors(x, w1, w2, *routing, None, None), Activation(), named)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert found.kernel == "grouped_mm"
-    assert "PyTorch's products serve both passes; an input requires gradients, its backward by grouped_mm_bwd" in found.reason
+    assert found.kernel == ("moe_bwd_gluon_sm90" if switch else "grouped_mm_bwd")
+    if serves_both is not None:
+        assert (
+            "PyTorch's products serve both passes; an input requires gradients, its backward by grouped_mm_bwd" in serves_both
+        )

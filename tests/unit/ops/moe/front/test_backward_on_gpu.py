@@ -81,3 +81,46 @@ def test_nothing_waits_and_a_graph_replays_with_another_routing(kernel: str) -> 
     graph.replay()
     for got, right in zip(captured, torch.autograd.grad(loss(inputs, kernel=kernel), leaves), strict=True):
         assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("one_memory", [False, True])
+def test_gates_and_ups_that_are_two_tensors(kernel: str, one_memory: bool) -> None:
+    _, inputs = inputs_of(SIZES)
+    right = torch.autograd.grad(loss(inputs, kernel=kernel), inputs["w1"].requires_grad_())[0].chunk(2, 1)
+    parts = [one.detach() if one_memory else one.detach().contiguous() for one in inputs["w1"].chunk(2, 1)]
+    got = torch.autograd.grad(loss(inputs | {"w1": parts}, kernel=kernel), [one.requires_grad_() for one in parts])  # type: ignore[dict-item]
+    assert all(map(torch.equal, got, right))
+
+
+@pytest.mark.parametrize("way", ["apart", "adapted"])
+def test_neither_two_tensors_nor_adapters_wait_and_a_graph_replays_with_another_routing(way: str) -> None:
+    _, inputs = inputs_of(SIZES)
+    experts, rows, dim = inputs["w1"].shape
+    options: dict[str, Any] = {}
+    leaves = [inputs["x"].requires_grad_(), inputs["topk_weights"].requires_grad_()]
+    if way == "apart":
+        parts = [one.contiguous().requires_grad_() for one in inputs["w1"].chunk(2, 1)]
+        leaves, inputs["w1"] = leaves + parts, parts  # type: ignore[assignment]
+    else:
+        low = [
+            torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in ((experts, 16, dim), (experts, rows, 16))
+        ]
+        leaves, options["adapters"] = leaves + low, ((*low, 0.1), None)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(loss(inputs, **options), leaves)
+    side.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(loss(inputs, **options), leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch.autograd.grad(loss(inputs, **options), leaves)
+    inputs["topk_ids"].copy_(inputs["topk_ids"].flip(0))
+    graph.replay()
+    for got, right in zip(captured, torch.autograd.grad(loss(inputs, **options), leaves), strict=True):
+        assert torch.equal(got, right)

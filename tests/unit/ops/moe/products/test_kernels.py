@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.unit.interpreter import Interpreter
-from tests.unit.ops.moe.cases import CASES
+from tests.unit.ops.moe.cases import CASES, FORMAT_CASES
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
@@ -24,7 +24,13 @@ def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(interpret
     found = interpreted("ops/moe/cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in ours() if kernel.interpretable}
-    assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES))
+    assert {name.rpartition(": ")[0] for name in found} == set(map(str, (*CASES, *FORMAT_CASES)))
+
+
+def test_the_numbers_of_formats_are_right_in_the_interpreter(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/products/format_cases.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) > 10
 
 
 def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> None:
@@ -107,3 +113,15 @@ def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None
     problem = parse_problem(f"moe {sizes}")
     grouped = [kernel for kernel in ours() if "grouped" in kernel.name]
     assert [kernel.cannot(problem, H200) for kernel in grouped] == [reason, reason]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_weights_in_a_format_are_served_by_the_portable_kernel_alone(gpu: str) -> None:
+    for form in ("mxfp4", "fp8_block"):
+        problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
+        decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
+        assert decision.kernel == "moe_grouped_triton"
+        assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
+    fp16 = select(parse_problem("moe t16 e32 k4 d64 f64 fp16 w:mxfp4"), gpu_named(gpu), committed_table(), ours(), FALLBACK)
+    assert fp16.kernel == FALLBACK
+    assert dict(fp16.others)["moe_grouped_triton"] == "weights in mxfp4 are multiplied as bf16, and the problem is fp16"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ FROM_IDS = (
 FROM_LOGITS = ("moebwd t64 e8 k3 d32 f24 bf16 logits", "moebwd t90 e16 k2 d16 f24 fp32 zipf bias")
 # Of our own: PyTorch's operators behind the interface that kernels have.
 PLANNED = our_kernel(
-    name="planned",
+    name="moe_bwd_triton",
     about="",
     supports=lambda problem, device: None,
     configs=lambda problem, device: (),
@@ -61,7 +63,7 @@ def test_gradients_of_each_implementation_pass(text: str, distribution: str) -> 
         if kernel.supports(problem, None) is None:
             given = CONTRACT.for_kernel(problem, inputs)
             found[kernel.name] = CONTRACT.from_kernel(CONTRACT.planned(kernel, None, given)(given))
-    assert found.keys() >= {"public", "planned", "grouped_mm_bwd"}
+    assert found.keys() >= {"public", "moe_bwd_triton", "grouped_mm_bwd"}
     assert ("grouped_mm_train" in found) == (problem.routing != "ids")
     for name, results in found.items():
         reasons = [why for got, one in zip(results, bounds, strict=True) for why in check_output(name, got, one)[1]]
@@ -104,3 +106,12 @@ def test_sonicmoe_is_a_rival_of_steps_only() -> None:
     peer = kernel_named("sonicmoe_train", "moe_backward")
     assert "needs a GPU" in peer.supports(parse_problem(FROM_LOGITS[0]), None)
     assert sonicmoe.KERNEL.slow == peer.slow
+
+
+def test_a_process_that_knows_the_contract_alone_can_take_a_step() -> None:
+    """The harness's workers import no function of the package; on a GPU a step was refused there for want of an operator."""
+    source = (
+        "import torch, flashmoe_science.ops.moe.proof.backward.contract\n"
+        "torch.ops.flashmoe.moe_forward_saving, torch.ops.flashmoe.moe_route_backward"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,29 @@ def test_the_losses_have_the_gradients_of_their_formulas() -> None:
     half = logits.detach().bfloat16()
     assert z_loss(half).dtype == torch.float32
     assert z_loss(half) == z_loss(half.float())
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("skew", [0.0, 4.0])
+def test_the_losses_are_the_formulas_of_switch_and_st_moe(top_k: int, skew: float) -> None:
+    """Term by term, in fp64 (Switch Transformers, equations 4 to 6; ST-MoE, equation 5)."""
+    experts, tokens = 4, 6
+    logits = torch.randn(tokens, experts) + skew * torch.eye(experts)[0]
+    ids = route(logits, top_k)[1]
+    rows = [[math.exp(one) for one in row] for row in logits.double().tolist()]
+    balance = 0.0
+    for expert in range(experts):
+        fraction = sum(row.count(expert) for row in ids.tolist()) / tokens
+        probability = sum(row[expert] / sum(row) for row in rows) / tokens
+        balance += experts * fraction * probability
+    z = sum(math.log(sum(row)) ** 2 for row in rows) / tokens
+    for loss, right in ((balance_loss(logits, ids), balance), (z_loss(logits), z)):
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(right, rel=1e-6)
+    half = logits.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert balance_loss(half, ids) == balance_loss(half.float(), ids)
+        assert z_loss(half) == z_loss(half.float())
 
 
 def test_the_kernel_is_right_in_tritons_interpreter(interpreted: Interpreter) -> None:

@@ -10,7 +10,7 @@ from flashmoe_science.ops.attention.device.sm90 import FAR, window_of
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
-from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
+from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = 64, 128  # of a consumer and its tiles of dS; of a program of dQ, all of whose tiles of dS are written
@@ -130,5 +130,11 @@ def sizes_like(
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """Tiles of queries and of keys should be full. Features are served by name alone until their tests have run on a GPU."""
-    return problem.features == PLAIN and min(problem.seqlen_q, problem.seqlen_k) >= QUERIES
+    """Tiles of queries and of keys should be full, and the fused kernel no better a guess."""
+    return min(problem.seqlen_q, problem.seqlen_k) >= QUERIES and not suits_fused(problem)
+
+
+def suits_fused(problem: AttentionBackwardProblem) -> bool:
+    """Whether fused_sm90 serves the problem faster: its columns more than half full, and its programs long."""
+    half_full = 32 < max(problem.head_dim, problem.head_dim_v) <= 64
+    return half_full and min(problem.seqlen_q, problem.seqlen_k) >= 1024 and unsupported(problem.features, ()) is None

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import Config
+from flashmoe_science.ops.attention.backward.copied import (
+    Bound,
+    Builds,
+    Shape,
+    Start,
+    encoded,
+    encoders,
+    fitting,
+    is_unfit,
+    shape_of,
+)
 from flashmoe_science.ops.attention.backward.split_sm90.config import (
     KEYS,
     QUERIES,
     ROWS,
-    ROWS_WARPS,
     Sizes,
     sizes_like,
     widths,
 )
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.rows import flashmoe_bwd_rows_triton
+from flashmoe_science.ops.attention.backward.split_sm90.rows import bind_rows
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     Space,
     Wave,
@@ -43,32 +52,12 @@ from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors,
 from flashmoe_science.ops.attention.device.launch import element_pointer
 from flashmoe_science.ops.attention.device.sinks_triton import PARTS_AT_ONCE, SINKS_WARPS, flashmoe_bwd_dsinks_triton
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
-from flashmoe_science.ops.attention.device.tma import copied_strides
-from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.descriptors import ragged, template, vector
-from flashmoe_science.ops.launch import (
-    Build,
-    Encoder,
-    Pointer,
-    allocator,
-    argument,
-    stride_class,
-    stride_unit,
-    workspace_allocator,
-)
+from flashmoe_science.ops.launch import Pointer, allocator, argument, workspace_allocator
 
-_Start = Callable[..., None]
-_Shape = tuple[tuple[int, ...], tuple[int, ...]]  # with strides
 _Lengths = tuple[Pointer | None, ...]  # of cu_seqlens_q, cu_seqlens_k, seqused_k
 _CONSUMER_REGISTERS, _REGISTERS = 240, 168  # of a consumer's thread, and at launch, of three warpgroups
 _REGISTERS_OF_TWO = 128  # at launch of two warpgroups, of which two programs share a processor
-
-
-class _Bound(NamedTuple):
-    """The launch of a kernel for each wave, and the encoders of its descriptors."""
-
-    starts: list[_Start]
-    encoders: tuple[Encoder, ...]
 
 
 class SplitBackwardLauncher(BackwardLauncher):
@@ -88,8 +77,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         ds = template((KEYS, block_m), problem.dtype)
         rows = vector(block_m)
         self._of_keys, self._of_queries = (q, k, v, dout, rows, rows, ds, k, v), (ds, k, dq)
-        self._out, self._dout = (Pointer(one.dtype, one.data_ptr()) for one in (inputs.saved.out, inputs.saved.dout))
-        self._builds: dict[Hashable, Build] = {}
+        self._builds = Builds()
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
@@ -98,10 +86,11 @@ class SplitBackwardLauncher(BackwardLauncher):
         waves = waves_of(sizes, self._sm_count)
         space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
         of_sinks = gradients_like(tensors, wanted).dsinks
-        unfit = [_is_unfit(one) for one in (*tensors[:3], saved.dout)]
-        q, k, v, dout = _fitting(unfit, (*tensors[:3], saved.dout))
+        unfit = [is_unfit(one) for one in (*tensors[:3], saved.dout)]
+        q, k, v, dout = fitting(unfit, (*tensors[:3], saved.dout))
         sinks = element_pointer(None if of_sinks is None else tensors.sinks)
-        sum_rows, add_sinks = self._bind_rows(saved._replace(dout=dout), sinks, sizes)
+        sum_rows = bind_rows(self._builds, saved._replace(dout=dout), sizes, sinks)
+        add_sinks = None if sinks is None else self._bind_sinks(sinks, sizes)
         lengths = tuple(map(element_pointer, tensors[3:6]))
         of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
         of_queries = self._bind_queries(k, lengths, every, sizes, space, each)
@@ -118,16 +107,16 @@ class SplitBackwardLauncher(BackwardLauncher):
             memory, lse, delta, partials, ds, *kept = take()  # kept alive until the last launch
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
-            q, k, v, dout = _fitting(unfit, (*tensors[:3], dout))
+            q, k, v, dout = fitting(unfit, (*tensors[:3], dout))
             lengths = tuple(map(argument, tensors[3:6])) if packed[0] else (None, None, None)
             numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0])
             if add_sinks is None:
-                sum_rows(*numbers, None, lse, delta, None)
+                sum_rows(*numbers, None, lse, delta, None, None)
             else:
-                sum_rows(*numbers, argument(tensors[9]), lse, delta, partials)
+                sum_rows(*numbers, argument(tensors[9]), lse, delta, partials, None)
                 add_sinks(partials, argument(dsinks))
-            first = (*_encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, *lengths, scale, cap)
-            second = (*_encoded(of_queries, (ds, k, dq)), dq_kept, *lengths, scale)
+            first = (*encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, *lengths, scale, cap)
+            second = (*encoded(of_queries, (ds, k, dq)), dq_kept, *lengths, scale)
             for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
                 start_keys(*first)
                 if wanted.dq:
@@ -137,29 +126,15 @@ class SplitBackwardLauncher(BackwardLauncher):
 
         return launch
 
-    def _bind_rows(self, saved: Saved, of_sinks: Pointer | None, sizes: Sizes) -> tuple[_Start, _Start | None]:
-        """The launches of what is summed over rows, and of the sinks' gradient where it is wanted."""
-        of_out, of_dout = saved.out.stride()[:3], saved.dout.stride()[:3]
-        width = self._problem.head_dim_v
-        constexprs = (width, padded_head_dim(width), ROWS, stride_unit((*of_out, *of_dout)))
-        heads = sizes.heads_kv * sizes.group
-        numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
-        sums, starts = Pointer(torch.float32), Pointer(torch.int32, 4) if sizes.sequences else None
-        given = (self._out, self._dout, sums, None if saved.dlse is None else sums, starts, of_sinks)
-        pointers = (*given, sums, sums, None if of_sinks is None else sums)
-        key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
-        build = self._build(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
+    def _bind_sinks(self, of_sinks: Pointer, sizes: Sizes) -> Start:
         parts = sizes.padded // ROWS * sizes.batch
-        start = build.bound((parts * heads, 1, 1), *numbers, *constexprs)
-        if of_sinks is None:
-            return start, None
-        arguments = (sums, of_sinks, parts, PARTS_AT_ONCE)
-        build = self._build("sinks", flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
-        return start, build.bound((heads, 1, 1), parts, PARTS_AT_ONCE)
+        arguments = (Pointer(torch.float32), of_sinks, parts, PARTS_AT_ONCE)
+        build = self._builds.get(None, flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
+        return build.bound((sizes.heads_kv * sizes.group, 1, 1), parts, PARTS_AT_ONCE)
 
     def _bind_keys(
         self, given: Sequence[torch.Tensor], lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
-    ) -> _Bound:
+    ) -> Bound:
         consumers = self._config["consumers"]
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
         constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
@@ -167,8 +142,8 @@ class SplitBackwardLauncher(BackwardLauncher):
         of_band = _of_band(sizes)
         cap = 0.5 if self._problem.features.softcap else None
         arguments = (*self._of_keys, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
-        key, options = ("keys", masks, space.dk > 0, *_kind(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
-        build = self._build(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
+        key, options = (masks, space.dk > 0, *_kind(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        build = self._builds.get(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
         starts, unit = [], sizes.band or 1
         for wave in each:
@@ -177,18 +152,18 @@ class SplitBackwardLauncher(BackwardLauncher):
             starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *of_band, *constexprs))
         sums = ((sizes.batch * sizes.heads_kv * sizes.group * sizes.padded,), (1,))
         gradients = ((one.shape, one.strides) for one in every[1:3] if one is not None)
-        shapes = (*_rows(map(_shape, given), sizes), sums, sums, _tiles_of(space, sizes), *_rows(gradients, sizes))
-        return _Bound(starts, _encoders(build, self._of_keys, shapes))
+        shapes = (*_rows(map(shape_of, given), sizes), sums, sums, _tiles_of(space, sizes), *_rows(gradients, sizes))
+        return Bound(starts, encoders(build, self._of_keys, shapes))
 
     def _bind_queries(
         self, k: torch.Tensor, lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
-    ) -> _Bound:
+    ) -> Bound:
         warps = self._config["warps_dq"]
         constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS)
         kept, of_band = Pointer(torch.float32) if space.dq else None, _of_band(sizes)
         arguments = (*self._of_queries, kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
         options = {"num_warps": warps, "maxnreg": _REGISTERS_OF_TWO if warps == 4 else _REGISTERS}
-        build = self._build(("queries", space.dq > 0, *_kind(lengths)), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
+        build = self._builds.get((space.dq > 0, *_kind(lengths)), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // QUERIES, sizes.offset)
         starts = []
         for wave in each:
@@ -196,19 +171,8 @@ class SplitBackwardLauncher(BackwardLauncher):
             numbers = (wave.first_head, sizes.queries(wave.first_step) // QUERIES, *keys, wave.tiles)
             starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *of_band, *constexprs))
         assert every.dq is not None
-        shapes = (_tiles_of(space, sizes), *_rows((_shape(k), (every.dq.shape, every.dq.strides)), sizes))
-        return _Bound(starts, _encoders(build, self._of_queries, shapes))
-
-    def _build(self, key: Hashable, function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
-        build = self._builds.get(key)
-        if build is None:
-            build = self._builds[key] = Build(function, arguments, **options)
-        return build
-
-
-def _encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[_Shape, ...]) -> tuple[Encoder, ...]:
-    every = zip(templates, shapes, strict=True)
-    return tuple(build.encoder(index, one, *shape) for index, (one, shape) in enumerate(every))
+        shapes = (_tiles_of(space, sizes), *_rows((shape_of(k), (every.dq.shape, every.dq.strides)), sizes))
+        return Bound(starts, encoders(build, self._of_queries, shapes))
 
 
 def _of_band(sizes: Sizes) -> tuple[int | None, ...]:
@@ -223,36 +187,11 @@ def _kind(lengths: _Lengths) -> tuple[bool, ...]:
     return tuple([one is None for one in lengths])
 
 
-def _rows(shapes: Iterable[_Shape], sizes: Sizes) -> list[_Shape]:
+def _rows(shapes: Iterable[Shape], sizes: Sizes) -> list[Shape]:
     """Shapes and strides of rows; of packed sequences such as end where a copy says."""
     return [ragged(shape[1:], strides[1:]) if sizes.sequences else (shape, strides) for shape, strides in shapes]
 
 
-def _encoded(bound: _Bound, tensors: tuple[Any, ...]) -> list[Any]:
-    """The descriptors of tensors as a launch takes them."""
-    return [value for encode, one in zip(bound.encoders, tensors, strict=True) for value in encode(one)]
-
-
-def _tiles_of(space: Space, sizes: Sizes) -> _Shape:
+def _tiles_of(space: Space, sizes: Sizes) -> Shape:
     """The workspace of dS: rows of a tile of queries, of one tile after another."""
     return (space.ds // sizes.block_m, sizes.block_m), (sizes.block_m, 1)
-
-
-def _shape(tensor: torch.Tensor) -> _Shape:
-    shape = tuple(tensor.shape)
-    return shape, copied_strides("it", shape, tensor.stride())
-
-
-def _is_unfit(tensor: torch.Tensor) -> bool:
-    """Whether copies of 16 bytes cannot take a tensor as it is."""
-    try:
-        _shape(tensor)
-    except CannotServe:
-        return True
-    return tensor.data_ptr() % 16 > 0
-
-
-def _fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
-    """The tensors, those that are unfit copied: of an expanded gradient, say, that costs little compared with the products."""
-    every = zip(tensors, unfit, strict=True)
-    return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.backward.copied import Builds, Start
 from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, sequence_of_tile
+from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS, ROWS_WARPS, Sizes
+from flashmoe_science.ops.attention.call.backward import Saved
 from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
 from flashmoe_science.ops.attention.device.strided import in_units
+from flashmoe_science.ops.attention.problem import padded_head_dim
+from flashmoe_science.ops.launch import Pointer, stand_in, stride_class, stride_unit
 
 SIZES = ("heads", "rows", "padded", "batches")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_rows_triton(
-    out, dout, lse, dlse, cu_seqlens_q, sinks, lse_log2, delta, partials,
+    out, dout, lse, dlse, cu_seqlens_q, sinks, lse_log2, delta, partials, turns,
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, heads, rows, padded, batches,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO O) - dLSE and the log-sum-exp in powers of two, [B, H, padded], of a tile of rows of a head. Rows that
     are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then. Each of packed
     sequences begins a tile of QUERIES (band.py). Where there are sinks, also what a tile adds to the gradient of its head's,
-    [H, B, tiles]."""
+    [H, B, tiles]. ``turns``: of fused_sm90, or None; a counter of each program, and one after them all, which are zeroed."""
     if UNIT > 1:
         stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
         stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
     tiles = padded // BLOCK_M
     pid = tl.program_id(0)
+    if turns is not None:
+        tl.store(turns + pid, 0)
+        tl.store(turns + tl.num_programs(0), 0)
     head_all = (pid // tiles).to(tl.int64)
     batch, head = head_all // heads, head_all % heads
     row, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, BLOCK_DV)
@@ -51,3 +60,20 @@ def flashmoe_bwd_rows_triton(
         tl.store(partials + at, sink_gradient(sinks, head, norm, total))
     norm = tl.where(norm == float("-inf"), float("inf"), norm * 1.4426950408889634)
     tl.store(lse_log2 + head_all * padded + place, norm)
+
+
+def bind_rows(
+    builds: Builds, saved: Saved, sizes: Sizes, of_sinks: Pointer | None = None, of_turns: Pointer | None = None
+) -> Start:
+    """The launch of what is summed over rows."""
+    of_out, of_dout = saved.out.stride()[:3], saved.dout.stride()[:3]
+    width = saved.out.shape[3]
+    constexprs = (width, padded_head_dim(width), ROWS, stride_unit((*of_out, *of_dout)))
+    heads = sizes.heads_kv * sizes.group
+    numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
+    sums, starts = Pointer(torch.float32), Pointer(torch.int32, 4) if sizes.sequences else None
+    given = (stand_in(saved.out), stand_in(saved.dout), sums, None if saved.dlse is None else sums, starts, of_sinks)
+    pointers = (*given, sums, sums, None if of_sinks is None else sums, of_turns)
+    key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
+    build = builds.get(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
+    return build.bound((sizes.padded // ROWS * sizes.batch * heads, 1, 1), *numbers, *constexprs)

@@ -23,7 +23,7 @@ from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, backward_by_record
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
 from flashmoe_science.ops.private import function_transform
 from flashmoe_science.problem import ProblemError
 
@@ -73,8 +73,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
     if gpu is None and not named:
         return Decision(FALLBACK, Config(), "PyTorch's operators serve tensors on the CPU", "required")
     by_option = "deterministic is True" if options.deterministic else ""
-    switch = "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
-    asked = named or by_option or switch
+    asked = named or by_option or asked_by_switch()
     if function_transform() is not None:
         if named or by_option:
             raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardKernel
 
 FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
-FLASH = "sdpa_bwd_flash"  # FlashAttention 2's, of PyTorch's flash backend
+FLASH = sdpa_backward.FLASH  # FlashAttention 2's, of PyTorch's flash backend
 PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
 
 
@@ -22,7 +22,8 @@ def ours() -> tuple[BackwardKernel, ...]:
     serves every call then."""
     if TRITON_MISSING:
         return ()
+    from flashmoe_science.ops.attention.backward.fused_sm90 import kernel as bwd_fused_gluon_sm90
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+    return (bwd_fused_gluon_sm90.KERNEL, bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)

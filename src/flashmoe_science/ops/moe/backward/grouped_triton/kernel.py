@@ -36,8 +36,9 @@ from flashmoe_science.ops.moe.backward.launch import (
 )
 from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
+from flashmoe_science.ops.moe.products.down import flashmoe_moe_down
 from flashmoe_science.ops.moe.products.grouped import starts_early
-from flashmoe_science.ops.moe.products.tiles import GROUP, build_product, flashmoe_moe_down, grid_of
+from flashmoe_science.ops.moe.products.tiles import GROUP, build_product, grid_of
 from flashmoe_science.ops.moe.route.step import launches_around
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -89,13 +90,14 @@ def build_rows(inputs: BackwardInputs, config: Config) -> Product:
         "EXPERTS": p.experts, "DEPTH": p.rows_of_w1(), "WIDTH": p.dim,
         "STRIDE_E": of_expert, "STRIDE_N": of_column, "STRIDE_K": of_depth,
         "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": GROUP, **_schedule(inputs, tile.stages),
+        "SCALES": None,
     }  # fmt: skip
     new = Pointer(w1.dtype)
-    bind = build_product(flashmoe_moe_down, (new, stand_in(w1), None, new), constexprs, tile.warps, tile.stages)
+    bind = build_product(flashmoe_moe_down, (new, stand_in(w1), None, None, new), constexprs, tile.warps, tile.stages)
 
     def bound(counts: RowCounts) -> Any:
         start = bind(counts)
-        return lambda dz, w, out, tables: start(dz, w, None, out, tables)
+        return lambda dz, w, out, tables: start(dz, w, None, None, out, tables)
 
     return bound
 

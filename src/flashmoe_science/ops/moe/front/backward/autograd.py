@@ -1,7 +1,7 @@
 """The autograd rule of ``flashmoe::moe_forward``: gradients by ``flashmoe::moe_backward``.
 
 Saved between the passes are the call's own tensors and the pre-activations, which ``recompute`` leaves out: no copy of a
-weight, as FSDP2 frees the memory of weights and gathers them again.
+weight, as FSDP2 frees the memory of weights and gathers them again. Gates and ups that are two tensors are joined in each pass.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.ops.moe.call import Activation, Tensors
+from flashmoe_science.ops.moe.call.apart import Apart, joined
 from flashmoe_science.ops.moe.call.backward import INPUTS, NEW, Sums
 from flashmoe_science.ops.moe.front.backward.choose import names_of
 from flashmoe_science.ops.moe.front.backward.operator import ADDING, OPERATOR
@@ -18,21 +19,24 @@ from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.private import forward_level, function_transform
 
-_OPTIONS = 5  # arguments of the rule before the tensors
+_OPTIONS = 5  # arguments of the rule before the gates and ups that are apart, and the tensors
+_W1 = Tensors._fields.index("w1")
 _GRADIENTS = tuple(map(Tensors._fields.index, INPUTS))  # of Wanted, in its order
 
 
 def differentiable(
-    tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool, sums: Sums = NEW
+    tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool, sums: Sums = NEW, apart: Apart | None = None
 ) -> torch.Tensor:
-    """Experts that are part of PyTorch's graph, of tensors that have been checked.
+    """Experts that are part of PyTorch's graph, of tensors that have been checked. ``apart``: the gates and the ups,
+    [E, I, H] each, where w1 was joined of them.
 
     By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
     torch.func or forward-mode gradients.
     """
     if kernel == FALLBACK or forward_level._current_level >= 0 or function_transform() is not None:
         return pytorch_moe(tensors, activation)
-    out: torch.Tensor = _Experts.apply(activation, *names_of(kernel), recompute, sums, *tensors)  # type: ignore[no-untyped-call]
+    options = activation, *names_of(kernel), recompute, sums
+    out: torch.Tensor = _Experts.apply(*options, *(apart or (None, None)), *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -47,24 +51,29 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, activation: Activation, kernel: str | None, backward: str | None, recompute: bool, sums: Sums, *tensors: Any
-    ) -> torch.Tensor:
+        ctx: Any, activation: Activation, kernel: str | None, backward: str | None, recompute: bool, sums: Sums,
+        gate: torch.Tensor | None, up: torch.Tensor | None, *tensors: Any,
+    ) -> torch.Tensor:  # fmt: skip
         a, operators = activation, torch.ops.flashmoe
         options = a.function, a.gated, a.interleaved, a.alpha, a.limit
         z, out = None, None
         if recompute:
             out = operators.moe_forward.default(*tensors, *options, kernel)
         else:
-            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel)
+            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel or backward)
         ctx.call = options, backward, sums
-        ctx.save_for_backward(*tensors, z)
+        kept = tensors if gate is None else (*tensors[:_W1], None, *tensors[_W1 + 1 :])
+        ctx.save_for_backward(gate, up, *kept, z)
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         options, kernel, sums = ctx.call
-        tensors = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[_OPTIONS + place] for place in _GRADIENTS]
+        gate, up, *tensors = ctx.saved_tensors
+        of_parts, of_tensors = ctx.needs_input_grad[_OPTIONS : _OPTIONS + 2], ctx.needs_input_grad[_OPTIONS + 2 :]
+        wanted = [of_tensors[place] for place in _GRADIENTS]
+        if gate is not None:
+            tensors[_W1], wanted[_GRADIENTS.index(_W1)] = joined(gate, up), any(of_parts)
         if not any(one is not None for one in sums):
             made = OPERATOR(*tensors, dout, wanted, *options, kernel)
         else:
@@ -73,4 +82,8 @@ class _Experts(torch.autograd.Function):
         added = (None, *sums, None, None, None)
         for place, gradient, needed, total in zip(_GRADIENTS, made, wanted, added, strict=True):
             gradients[place] = gradient if needed and total is None else None
-        return (*_OPTIONS * (None,), *gradients)
+        parts: list[torch.Tensor | None] = [None, None]
+        if gate is not None and (whole := gradients[_W1]) is not None:
+            parts = [one if needed else None for one, needed in zip(whole.chunk(2, 1), of_parts, strict=True)]
+            gradients[_W1] = None
+        return (*_OPTIONS * (None,), *parts, *gradients)

@@ -1,7 +1,7 @@
 """Which backward serves experts whose inputs require gradients, and why.
 
 PyTorch's grouped products serve, the forward too, while no record says that a backward of ours is faster on the GPU. Ours serve
-by name alone: they have not been run on a GPU yet.
+by record, by name, and by PyTorch's switch for deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, backward_by_record
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
+from flashmoe_science.ops.formats import CODES
 from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
@@ -39,8 +40,11 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
     return None, kernel
 
 
-def why_pytorch(x: torch.Tensor) -> str | None:
+def why_pytorch(tensors: Tensors) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
+    x, form = tensors.x, CODES.get(tensors.w1.dtype)
+    if form is not None:
+        return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
     if x.dtype == torch.float64:
         return "hidden_states has dtype torch.float64, which no kernel of ours takes"
     return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None
@@ -55,11 +59,11 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
     """
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
-    if (required := why_pytorch(tensors.x)) is not None:
+    if (required := why_pytorch(tensors)) is not None:
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {GRADIENTS}, and {required}")
         return Decision(FALLBACK, Config(), required, "required")
-    asked = "" if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
+    asked = asked_by_switch() if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
     problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
     key = (problem, gpu, kernel, asked)
     if key not in _DECISIONS:
@@ -68,6 +72,9 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
 
 
 def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
-    """The decision for one of ours where the nearest record, of like tiles, does not have PyTorch's faster; else FALLBACK."""
-    ours, by_record = backward_by_record(problem, gpu, FALLBACK)
+    """The decision for one of ours where the nearest record does not have PyTorch's faster; else FALLBACK.
+
+    Of like tiles or not: PyTorch's products move several times the bytes, and no record has them near ours.
+    """
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True)
     return by_record or Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)

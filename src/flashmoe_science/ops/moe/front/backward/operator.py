@@ -14,6 +14,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch, without_autocast
+from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.ops.moe.call import Activation
 from flashmoe_science.ops.moe.call.backward import (
     INPUTS,
@@ -44,7 +45,8 @@ def backward(
     """The gradients of a call whose forward was checked."""
     given = [one for one in (*tensors, *sums) if one is not None]
     absent = tuple([one is None for one in (*tensors, *sums)])
-    key = (MoEBackwardProblem.op, tensors.x.shape, activation, wanted, kernel, absent)
+    switch = torch.are_deterministic_algorithms_enabled()
+    key = (MoEBackwardProblem.op, tensors.x.shape, activation, wanted, kernel, absent, switch)
     launch: BackwardLaunch | None = find_launch(key, given)
     if launch is None:
         launch = _bound(tensors, activation, wanted, kernel, sums)
@@ -69,7 +71,7 @@ def _bound(
 def _as_kernels_take(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums) -> BackwardInputs:
     """The inputs of a kernel, which is given the pre-activations."""
     if tensors.z is None:
-        tensors = tensors._replace(z=pre_activations(tensors.of_call()))
+        tensors = tensors._replace(z=pre_activations(tensors.of_call(), activation))
     return backward_inputs_of(tensors, activation, wanted, sums)
 
 
@@ -143,7 +145,8 @@ def _none_as_empty(tensors: BackwardTensors, made: Gradients) -> tuple[torch.Ten
 def _flops(*args: Any, out_val: object = None) -> int:
     """Of the products that the wanted gradients need."""
     tensors, _, wanted, *_ = _unpacked(*args)
-    of_first, of_second = tensors.w1[0].numel(), tensors.w2[0].numel()
+    rows, width, dim = tensors.w1.shape[1], columns_of(tensors.w2), tensors.x.shape[1]
+    of_first, of_second = rows * dim, width * dim
     of_z = wanted.dx or wanted.dw1 or wanted.dgate_up_bias
     elements = of_second * (bool(of_z or wanted.dtopk_weights) + wanted.dw2) + of_first * (wanted.dx + wanted.dw1)
     return 2 * tensors.topk_ids.numel() * (elements + (of_first if tensors.z is None else 0))
@@ -151,8 +154,8 @@ def _flops(*args: Any, out_val: object = None) -> int:
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? z, Tensor dout, bool[6] wanted, str function, bool gated, bool interleaved, float alpha, float limit, "
-    "str? kernel_name"
+    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? z, Tensor dout, bool[6] wanted, str function, bool gated, "
+    "bool interleaved, float alpha, float limit, str? kernel_name"
 )
 _RESULTS = ", ".join(f"Tensor d{name}" for name in INPUTS)
 _ONCE = (

@@ -7,7 +7,7 @@ import torch
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Grid, cdiv
-from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -22,7 +22,7 @@ REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if reason := why_not_on_sm90(problem, device):
+    if reason := why_not_on_sm90(problem, device) or why_no_format(problem):
         return reason
     if problem.interleaved:
         return "gates and ups are interleaved in w1; it needs all gates first, then all ups"

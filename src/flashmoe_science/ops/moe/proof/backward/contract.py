@@ -20,6 +20,7 @@ import torch
 
 from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
+from flashmoe_science.operations import public
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
     NEW,
@@ -39,6 +40,7 @@ from flashmoe_science.ops.moe.route.spec import Options as RouterOptions
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 Inputs = Mapping[str, torch.Tensor]
+public("flashmoe_science.moe:fused_moe")  # its module defines the operators of a step
 
 
 class MoEBackwardContract(SharedContract):
@@ -128,7 +130,7 @@ def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[
     routing = RouterOptions(problem.top_k, normalize="sum")
     route = bind_route(RouterTensors(like.router_logits), routing)
     a = like.activation
-    options = a.function, a.gated, a.interleaved, a.alpha, a.limit
+    options = a.function, a.gated, a.interleaved, a.alpha, a.limit, kernel.name
 
     def given(inputs: StepInputs, weights: torch.Tensor, ids: torch.Tensor) -> BackwardInputs:
         tensors = inputs.routed(weights, ids)

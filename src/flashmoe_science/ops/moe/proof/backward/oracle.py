@@ -48,14 +48,14 @@ def pre_activations(tensors: Tensors) -> torch.Tensor:
 
 
 def _differentiated(tensors: Tensors) -> list[torch.Tensor]:
-    x, w1, w2, topk_weights, _, *biases = tensors
+    x, w1, w2, topk_weights, _, *biases, _, _ = tensors
     return [x, w1, w2, topk_weights, *(one for one in biases if one is not None)]
 
 
 def _gradients(tensors: Tensors, activation: Activation, dout: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     of_sum = torch.promote_types(dtype, torch.float32)
     made = tuple(torch.zeros(one.shape, dtype=of_sum, device=one.device) for one in _differentiated(tensors))
-    x, w1, w2, topk_weights, _, gate_up_bias, down_bias = tensors
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_ = tensors
     for expert, tokens, place in assigned(tensors):
         given = x[tokens], topk_weights[tokens, place], w1[expert], w2[expert]
         biases = (one[expert] for one in (gate_up_bias, down_bias) if one is not None)

@@ -1,0 +1,66 @@
+"""What launches on Hopper share: tensors as the copy engine takes them, and builds by what they are specialised on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.device.tma import copied_strides
+from flashmoe_science.ops.launch import Build, Encoder
+
+Start = Callable[..., None]
+Shape = tuple[tuple[int, ...], tuple[int, ...]]  # with strides
+
+
+class Bound(NamedTuple):
+    """The launches of a kernel, one after the other, and the encoders of its descriptors."""
+
+    starts: list[Start]
+    encoders: tuple[Encoder, ...]
+
+
+class Builds:
+    """The builds of a launcher."""
+
+    def __init__(self) -> None:
+        self._builds: dict[Hashable, Build] = {}
+
+    def get(self, key: Hashable, function: Any, arguments: tuple[Any, ...], **options: Any) -> Build:
+        """The build for arguments like these; ``key``: all that differs between them in a launcher."""
+        build = self._builds.get((function, key))
+        if build is None:
+            build = self._builds[function, key] = Build(function, arguments, **options)
+        return build
+
+
+def encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[Shape, ...]) -> tuple[Encoder, ...]:
+    every = zip(templates, shapes, strict=True)
+    return tuple(build.encoder(index, one, *shape) for index, (one, shape) in enumerate(every))
+
+
+def encoded(bound: Bound, tensors: tuple[Any, ...]) -> list[Any]:
+    """The descriptors of tensors as a launch takes them."""
+    return [value for encode, one in zip(bound.encoders, tensors, strict=True) for value in encode(one)]
+
+
+def shape_of(tensor: torch.Tensor) -> Shape:
+    shape = tuple(tensor.shape)
+    return shape, copied_strides("it", shape, tensor.stride())
+
+
+def is_unfit(tensor: torch.Tensor) -> bool:
+    """Whether copies of 16 bytes cannot take a tensor as it is."""
+    try:
+        shape_of(tensor)
+    except CannotServe:
+        return True
+    return tensor.data_ptr() % 16 > 0
+
+
+def fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, those that are unfit copied: of an expanded gradient, say, that costs little compared with the products."""
+    every = zip(tensors, unfit, strict=True)
+    return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]

@@ -1,0 +1,37 @@
+"""What bwd_fused_gluon_sm90 serves, and the shape of its programs."""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.backward.split_sm90 import config as split
+from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.problem.features import unsupported
+
+KEYS, QUERIES, ROWS = split.KEYS, split.QUERIES, split.ROWS  # of one of two consumers, of a step, of a program that sums rows
+WIDTH = 64  # columns of the tiles
+TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
+THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
+
+
+def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
+    """None if the kernel can serve the problem there, else why not."""
+    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, ())
+    if refused is None and max(split.widths(problem)) > WIDTH:
+        return f"head dimensions up to {WIDTH}, not {max(problem.head_dim, problem.head_dim_v)}"
+    return refused
+
+
+def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:
+    return (Config(block_m=QUERIES, consumers=2, stages=2),)
+
+
+def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
+    """Where the split kernel does not."""
+    return split.suits_fused(problem)
+
+
+def heads_together(sizes: split.Sizes) -> int:
+    """Heads of keys of a set, whose tiles of keys start in turns."""
+    return max(TOGETHER // sizes.tiles, 2)

@@ -1,0 +1,62 @@
+"""Attention backward for Hopper in Gluon, fused: dQ, dK and dV by one kernel, each sum of dQ in the order of the keys.
+
+Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO [B, H, Sq, Dv], LSE and its gradient [B, H, Sq];
+fp16 and bf16, D and Dv multiples of 8 up to 64. Compute capability 9.0 only.
+
+A kernel first sums delta = rowsum(dO O) - dLSE, as split_sm90's does. The next (program.py) has a program for each tile of 128
+keys: two consumers of 64 keys each keep dK and dV in registers and give dS to a third warpgroup, which multiplies it by K. What
+a tile of keys adds to dQ of a tile of queries is added in global memory, in fp32, once the tiles of keys before it have added
+theirs: a counter of each tile of queries says whose turn it is. So equal calls give equal bits, and dS stays on the chip, which
+at 64 columns is worth more than a product: it would cross memory twice, 4 bytes a score, at 2 * 64 operations.
+
+No program waits for one that has not started: numbers are taken from a counter as programs start, and a program waits for lower
+numbers alone. Of those that run, the lowest waits for none, so that all of them end.
+
+Under a causal mask programs that start together should neither meet nor leave SMs idle at the end, so heads take turns in two
+orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to a tile of queries
+a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
+next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
+together.
+"""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Launch
+from flashmoe_science.ops.attention.backward.fused_sm90.config import ROWS, THREADS, WIDTH, configs, suits, supports
+from flashmoe_science.ops.attention.backward.fused_sm90.launch import FINISH, FINISH_WARPS, FusedBackwardLauncher
+from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS_WARPS, sizes_of
+from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
+from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+
+NAME = "bwd_fused_gluon_sm90"
+
+
+def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
+    """Bytes of dQ in fp32, delta, the log-sum-exp as it is taken, and the counters."""
+    rows = problem.batch * problem.heads * sizes_of(problem, config).padded
+    return rows * (4 * WIDTH + 8) + rows // ROWS * 4
+
+
+def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    sizes = sizes_of(problem, config)
+    rows = problem.batch * problem.heads * sizes.padded
+    tiles = problem.batch * problem.heads_kv * sizes.tiles
+    return (
+        Launch("^flashmoe_bwd_rows_triton$", (rows // ROWS, 1, 1), 32 * ROWS_WARPS),
+        Launch("^flashmoe_bwd_fused_gluon_sm90$", (tiles, 1, 1), THREADS),
+        Launch("^flashmoe_bwd_scaled_triton$", (rows // FINISH, 1, 1), 32 * FINISH_WARPS),
+    )
+
+
+KERNEL = our_kernel(
+    name=NAME,
+    about="warp-specialised Gluon for Hopper: dQ, dK and dV in one kernel, dQ in the order of the keys; deterministic",
+    supports=supports,
+    configs=configs,
+    run=run_planned(FusedBackwardLauncher),
+    launches=launches,
+    plan=FusedBackwardLauncher,
+    workspace=workspace,
+    suits=suits,
+)

@@ -1,0 +1,128 @@
+"""Weights in a format of ``formats.py`` as tensors: exact dequantisation and reference quantisers, by PyTorch's operators.
+
+Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
+[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
+[..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)].
+
+Rows that are two halves, gates and then ups, may have scales of each by itself, 2 ceil(N / 2 / 128) rows of them, as where a
+checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken to
+have their own.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.formats import FORMATS, Format
+
+CODES: dict[torch.dtype, Format] = {torch.uint8: FORMATS["mxfp4"], torch.float8_e4m3fn: FORMATS["fp8_block"]}
+SIDE = FORMATS["fp8_block"].block[0]
+_MX = FORMATS["mxfp4"].block[1]
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
+_LARGEST_EXPONENT = 2  # of e2m1
+_LARGEST_E4M3 = 448.0
+_SUBNORMAL, _NAN = 0x400000, 0x7FC00000  # fp32: 2^-127, and what is no number
+
+
+class Weights(NamedTuple):
+    """Weights and their scales."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+def columns_of(codes: torch.Tensor) -> int:
+    """Weights of a row; of weights in no format as many as there are."""
+    form = CODES.get(codes.dtype)
+    return codes.shape[-1] * (8 // form.bits if form else 1)
+
+
+def has_own_scales(rows: int, scale_rows: int) -> bool:
+    """Whether each half of so many rows, in blocks, has scales of its own."""
+    return scale_rows == 2 * _blocks(rows // 2)
+
+
+def dequantized(weights: Weights, dtype: torch.dtype, halves: bool = False) -> torch.Tensor:
+    """[..., N, K], each code times its scale: exact in fp64, else rounded to fp32, then to the dtype. ``halves``: the rows may
+    be two halves."""
+    codes, scale = weights
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = (_powers(scale) if scale.dtype == torch.uint8 else scale).to(wide)
+    if CODES[codes.dtype].name == "mxfp4":
+        signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=wide, device=codes.device)
+        values = signed[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+        return (values * scale.repeat_interleave(_MX, -1)).to(dtype)
+    rows = codes.shape[-2]
+    half = rows // 2 if halves and has_own_scales(rows, scale.shape[-2]) else rows
+    row = torch.arange(rows, device=codes.device)
+    of_rows = scale.index_select(-2, row // half * _blocks(half) + row % half // SIDE)
+    return (codes.to(wide) * of_rows.repeat_interleave(SIDE, -1)[..., : codes.shape[-1]]).to(dtype)
+
+
+def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: bool = False) -> Weights:
+    """The nearest codes, ties to even, of fp32 or narrower weights.
+
+    mxfp4: the scale is 2^(floor(log2 of the block's largest magnitude) - 2), as OCP has it, so that codes saturate at 6. fp8
+    blocks: the largest magnitude / 448 as fp32, 1 of a block of zeros; with ``powers`` the next power of two, as e8m0.
+    ``halves``: each half of the rows by itself.
+    """
+    if form.name == "mxfp4":
+        return _mxfp4(weight.float())
+    parts = weight.chunk(2, -2) if halves else (weight,)
+    made = [_e4m3(one.float(), form.block, powers) for one in parts]
+    return Weights(*(torch.cat(one, -2) for one in zip(*made, strict=True)))
+
+
+def quantized_rows(x: torch.Tensor) -> Weights:
+    """Rows in e4m3 with an fp32 scale to 128 columns: what fp8 products take beside fp8 blocks of weights."""
+    return _e4m3(x.float(), (1, SIDE), powers=False)
+
+
+def dequantized_rows(rows: Weights, dtype: torch.dtype) -> torch.Tensor:
+    """The rows that ``quantized_rows`` gave."""
+    wide = torch.promote_types(dtype, torch.float32)
+    scale = rows.scale.to(wide).repeat_interleave(SIDE, -1)[..., : rows.codes.shape[-1]]
+    return (rows.codes.to(wide) * scale).to(dtype)
+
+
+def _mxfp4(weight: torch.Tensor) -> Weights:
+    blocks = weight.unflatten(-1, (-1, _MX))
+    largest = blocks.abs().amax(-1)  # [..., N, K / 32]
+    exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT + 127
+    scale = torch.where(largest == 0, 0, exponent.clamp(0, 254))
+    scale = torch.where(largest.isfinite(), scale, 255).to(torch.uint8)
+    magnitudes = (blocks / _powers(scale)[..., None]).abs()
+    # Halfway between two codes the even one is taken.
+    up = (0.75, 1.75, 3.5)
+    codes = sum((magnitudes >= limit if limit in up else magnitudes > limit).byte() for limit in (0.25, *up, 1.25, 2.5, 5.0))
+    codes = (codes | blocks.signbit().byte() << 3).flatten(-2)
+    return Weights(codes[..., 0::2] | codes[..., 1::2] << 4, scale)
+
+
+def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights:
+    (rows, columns), (height, width) = weight.shape[-2:], block
+    padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
+    blocks = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))  # [..., N / height, height, K / width, width]
+    scale = blocks.abs().amax((-3, -1)) / _LARGEST_E4M3
+    if powers:
+        mantissa, exponent = torch.frexp(scale)
+        exponent = (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254)
+        stored = torch.where(scale.isfinite(), torch.where(scale == 0, 127, exponent), 255).to(torch.uint8)
+        scale = _powers(stored)
+    else:
+        stored = scale = torch.where(scale == 0, 1.0, scale)
+    codes = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return Weights(codes.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), stored)
+
+
+def _powers(scale: torch.Tensor) -> torch.Tensor:
+    """fp32 of e8m0, given as uint8: all of them are exact."""
+    bits = scale.int()
+    bits = torch.where(bits == 0, _SUBNORMAL, torch.where(bits == 255, _NAN, bits << 23))
+    return bits.view(torch.float32)
+
+
+def _blocks(rows: int) -> int:
+    return -(-rows // SIDE)

@@ -1,0 +1,70 @@
+"""Low-rank adapters beside frozen weights: what ``fused_moe`` is given of them, checked."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.moe.call import Tensors
+
+_RANKS = 8  # of which a rank is made a multiple: PyTorch's grouped product takes rows of a multiple of 16 bytes
+
+
+class LowRank(NamedTuple):
+    """What is added to weights [E, out, in]: ``scaling`` times b [E, out, rank] times a [E, rank, in]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+    def transposed(self) -> LowRank:
+        """The same beside weights [E, in, out]."""
+        return LowRank(self.b.mT, self.a.mT, self.scaling)
+
+
+Adapters = tuple[LowRank | None, LowRank | None]  # beside w1, beside w2
+NO_ADAPTERS: Adapters = (None, None)
+
+
+def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
+    """The adapters beside weights as kernels take them: of the weights' dtype, contiguous, the rank filled up with zeros.
+
+    Raises:
+        TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed.
+    """
+    if not isinstance(adapters, tuple | list) or len(adapters) != 2:
+        raise TypeError("adapters must be a pair, beside gate_up_proj and down_proj; None beside one that has no adapter")
+    first, second = (
+        None if one is None else _checked(f"adapters[{nth}]", one, weight)
+        for nth, (one, weight) in enumerate(zip(adapters, (tensors.w1, tensors.w2), strict=True))
+    )
+    return first, second
+
+
+def _checked(name: str, given: Any, weight: torch.Tensor) -> LowRank:
+    if not isinstance(given, tuple | list) or len(given) != 3:
+        raise TypeError(f"{name} must be (a, b, scaling), or None")
+    a, b, scaling = given
+    if isinstance(scaling, bool) or not isinstance(scaling, float | int):
+        raise TypeError(f"{name} has scaling {scaling!r}; it must be a number")
+    experts, out, inner = weight.shape
+    rank = a.shape[1] if isinstance(a, torch.Tensor) and a.dim() == 3 else 0
+    for part, one, shape, words in (
+        ("a", a, (experts, rank, inner), f"({experts}, rank, {inner})"),
+        ("b", b, (experts, out, rank), f"({experts}, {out}, {rank or 'rank'})"),
+    ):
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{name} has {part} a {type(one).__name__}; it must be a torch.Tensor")
+        if tuple(one.shape) != shape or not rank:
+            raise ValueError(f"{name} has {part} of shape {tuple(one.shape)}; it must be {words}")
+        if not one.is_floating_point() or one.device != weight.device:
+            raise ValueError(f"{name} has {part} of {one.dtype} on {one.device}; it must be floating, on {weight.device}")
+    if needs_grad(weight):
+        raise ValueError(f"{name} is given and the weights beside it require a gradient; they must be frozen")
+    a, b = a.to(weight.dtype), b.to(weight.dtype)
+    if rest := -rank % _RANKS:
+        a, b = F.pad(a, (0, 0, 0, rest)), F.pad(b, (0, rest))
+    return LowRank(a.contiguous(), b.contiguous(), float(scaling))

@@ -1,0 +1,98 @@
+"""Experts of frozen weights with low-rank adapters beside them (LoRA), by PyTorch's grouped products, forward and backward.
+
+W + scaling b a is never formed, nor a gradient of W: a projection of a row x is W x + scaling b (a x), and by the gradient g of
+that db = scaling g^T (a x) and da = scaling (g b)^T x. Saved are the call's own tensors, the adapters and the pre-activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops.calls import autocast, is_plain, needs_grad, without_autocast
+from flashmoe_science.ops.explain import Explained, is_explaining
+from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked
+from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, checked_adapters
+from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Wanted
+from flashmoe_science.ops.moe.front.backward.autograd import unviewed
+from flashmoe_science.ops.moe.front.kernels import FALLBACK
+from flashmoe_science.ops.moe.pytorch import Rows, backward_by_rows, products, pytorch_moe, saving_moe, sums_of_products
+
+_COUNT = len(Tensors._fields)
+_WHY = "adapters are given, which PyTorch's grouped products alone serve"
+
+
+def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters: Any, weight_grads: Any) -> torch.Tensor:
+    """``fused_moe`` with adapters. Raises as it does."""
+    how = Options(*options)
+    if isinstance(tensors[1], tuple | list):
+        raise ValueError("adapters are given and gate_up_proj is a pair; it must be one tensor")
+    if weight_grads is not None:
+        raise ValueError("adapters and weight_grads are given; weights beside adapters are frozen and have no gradient")
+    given = Tensors(*(autocast(tensors[:3]) or tensors[:3]), *tensors[3:])
+    views, activation = checked(given, how)
+    if how.kernel not in (None, FALLBACK):
+        raise CannotServe(f"kernel {how.kernel!r} cannot serve this call: {_WHY} (kernel {FALLBACK!r})")
+    low = checked_adapters(adapters, views)
+    if is_explaining():
+        raise Explained(Decision(FALLBACK, Config(), _WHY, "required"))
+    parts = [part for one in low for part in ((None, None) if one is None else one[:2])]
+    if torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
+        out = pytorch_moe(views, activation, low)
+    else:
+        scalings = tuple(0.0 if one is None else one.scaling for one in low)
+        out = _Adapted.apply(activation, how.recompute, scalings, *views, *parts)  # type: ignore[no-untyped-call]
+    return unviewed(out, given.x.shape)
+
+
+class _Adapted(torch.autograd.Function):
+    """The experts, whose gradients of "w1" and "w2" are those of the adapters beside them."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, recompute: bool, scalings: tuple[float, float], *given: Any) -> torch.Tensor:
+        out, z = saving_moe(Tensors(*given[:_COUNT]), activation, _adapters(given[_COUNT:], scalings))
+        ctx.call = activation, scalings
+        ctx.save_for_backward(*given, None if recompute else z)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        activation, scalings = ctx.call
+        *given, z = ctx.saved_tensors
+        _, _, _, *needed = ctx.needs_input_grad
+        adapters = _adapters(given[_COUNT:], scalings)
+        of_parts: list[torch.Tensor | None] = [None, None, None, None]
+
+        def of_weights(name: str, left: torch.Tensor, right: torch.Tensor, rows: Rows) -> None:
+            place = ("dw1", "dw2").index(name)
+            of_parts[2 * place : 2 * place + 2] = _gradients(adapters[place], left, right, rows)
+
+        wanted = dict(zip(Tensors._fields, needed, strict=False)) | {"w1": any(needed[_COUNT:-2]), "w2": any(needed[-2:])}
+        tensors = BackwardTensors(*Tensors(*given[:_COUNT]), z, dout)
+        asked = Wanted(*(wanted[name] for name in INPUTS))
+        with without_autocast(dout):
+            made = backward_by_rows(tensors, activation, asked, of_weights, adapters)
+        like = dict(zip(Tensors._fields, given, strict=False))
+        gradients = (made[f"d{name}"].to(like[name].dtype) if f"d{name}" in made else None for name in Tensors._fields)
+        return (None, None, None, *gradients, *of_parts)
+
+
+def _adapters(parts: Any, scalings: tuple[float, float]) -> Adapters:
+    first, second = (
+        None if a is None else LowRank(a, b, scaling) for (a, b), scaling in zip((parts[:2], parts[2:]), scalings, strict=True)
+    )
+    return first, second
+
+
+def _gradients(
+    adapter: LowRank | None, left: torch.Tensor, right: torch.Tensor, rows: Rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a and b, where left^T right over an expert's rows would be the gradient of the weights."""
+    assert adapter is not None
+    a, b, scaling = adapter
+    of_a = sums_of_products(products(left, b.mT, rows), right, rows, a)
+    return scaling * of_a, scaling * sums_of_products(left, products(right, a, rows), rows, b)

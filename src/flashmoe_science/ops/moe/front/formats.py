@@ -1,0 +1,63 @@
+"""Experts' weights into a format and out of it, gates and ups as ``fused_moe`` has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.formats import FORMATS
+from flashmoe_science.ops.formats import Weights, columns_of, dequantized, quantized
+from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, scale_of
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def in_format(
+    gate_up_proj: torch.Tensor, down_proj: torch.Tensor, weight_format: str, interleaved: bool, powers: bool
+) -> dict[str, Any]:
+    """The arguments of ``fused_moe`` that are the weights. Raises as ``quantize_experts``."""
+    if weight_format not in FORMATS:
+        raise ValueError(f"weight_format is {weight_format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    form = FORMATS[weight_format]
+    for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+        if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
+            raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
+        if form.name == "mxfp4" and one.shape[2] % form.block[1]:
+            raise ValueError(f"{name} has {one.shape[2]} columns; mxfp4 needs a multiple of 32")
+    if powers and form.name != "fp8_block":
+        raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be 'fp8_block' then")
+    halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.name == "fp8_block"
+    first = quantized(gate_up_proj.detach(), form, halves, powers)
+    second = quantized(down_proj.detach(), form, powers=powers)
+    return {
+        "gate_up_proj": first.codes, "gate_up_scale": first.scale, "down_proj": second.codes, "down_scale": second.scale,
+        "weight_format": weight_format,
+    }  # fmt: skip
+
+
+def out_of_format(
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down_scale: torch.Tensor,
+    weight_format: str,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights. Raises as ``dequantize_experts``."""
+    form = checked_format(weight_format, (gate_up_scale, down_scale), transposed=False)
+    if form is None:
+        raise ValueError(f"weight_format is None; it must be one of {', '.join(map(repr, FORMATS))}")
+    check_codes("gate_up_proj", gate_up_proj, form)
+    check_codes("down_proj", down_proj, form)
+    first, second = codes_of(gate_up_proj), codes_of(down_proj)
+    halves = _halves(first.shape[1], columns_of(second), interleaved)
+    check_scale("gate_up_scale", gate_up_scale, first, form, halves)
+    check_scale("down_scale", down_scale, second, form, halves=False)
+    of_first, of_second = Weights(first, scale_of(gate_up_scale)), Weights(second, scale_of(down_scale))
+    return dequantized(of_first, dtype, halves), dequantized(of_second, dtype)
+
+
+def _halves(rows: int, width: int, interleaved: bool) -> bool:
+    return rows == 2 * width and not interleaved

@@ -1,0 +1,105 @@
+"""Host-side choices of moe_mxfp4_gluon_sm90: the problems and tensors it supports, its configs, programs and workspace."""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.ops.launch import Part, next_power_of_2, workspace_bytes
+from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.grouped import why_not_grouped
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import padded
+from flashmoe_science.ops.moe.route.triton import routing_bytes
+from flashmoe_science.ops.moe.rows import RowCounts
+
+NAME = "moe_mxfp4_gluon_sm90"
+BLOCK_N = CONSUMERS.value * ROWS.value  # rows of weights of a tile
+THREADS = 384  # two consumers' and a producer's
+REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24  # a thread's at launch, then of both
+_STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4}  # of tiles of so many tokens, that shared memory has room for
+MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
+FLAGS = CONSUMERS.value * MOST_PROGRAMS  # of a product: one for each consumer of each program
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if reason := why_no_hopper(device):
+        return reason
+    if problem.weight_format != "mxfp4":
+        return f"its weights are mxfp4, and the problem's {problem.weight_format or problem.dtype}"
+    if problem.dtype != "bf16":
+        return f"serves bf16, not {problem.dtype}"
+    if not problem.gated:
+        return "the activation is not gated; it multiplies a gate by an up projection"
+    return why_not_grouped(problem)
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
+    mean = problem.rows_per_expert()
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), 128)
+    return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
+
+
+def tile_of(tokens: int) -> Config:
+    """The config whose tiles have so many tokens."""
+    return Config(block_m=tokens, block_n=BLOCK_N, block_k=STEP.value, num_stages=_STAGES[tokens], group=8)
+
+
+def check_inputs(inputs: MoEInputs) -> None:
+    """Raises CannotServe for tensors that it does not take."""
+    if inputs.saves_z:
+        raise CannotServe(NO_PRE_ACTIVATIONS)
+    tensors = inputs.tensors
+    for name, codes, scale in (("w1", tensors.w1, tensors.gate_up_scale), ("w2", tensors.w2, tensors.down_scale)):
+        _check_codes(name, codes)
+        assert scale is not None
+        if scale.stride(2) != 1:
+            raise CannotServe(f"the scales of {name} have stride {scale.stride(2)} in their last dimension; it must be 1")
+    blocks_of_experts(inputs)
+
+
+def _check_codes(name: str, codes: torch.Tensor) -> None:
+    if codes.data_ptr() % 16:
+        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
+    if codes.stride(2) != 1:
+        raise CannotServe(f"{name} has stride {codes.stride(2)} in its last dimension; it must be 1")
+    for dim, stride in enumerate(codes.stride()[:2]):
+        if stride <= 0 or stride % 16:
+            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 16 bytes")
+
+
+def rows_of_a_column(inputs: MoEInputs) -> tuple[int, int]:
+    """Rows of w1 from one gate to the next, and from a gate to its up."""
+    return (2, 1) if inputs.activation.interleaved else (1, inputs.problem.hidden)
+
+
+def blocks_of_experts(inputs: MoEInputs) -> int:
+    """Blocks of 32 columns from one expert's w1 to the next's. Raises CannotServe if it is no whole number of them."""
+    w1 = inputs.tensors.w1
+    block = 32 * rows_of_a_column(inputs)[0] * w1.stride(1)
+    if w1.stride(0) % block:
+        raise CannotServe(f"w1 has stride {w1.stride(0)} in dimension 0; its copies need a multiple of {block}")
+    return w1.stride(0) // block
+
+
+def programs(gpu: Gpu) -> int:
+    """A program for each multiprocessor."""
+    return min(gpu.sm_count, MOST_PROGRAMS)
+
+
+def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:
+    """What stands between the launches: the tables, permuted rows of x, those between the products and after the second, sums
+    of tiles that programs share, and flags of both products."""
+    counts, dtype = RowCounts.of(problem, config["block_m"]), torch.bfloat16
+    of_rows = ((counts.pairs * width, dtype) for width in (padded(problem.dim), padded(problem.hidden), problem.dim))
+    sums = FLAGS * ROWS.value * config["block_m"]
+    return (counts.length, torch.int32), *of_rows, (sums, torch.float32), (2 * FLAGS, torch.int32)
+
+
+def workspace(problem: MoEProblem, config: Config) -> int:
+    """Bytes of ``parts``, and of what a router before them chose."""
+    return workspace_bytes(parts(problem, config)) + routing_bytes(problem)

@@ -1,0 +1,173 @@
+"""A consumer of the two kernels: it multiplies 128 rows of weights by a tile's tokens, and its epilogue activates and stores.
+
+Weights are the rows of a product and tokens its columns: few tokens then leave no rows of the matrix instruction empty.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from flashmoe_science.ops.gluon_bridge import as_gluon, barrier
+from flashmoe_science.ops.moe.activation import activated
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import sigmoid, store
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import (
+    BYTES,
+    CHUNK,
+    GROUP,
+    ROWS,
+    SCALES,
+    STEP,
+    chunks,
+    multipliers,
+    upcast,
+)
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
+
+_activated = as_gluon(activated)
+QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
+
+
+@gluon.jit
+def _rows_of(
+    segment, CONSUMER: gl.constexpr, ALL: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """The rows of an expert's weights that a consumer has, the last one for those past the end: no one stores what they give.
+    With ``COLUMN`` those of a step of the second product's K, eight gates and eight ups in turn."""
+    row = gl.arange(0, ROWS, layout)
+    if COLUMN is None:
+        return gl.minimum(segment.column * (CONSUMERS * ROWS) + CONSUMER * ROWS + row, ALL - 1)
+    else:
+        column = segment.column * STEP + row // 32 * 32 + CONSUMER * 16 + row // 16 % 2 * 8 + row % 8
+        return gl.minimum(column * COLUMN + row // 8 % 2 * UP, ALL - 1)
+
+
+@gluon.jit
+def _scales_at(base, step, DEPTH: gl.constexpr):
+    """The e8m0 scales [ROWS, 4] of a step. Past the end of a row the last one's, for weights that are 0."""
+    group = gl.minimum(step * QUADS + gl.arange(0, QUADS, gl.SliceLayout(0, SCALES)), DEPTH // GROUP - 1)
+    return gl.load(base + gl.expand_dims(group, 0))
+
+
+@gluon.jit
+def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+    """The sums of a segment's steps. ``scales``: pointers [ROWS, 1] to those of each row."""
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    soon = _scales_at(scales, segment.first, DEPTH)
+    later = _scales_at(scales, segment.first + 1, DEPTH)
+    for step in range(segment.first, segment.stop):
+        stage = state.stage
+        scale = gl.expand_dims(multipliers(soon), 2)
+        soon = later
+        later = _scales_at(scales, step + 2, DEPTH)
+        mbarrier.wait(memory.full.index(stage), state.phase)
+        codes = memory.w.index(CONSUMERS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(BYTES)
+        one, two = chunks(codes)
+        tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
+        acc = warpgroup_mma(upcast(one, scale, operand), tokens, acc, is_async=True)
+        tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
+        acc = warpgroup_mma(upcast(two, scale, operand), tokens, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
+        mbarrier.arrive(memory.empty.index(stage))
+        state = advance(state, STAGES)
+    return acc, state
+
+
+@gluon.jit
+def _partial_at(partial, acc, program, CONSUMER: gl.constexpr):
+    """Pointers to what a program leaves of a consumer's sums."""
+    TOKENS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, layout)), 0)
+    return partial + (program * CONSUMERS + CONSUMER) * (ROWS * TOKENS) + row * TOKENS + column
+
+
+@gluon.jit
+def _leave(acc, partial, flags, CONSUMER: gl.constexpr):
+    """Write the sums of a tile whose end another program has, then the flag that says so."""
+    program = gl.program_id(0)
+    gl.store(_partial_at(partial, acc, program, CONSUMER), acc)
+    barrier()
+    gl.atomic_add(flags + program * CONSUMERS + CONSUMER, 1, sem="release")
+
+
+@gluon.jit
+def _collect(acc, partial, flags, before, CONSUMER: gl.constexpr):
+    """The sums of a whole tile, of which the programs before this one have left theirs: this one's, then those in order."""
+    for nth in range(before):
+        program = gl.program_id(0) - before + nth
+        flag = flags + program * CONSUMERS + CONSUMER
+        written = gl.atomic_add(flag, 0, sem="acquire")
+        while written == 0:
+            written = gl.atomic_add(flag, 0, sem="acquire")
+        acc += gl.load(_partial_at(partial, acc, program, CONSUMER))
+    return acc
+
+
+@gluon.jit
+def _activate(acc, column, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, WIDTH: gl.constexpr):
+    """The activation of products whose rows are gates and ups in turn, eight and eight, as tokens [TOKENS, CHUNK] of the second
+    product: their places are those of its operand (``operand.py``), and columns from ``WIDTH`` on are 0."""
+    TOKENS: gl.constexpr = acc.shape[1]
+    gate, up = acc.reshape([ROWS // 16, 2, 8, TOKENS]).permute(0, 2, 3, 1).split()  # [8, 8, TOKENS]
+    if FUNCTION == "silu":
+        active = gate * sigmoid(gate) * up
+    else:
+        active = _activated(gate, up, FUNCTION, True, ALPHA, LIMIT)
+    if WIDTH % STEP != 0:
+        layout: gl.constexpr = active.type.layout
+        block = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2)
+        active = gl.where(column + block // 2 * GROUP < WIDTH, active, 0.0)
+    active = active.reshape([QUADS, 2, 2, 2, 2, TOKENS])  # [q, b, u, j, t, TOKENS]
+    return active.permute(5, 1, 3, 4, 0, 2).reshape([TOKENS, CHUNK])
+
+
+@gluon.jit
+def consume(
+    scales, bias, out_desc, partial, flags, memory,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    COLUMN: gl.constexpr, UP: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """The rows of weights of one consumer in every segment of this program; the strides are the scales'. Without ``FUNCTION``
+    products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
+    up."""
+    ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
+    STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
+    TOKENS: gl.constexpr = memory.a.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    state = first_stage()
+    iteration = gl.to_tensor(0)
+    buffers = (memory.out.index(CONSUMER),)
+    segment = Segment(*receive(memory.mailbox, iteration, one))
+    while segment.column >= 0:
+        iteration += 1
+        first = scales + segment.expert.to(gl.int64) * STRIDE_E
+        of_scales = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, SCALES))
+        of_scales = first + gl.expand_dims(of_scales * STRIDE_N, 1)
+        acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+        acc, state = multiply(acc, state, memory, of_scales, segment, CONSUMER, DEPTH)
+        if segment.stop < STEPS:
+            _leave(acc, partial, flags, CONSUMER)
+        else:
+            if segment.before > 0:
+                acc = _collect(acc, partial, flags, segment.before, CONSUMER)
+            if bias is not None:
+                of_bias = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
+                biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
+                acc = acc + gl.expand_dims(biases, 1)
+            if FUNCTION is None:
+                column = (segment.column * CONSUMERS + CONSUMER) * ROWS
+                store(acc.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
+            else:
+                active = _activate(acc, segment.column * STEP, FUNCTION, ALPHA, LIMIT, WIDTH)
+                column = segment.column * STEP + CONSUMER * CHUNK
+                store(active, out_desc, segment.row, segment.end, column, buffers, 0)
+        segment = Segment(*receive(memory.mailbox, iteration, one))
+    tma.store_wait(0)

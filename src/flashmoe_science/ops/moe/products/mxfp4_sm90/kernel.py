@@ -1,0 +1,124 @@
+"""Mixture of experts with mxfp4 weights for Hopper in Gluon: a checkpoint's bytes and scales as they lie, bf16 tokens.
+
+Shapes: x [T, H], w1 uint8 [E, 2I, H / 2] and its scales [E, 2I, H / 32], w2 uint8 [E, H, I / 2] and [E, H, I / 32] (the format:
+``ops/formats.py``), biases [E, 2I] and [E, H]; weights and ids [T, K] -> out [T, H]. Gated activations, gates and ups joined or
+interleaved; H and I multiples of 32. Compute capability 9.0 only.
+
+Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring
+bytes and tokens to a ring of stages 128 deep; two consumers take 128 rows of weights each from there to registers, where the
+bytes become the instruction's operand without moving between threads (``operand.py``), as tokens have their K permuted: by a
+kernel before the first product (``permute.py``), and by its epilogue for the second. Few tokens are bound by the weights'
+bytes: all programs stream an equal part of them (``schedule.py``).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Launch
+from flashmoe_science.ops.moe import combine, rows
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
+from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
+    NAME,
+    THREADS,
+    check_inputs,
+    configs,
+    programs,
+    supports,
+    workspace,
+)
+from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
+from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS, make_memory
+from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import part_of_program
+from flashmoe_science.ops.moe.route import triton as route
+from flashmoe_science.ops.moe.rows import RowCounts
+
+
+@gluon.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_up_mxfp4_sm90(
+    a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The activated first product: out[row, place] = act(a[row] . w[expert, gate n], . w[expert, up n]), n being the column
+    that the second product has at a place."""
+    memory = make_memory(w_desc, a_desc, out_desc, STAGES)
+    STEPS: gl.constexpr = (DEPTH + 127) // 128
+    COLUMNS: gl.constexpr = (WIDTH + 127) // 128
+    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
+    gl.warp_specialize(
+        [
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                FUNCTION, ALPHA, LIMIT,
+            )),
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                FUNCTION, ALPHA, LIMIT,
+            )),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )
+
+
+@gluon.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_down_mxfp4_sm90(
+    a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
+    flags += CONSUMERS * gl.num_programs(0)
+    memory = make_memory(w_desc, a_desc, out_desc, STAGES)
+    STEPS: gl.constexpr = (DEPTH + 127) // 128
+    COLUMNS: gl.constexpr = (WIDTH + 255) // 256
+    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
+    gl.warp_specialize(
+        [
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
+            )),
+            (consume, (
+                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
+            )),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, None)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )
+
+
+def plan(inputs: MoEInputs, config: Config) -> Bind:
+    check_inputs(inputs)
+    bind_up = up(flashmoe_moe_up_mxfp4_sm90, inputs, config)
+    return bind_all(inputs, config, bind_up, down(flashmoe_moe_down_mxfp4_sm90, inputs, config))
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    counts, grid = RowCounts.of(problem, config["block_m"]), (programs(gpu), 1, 1)
+    both = flashmoe_moe_up_mxfp4_sm90, flashmoe_moe_down_mxfp4_sm90
+    products = (Launch(f"^{one.__name__}$", grid, THREADS) for one in both)
+    around = *route.launches_of(problem), *rows.launches(counts), permute.launch_of(counts, problem.dim)
+    return *around, *products, *combine.launches(problem)
+
+
+KERNEL = our_kernel(
+    name=NAME,
+    about="warp-specialised Gluon for Hopper: mxfp4 weights become bf16 in registers, programs stream equal parts of them",
+    supports=supports,
+    configs=configs,
+    run=run_of(plan),
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+)

@@ -1,0 +1,83 @@
+"""mxfp4 weights as wgmma's operand A in registers, without moving data between threads: what a checkpoint's bytes become there.
+
+Four threads that share a row read 16 bytes of it each: 64 bytes, K of 128, for each thread a group of 32 that shares a scale.
+In the operand a thread has of each 16 K its 2q, 2q + 1, 2q + 8 and 2q + 9. So K is permuted inside 128, and the tokens' with it
+(``permute.py``). The seven bits of a weight's K, from the highest: q [4], the thread; c [2], the chunk of 64 that one product
+takes; b [2]; and of the eight codes of a 32-bit word u, j, t [2 each]. The operand has them as c, b, j, t, q, u.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS = gl.constexpr(128)  # of weights, of one consumer: two matrix instructions'
+STEP = gl.constexpr(128)  # K of one permutation, and of a stage
+CHUNK = gl.constexpr(64)
+GROUP = gl.constexpr(32)  # weights to a scale
+
+
+def _layout(columns: int) -> gl.DistributedLinearLayout:
+    """Of [ROWS, 4, columns] bytes: a thread has the columns of one q in each of its rows, those of wgmma's operand."""
+    inside = [[0, 0, 1 << n] for n in range(columns.bit_length() - 1)]
+    rows = [[8, 0, 0], [64, 0, 0]], [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(inside + rows[0], [[0, 1, 0], [0, 2, 0], *rows[1]], rows[2], [], [128, 4, columns])
+
+
+BYTES = gl.constexpr(_layout(16))
+CODES = gl.constexpr(_layout(8))  # of a chunk
+SCALES = gl.constexpr(gl.SliceLayout(2, CODES.value))  # [ROWS, 4]
+
+# Of a code s e e m the sign goes to bit 15 and e e m to bits 8 to 6, which is the code times 2^-126 in bf16, and a subnormal
+# number for 0.5. Two codes 16 bits apart are shifted at once. Then two products, both exact: by 2^126, and by the scale.
+_UPCAST = gl.constexpr("""{
+.reg .b32 even, odd, x, y, up;
+mov.b32 up, 0x7E807E80;
+and.b32 even, $4, 0x08080808;
+and.b32 odd, $4, 0x80808080;
+shl.b32 x, $4, 6;
+shl.b32 y, even, 12;
+lop3.b32 x, x, y, 0x01C001C0, 0xE4;
+mul.rn.bf16x2 x, x, up;
+mul.rn.bf16x2 $0, x, $5;
+shl.b32 x, $4, 2;
+shl.b32 y, odd, 8;
+lop3.b32 x, x, y, 0x01C001C0, 0xE4;
+mul.rn.bf16x2 x, x, up;
+mul.rn.bf16x2 $1, x, $5;
+shr.u32 x, $4, 2;
+shl.b32 y, even, 4;
+lop3.b32 x, x, y, 0x01C001C0, 0xE4;
+mul.rn.bf16x2 x, x, up;
+mul.rn.bf16x2 $2, x, $5;
+shr.u32 x, $4, 6;
+lop3.b32 x, x, odd, 0x01C001C0, 0xE4;
+mul.rn.bf16x2 x, x, up;
+mul.rn.bf16x2 $3, x, $5;
+}""")
+
+
+@gluon.jit
+def multipliers(scales):
+    """Each e8m0 scale as two bf16 in 32 bits: 2^(s - 127), of 0 a subnormal number, NaN of 255."""
+    twice = scales.to(gl.int32) * 0x00800080
+    return gl.where(((scales.to(gl.int32) + 1) & 0xFE) == 0, twice | 0x00400040, twice)
+
+
+@gluon.jit
+def chunks(codes):
+    """The two chunks [ROWS, 4, 8] of a stage's codes [ROWS, 4, 16]."""
+    one, two = codes.reshape([ROWS, 4, 2, 8]).permute(0, 1, 3, 2).split()
+    return gl.convert_layout(one, CODES, assert_trivial=True), gl.convert_layout(two, CODES, assert_trivial=True)
+
+
+@gluon.jit
+def upcast(codes, scales, operand: gl.constexpr):
+    """bf16 [ROWS, CHUNK] of a chunk's codes and ``multipliers`` [ROWS, 4, 1]."""
+    scales = scales + gl.zeros([ROWS, 4, 8], gl.int32, CODES)
+    x, y = gl.inline_asm_elementwise(
+        _UPCAST, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, scales], (gl.bfloat16, gl.bfloat16), True, 4
+    )
+    weights = gl.join(x, y).reshape([ROWS, 4, 2, 2, 2, 2])  # [ROWS, q, b, t, u, j]
+    weights = weights.permute(0, 2, 5, 3, 1, 4).reshape([ROWS, CHUNK])
+    return gl.convert_layout(weights, operand, assert_trivial=True)

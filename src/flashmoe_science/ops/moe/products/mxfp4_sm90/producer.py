@@ -1,0 +1,93 @@
+"""The producer of the two kernels, one warp: it takes a program's segments and has the copy engine fill the ring of stages."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import segment_of
+from flashmoe_science.ops.moe.rows import tables_of
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
+
+LATE = gl.constexpr(4)  # steps before a segment's end at which the next one is looked up
+_tables_of = as_gluon(tables_of)
+
+
+@gluon.jit
+def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.constexpr):
+    """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has of 128 columns
+    of the result those of its chunk of 64 as the second product's K has them, gates and ups; of three, 128 rows that follow
+    each other."""
+    bar = memory.full.index(stage)
+    for c in gl.static_range(CONSUMERS):
+        here = memory.w.index(CONSUMERS * stage + c)
+        if EXPERT_BLOCKS is not None:
+            first = segment.expert * EXPERT_BLOCKS + segment.column * 4
+            tma_load(w_desc, [first, 2 * c, 0, 0, step * (STEP // 2)], bar, here)
+        else:
+            first = segment.column * (CONSUMERS * ROWS) + c * ROWS
+            tma_load(w_desc, [segment.expert, first, step * (STEP // 2)], bar, here)
+
+
+@gluon.jit
+def _load_tokens(a_desc, memory, segment, stage, step):
+    """Start to copy the tokens' K of a step. Rows past an expert's end are the next one's; no one stores what they give."""
+    for c in gl.static_range(CHUNKS):
+        here = memory.a.index(CHUNKS * stage + c)
+        tma_load(a_desc, [segment.row, step * STEP + c * CHUNK], memory.full.index(stage), here)
+
+
+@gluon.jit
+def _fill(
+    w_desc, a_desc, memory, segment, state, first, stop,
+    EXPERT_BLOCKS: gl.constexpr, WEIGHTS: gl.constexpr = True, TOKENS: gl.constexpr = True,
+):  # fmt: skip
+    """Fill stages with the steps of a segment from ``first`` to before ``stop``: with ``WEIGHTS``, with ``TOKENS``, or both."""
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
+    nbytes: gl.constexpr = CONSUMERS * w_desc.block_type.nbytes + CHUNKS * a_desc.block_type.nbytes
+    for step in range(first, stop):
+        if WEIGHTS:
+            mbarrier.wait(memory.empty.index(state.stage), state.phase ^ 1)
+            mbarrier.expect(memory.full.index(state.stage), nbytes)
+            _load_weights(w_desc, memory, segment, state.stage, step, EXPERT_BLOCKS)
+        if TOKENS:
+            _load_tokens(a_desc, memory, segment, state.stage, step)
+        state = advance(state, STAGES)
+    return state
+
+
+@gluon.jit
+def produce(
+    a_desc, w_desc, tables, pairs, tiles, part, memory,
+    EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages of all segments of ``part``, this program's."""
+    TOKENS: gl.constexpr = a_desc.block_type.shape[0]
+    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    parts = _tables_of(tables, pairs, EXPERTS, tiles)
+    index = part.end
+    segment = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
+    # Weights and the tables are older than the kernel before this one, which may still write the tokens.
+    early = gl.minimum(segment.stop, segment.first + STAGES)
+    _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, TOKENS=False)
+    gdc_wait()  # what the kernel before this one wrote is visible from here on
+    gdc_launch_dependents()  # only now: the next kernel reads the tables before its own wait
+    state = _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, WEIGHTS=False)
+    iteration = gl.to_tensor(0)
+    while segment.column >= 0:
+        publish(memory.mailbox, iteration, segment, one)
+        iteration += 1
+        late = gl.maximum(segment.stop - LATE, early)
+        state = _fill(w_desc, a_desc, memory, segment, state, early, late, EXPERT_BLOCKS)
+        index -= 1
+        following = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
+        state = _fill(w_desc, a_desc, memory, segment, state, late, segment.stop, EXPERT_BLOCKS)
+        segment = following
+        early = segment.first
+    publish(memory.mailbox, iteration, (-1, 0, 0, 0, 0, 0, 0), one)

@@ -1,0 +1,124 @@
+"""bwd_fused_gluon_sm90: what it serves, random problems as its source computes them, and on a GPU as it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from tests.unit import gluon_interpreter
+from tests.unit.ops.attention.backward.random_problems import Most, RandomCase, drawn
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import assume
+from flashmoe_science.ops.attention.backward import copied
+from flashmoe_science.ops.attention.backward.fused_sm90 import config
+from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL
+from flashmoe_science.ops.attention.problem.backward import parse
+from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
+
+H100 = gpu_named("h100")
+DIMS = (64, 64, 8, 40)
+SMALL, LARGE = Most(3, 4, 4, 300, 400, DIMS), Most(5, 5, 8, 1200, 1300, DIMS)
+
+
+def served(number: int, most: Most) -> RandomCase:
+    """The random case of a number, with what the kernel serves."""
+    case, chance = drawn(number, most), Random(number)
+    return replace(case, problem=replace(case.problem, features=PLAIN, dtype=chance.choice(("bf16", "fp16"))))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
+        ("b1 h2 q128 d128 bf16", "head dimensions up to 64, not 128"),
+        ("b1 h2 q128 d64 dv72 bf16", "head dimensions up to 64, not 72"),
+        ("b1 h2 q128 d64 bf16 causal left7", "window"),
+        ("b1 h2 q128 d64 bf16 packed", "packed"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> None:
+    said = KERNEL.cannot(parse(f"attnbwd {text}"), H100)
+    assert said is not None
+    assert reason in said
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run on the CPU, by Python, few heads of keys together."""
+    monkeypatch.setattr(copied, "Build", gluon_interpreter.Build)
+    monkeypatch.setattr(config, "TOGETHER", 4)
+    with assume(H100):
+        yield
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b1 h1 q256 d64 bf16",
+        "b2 h2 hk1 q300 k200 d64 bf16 causal",
+        "b1 h9 q130 k300 d40 dv24 fp16 bshd",  # more heads than start together
+        "b2 h6 hk3 q300 k410 d64 bf16 causal",
+        "b1 h2 q400 k130 d64 bf16 causal",  # rows that see no key
+        "b1 h2 q100 k400 d64 bf16 causal-topleft",  # keys that no query sees
+    ],
+)
+def test_the_source_is_right(text: str, uncompiled: None) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    problem = parse(f"attnbwd {text}")
+    assert examine(KERNEL, KERNEL.configs(problem, H100)[0], problem, CONTRACT, torch.device("cpu")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(60))
+def test_the_source_is_right_for_random_problems(number: int, uncompiled: None) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    case = served(number, SMALL)
+    config = KERNEL.configs(case.problem, H100)[0]
+    assert examine(KERNEL, config, case.problem, case.contract, torch.device("cpu"), case.seed, case.distribution) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(8))
+def test_random_problems_are_right_on_a_gpu(part: int) -> None:
+    from tests.unit.ops.attention.backward.cases import examine
+
+    from flashmoe_science.hardware.probe import current_gpu
+
+    gpu, found, device = current_gpu(), {}, torch.device("cuda")
+    assert gpu is not None
+    for number in range(part, 160, 8):
+        case = served(number, LARGE)
+        if KERNEL.cannot(case.problem, gpu) is None:
+            config = KERNEL.configs(case.problem, gpu)[0]
+            reasons = examine(KERNEL, config, case.problem, case.contract, device, case.seed, case.distribution)
+            found[f"{number}: {case.problem} {case.distribution}"] = reasons
+    assert len(found) > 10
+    assert {case: reasons for case, reasons in found.items() if reasons} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2 h11 q2000 d64 bf16",
+        "b1 h6 hk2 q1500 k1700 d64 fp16 causal",
+        "b1 h1 q20000 d64 bf16 causal",  # more tiles of keys than run at once
+    ],
+)
+def test_bits_are_equal_a_hundred_times(text: str) -> None:
+    problem, device = parse(f"attnbwd {text}"), torch.device("cuda")
+    inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(1)))
+    call = CONTRACT.planned(KERNEL, KERNEL.configs(problem, H100)[0], inputs)
+    first = CONTRACT.from_kernel(call(inputs))
+    for _ in range(99):
+        assert all(map(torch.equal, first, CONTRACT.from_kernel(call(inputs))))

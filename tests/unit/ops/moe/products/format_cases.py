@@ -1,0 +1,102 @@
+"""The numbers of formats that kernels must not get wrong: the least and greatest scales, what is no number, each code.
+
+Run as a script with TRITON_INTERPRET=1 it puts them to the kernels in Triton's interpreter and prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from tests.unit.ops.moe.cases import Case, changed, dense, inputs_of
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import Config
+from flashmoe_science.ops.launch import INTERPRETING
+from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.front.kernels import ours
+
+# Of e8m0, with tokens whose products with such weights are numbers of bf16; above 128 are scales that no model has.
+LOW, GREAT, BOTH = ((0, 1, 64, 127, 128), 2.0**8), ((64, 127, 128, 129, 192, 253, 254), 2.0**-5), ((0, 128, 200), 2.0**8)
+
+
+def saved(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> torch.Tensor:
+    """The first product, as the kernel saves it."""
+    return kernel.run(replace(inputs, saves_z=True), config)[1]
+
+
+def z_wrong(got: torch.Tensor, inputs: MoEInputs) -> str | None:
+    """What is wrong with the first product of one expert's tokens, each column by itself: columns differ by 2^190."""
+    one = dense(inputs).tensors
+    (token, _), right = torch.where(one.topk_ids == 0), one.x.double() @ one.w1[0].T
+    right, got = right[token], got[: len(token)].double()
+    if not torch.equal(got.isnan(), right.isnan()):
+        return "what is no number is not where it must be"
+    off = ((got - right).abs().nan_to_num() > 2.0**-7 * right.abs().nan_to_num().amax(0)).any(0)
+    return f"columns {off.nonzero().flatten().tolist()} are off" if off.any() else None
+
+
+def scaled(scales: tuple[int, ...], of_x: float) -> MoEInputs:
+    """A scale of a row after another, and tokens of that size."""
+    inputs = inputs_of(Case("moe t5 e2 k1 d128 f64 bf16 w:mxfp4"), "cpu")
+    scale = torch.tensor(scales, dtype=torch.uint8).repeat(128)[:128]
+    codes = torch.randint(0, 256, inputs.tensors.w1.shape, dtype=torch.uint8)
+    codes = torch.where(scale[:, None] > 252, codes & 0xBB, codes)  # 1.5 at most: a greater one is infinite in bf16
+    of_all = scale[None, :, None].expand(inputs.tensors.gate_up_scale.shape).contiguous()  # type: ignore[union-attr]
+    x, ids = of_x * torch.randn(5, 128).bfloat16(), torch.zeros(5, 1, dtype=torch.int32)
+    return changed(inputs, w1=codes, gate_up_scale=of_all, x=x, topk_ids=ids)
+
+
+def named() -> Iterator[tuple[str, MoEInputs]]:
+    """Inputs by what is unusual in them, of tokens that all choose the first of two experts."""
+    yield "scales to 2", scaled(*LOW)
+    yield "greater scales", scaled(*GREAT)
+    if not INTERPRETING:  # it has no bf16 below the least normal one
+        yield "2^-127 beside 2^73", scaled(*BOTH)
+    one = scaled(*GREAT)
+    scale = one.tensors.gate_up_scale.clone()  # type: ignore[union-attr]
+    scale[0, 7, 1], scale[1] = 255, 255  # the second expert has no tokens
+    yield "a scale that is no number", changed(one, gate_up_scale=scale)
+    one = scaled(*LOW)
+    codes = one.tensors.w1.clone()
+    codes[0, 3:9] = torch.tensor([0x00, 0x88, 0x80, 0x77, 0xFF, 0x7F], dtype=torch.uint8)[:, None]
+    yield "blocks of 0, -0 and 6", changed(one, w1=codes)
+    for interleaved in ("", " interleaved"):
+        one = inputs_of(Case(f"moe t5 e2 k1 d200 f150 bf16 w:fp8_block{interleaved}"), "cpu")
+        one = changed(one, topk_ids=torch.zeros(5, 1, dtype=torch.int32))
+        scale = one.tensors.gate_up_scale
+        assert scale is not None
+        apart = scale * 2.0 ** torch.tensor([0, 20])[torch.arange(scale.numel()).view(scale.shape) % 2]
+        yield f"neighbouring blocks 2^20 apart{interleaved}", changed(one, gate_up_scale=apart)
+        powers = (torch.frexp(apart).exponent + 126).to(torch.uint8)
+        yield f"scales of e8m0{interleaved}", changed(one, gate_up_scale=powers)
+    apart[0, 1, 0] = torch.nan
+    yield "an fp32 scale that is no number", changed(one, gate_up_scale=apart)
+    bits = one.tensors.w1.view(torch.uint8).clone()
+    bits[0, 5, 199], bits[0, 9, 0], bits[0, 11, 3], bits[1] = 0x7F, 0xFF, 0x7F, 0x7F
+    yield "codes that are no number", changed(one, w1=bits.view(torch.float8_e4m3fn))
+    torch.manual_seed(1)
+    bits = torch.randint(0, 256, bits.shape, dtype=torch.uint8)
+    bits = torch.where(bits & 0x7F == 0x7F, 0, bits)
+    yield "every code of e4m3", changed(one, w1=bits.view(torch.float8_e4m3fn))
+
+
+def on(inputs: MoEInputs, device: str) -> MoEInputs:
+    moved = {name: value if value is None else value.to(device) for name, value in inputs.tensors._asdict().items()}
+    return changed(inputs, **moved)
+
+
+def main() -> None:
+    gpu, found = gpu_named("h200"), {}
+    for name, inputs in named():
+        for kernel in ours():
+            if kernel.interpretable and kernel.cannot(inputs.problem, gpu) is None:
+                config = kernel.configs(inputs.problem, gpu)[0]
+                found[f"{name}: {kernel.name}"] = z_wrong(saved(kernel, config, inputs), inputs)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

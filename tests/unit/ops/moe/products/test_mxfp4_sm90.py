@@ -1,0 +1,68 @@
+"""What moe_mxfp4_gluon_sm90 computes, on the CPU, and what it refuses in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.interpreter import Interpreter
+from tests.unit.ops.moe.cases import changed
+from tests.unit.ops.moe.products.mxfp4_cases import CASES, Case, inputs_of
+
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.products.mxfp4_sm90.kernel import KERNEL, configs, plan
+from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import natural
+
+GPU = GPUS["h200"]
+GPT_OSS = "moe t{} e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"
+
+
+def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/products/mxfp4_cases.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert set(found) == set(map(str, CASES))
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "words"),
+    [
+        (GPT_OSS.format(1), None, "need a GPU"),
+        (GPT_OSS.format(1), GPUS["b200"], "compute capability 9.0"),
+        ("moe t1 e4 k2 d64 f64 bf16", GPU, "its weights are mxfp4, and the problem's bf16"),
+        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block", GPU, "the problem's fp8_block"),
+        ("moe t1 e4 k2 d64 f64 fp16 w:mxfp4", GPU, "serves bf16, not fp16"),
+        ("moe t1 e4 k2 d64 f64 bf16 w:mxfp4 ungated", GPU, "not gated"),
+    ],
+)
+def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> None:
+    assert words in str(KERNEL.cannot(parse_problem(text), gpu))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"w1": torch.zeros(4 * 64 * 32 + 1, dtype=torch.uint8)[1:].view(4, 64, 32)}, "w1 does not start"),
+        ({"w2": torch.zeros(4, 64, 24, dtype=torch.uint8)[..., :16]}, "w2 has stride 24 in dimension 1"),
+        ({"w1": torch.zeros(4, 80, 32, dtype=torch.uint8)[:, :64]}, "w1 has stride 2560 in dimension 0; .* multiple of 1024"),
+        ({"gate_up_scale": torch.zeros(4, 2, 64, dtype=torch.uint8).mT}, "the scales of w1 have stride 64 in their last"),
+    ],
+)
+def test_tensors_that_it_leaves_to_the_portable_kernel(change: dict[str, Any], words: str) -> None:
+    served = inputs_of(Case("moe t5 e4 k2 d64 f32 bf16 w:mxfp4"))
+    with pytest.raises(CannotServe, match=words):
+        plan(changed(served, **change), configs(served.problem, GPU)[0])
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 8), (4, 8), (16, 8), (64, 16), (256, 64), (1024, 128), (16384, 128)])
+def test_a_tile_has_as_many_tokens_as_most_experts(tokens: int, tile: int) -> None:
+    problem = parse_problem(GPT_OSS.format(tokens))
+    assert configs(problem, GPU)[0]["block_m"] == tile
+
+
+def test_a_permuted_row_has_every_column_once_and_inside_its_128() -> None:
+    places = [natural.fn(place) for place in range(512)]
+    assert sorted(places) == list(range(512))
+    assert all(place // 128 == k // 128 for place, k in enumerate(places))

@@ -1,0 +1,99 @@
+"""Weights in formats: each code and scale means what the format says, and the reference quantiser gives the nearest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flashmoe_science.formats import FORMATS
+from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized, quantized_rows
+
+MXFP4, FP8 = FORMATS["mxfp4"], FORMATS["fp8_block"]
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def test_every_code_of_mxfp4_with_every_scale() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    packed = (codes[0::2] | codes[1::2] << 4).repeat(2).expand(256, 16)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None]
+    got = dequantized(Weights(packed, scale), torch.float64)
+    for row in (0, 1, 126, 127, 128, 254):
+        right = [math.ldexp(one, row - 127) for one in E2M1]
+        assert got[row].tolist() == 2 * (right + [-one for one in right])
+    assert got[255].isnan().all()
+    assert got[127, 8].signbit()  # -0
+    narrow = dequantized(Weights(packed, scale), torch.bfloat16)
+    assert torch.equal(narrow[:253].double(), got[:253])  # 6 x 2^126 and more are infinite
+    assert narrow[254, 3] == 1.5 * 2.0**127
+    assert narrow[254, 7] == math.inf
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (3, 200, 300), (1, 1)])
+@pytest.mark.parametrize("powers", [False, True])
+def test_fp8_blocks_are_read_back_within_a_rounding(shape: tuple[int, ...], powers: bool) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.randn(shape[-2], 1).exp()
+    made = quantized(weight, FP8, powers=powers)
+    assert made.codes.shape == shape
+    assert made.scale.shape == (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    got, scale = dequantized(made, torch.float64), made.scale
+    of_block = (scale.double() if scale.dtype == torch.float32 else 2.0 ** (scale.double() - 127)).repeat_interleave(128, -1)
+    of_block = of_block.repeat_interleave(128, -2)[..., : shape[-2], : shape[-1]]
+    assert ((got - weight).abs() <= torch.maximum(weight.abs() * 2.0**-4, of_block * 2.0**-10) * (1 + 1e-6)).all()
+    assert (made.codes.float().abs() <= 448).all()
+    if powers:
+        assert scale.dtype == torch.uint8
+        assert (of_block * 448 >= weight.abs()).all()  # rounded up
+
+
+def test_halves_of_rows_have_scales_of_their_own_where_no_blocks_divide_them() -> None:
+    torch.manual_seed(0)
+    gates, ups = torch.randn(2, 200, 130), 2.0**20 * torch.randn(2, 200, 130)
+    joined = quantized(torch.cat((gates, ups), 1), FP8, halves=True)
+    assert joined.scale.shape == (2, 4, 2)
+    right = torch.cat([dequantized(quantized(one, FP8), torch.float32) for one in (gates, ups)], 1)
+    assert torch.equal(dequantized(joined, torch.float32, halves=True), right)
+    for rows, of_one in ((128, 2), (192, 4), (256, 4)):  # as one: 2 of 128 rows and 3 of 192
+        assert quantized(torch.randn(2 * rows, 130), FP8, halves=True).scale.shape == (of_one, 2)
+    whole = quantized(torch.cat((gates[:, :180], ups[:, :180]), 1)[:, :320], FP8)  # 3 rows of scales, not 4
+    assert torch.equal(dequantized(whole, torch.float32, halves=True), dequantized(whole, torch.float32))
+
+
+def test_the_quantiser_of_mxfp4_gives_the_nearest_code_and_the_even_one_of_two() -> None:
+    halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    row = torch.tensor([[4.0, *halfway, 7.9, *(-one for one in halfway), 0.26, 0.74, 1.26, *13 * [0.0]]])
+    made = quantized(row, MXFP4)
+    assert made.scale.tolist() == [[127]]
+    even = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+    expected = [4.0, *even, 6.0, *(-one for one in even), 0.5, 0.5, 1.5, *13 * [0.0]]
+    assert dequantized(made, torch.float32).tolist() == [expected]
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96, dtype=torch.bfloat16) * 2.0 ** torch.randint(-100, 100, (64, 1))
+    made = quantized(weight, MXFP4)
+    unit = 2.0 ** (made.scale.double() - 127).repeat_interleave(32, -1)
+    values = torch.tensor([*E2M1, *(-one for one in E2M1)], dtype=torch.float64) * unit[..., None]
+    nearest = (weight.double()[..., None] - values).abs().amin(-1)
+    assert torch.equal((dequantized(made, torch.float64) - weight.double()).abs(), nearest)
+    again = quantized(dequantized(made, torch.float32), MXFP4)
+    assert torch.equal(again.codes & 0x77, made.codes & 0x77)
+
+
+def test_a_block_of_zeros_and_one_with_what_is_no_number() -> None:
+    weight = torch.zeros(128, 256)
+    weight[0, 128] = torch.nan
+    for form in (MXFP4, FP8):
+        got = dequantized(quantized(weight, form), torch.bfloat16)
+        assert (got[:, :128] == 0).all()
+        assert got[0, 128].isnan()
+        assert (got[:, 192:] == 0).all() or form is FP8  # a block of one scale has no other numbers
+
+
+def test_rows_in_e4m3_have_a_scale_to_128_columns() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 300) * torch.tensor([1.0, 2.0**20, 0.0])[:, None]
+    made = quantized_rows(x)
+    assert (made.codes.dtype, made.scale.shape) == (torch.float8_e4m3fn, (3, 3))
+    torch.testing.assert_close(dequantized_rows(made, torch.float32), x, rtol=2.0**-4, atol=2.0**-9)
+    assert torch.equal(made.scale[0, 2], x[0, 256:].abs().max() / 448)

@@ -1,0 +1,71 @@
+"""Runs a block of PTX of inline assembly, as written, on tensors: the few instructions that kernels of ours have there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Registers = dict[str, torch.Tensor]  # int64, of 32 bits
+_ALL = 0xFFFFFFFF
+
+
+def run_block(text: str, given: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], pack: int) -> list[torch.Tensor]:
+    """The results, of the dtypes, of a block that takes and gives ``pack`` elements of each tensor, in registers of 32 bits."""
+    shape = given[0].shape
+    inputs = [one for tensor in given for one in _registers(tensor, pack)]
+    outputs = sum(_count(dtype, pack) for dtype in dtypes)
+    values: Registers = {f"${outputs + n}": one for n, one in enumerate(inputs)}
+    for line in re.split(r";\s*", text.strip().strip("{}")):
+        name, _, operands = line.strip().partition(" ")
+        if name and not name.startswith(".reg"):
+            target, *sources = (one.strip() for one in operands.split(","))
+            values[target] = _OPERATIONS[name](*(_value(one, values) for one in sources)) & _ALL
+    found, first = [], 0
+    for dtype in dtypes:
+        count = _count(dtype, pack)
+        words = torch.stack(torch.broadcast_tensors(*(values[f"${first + n}"] for n in range(count))), -1)
+        found.append(words.to(torch.uint32).view(dtype).reshape(shape))
+        first += count
+    return found
+
+
+def _count(dtype: torch.dtype, pack: int) -> int:
+    return pack if dtype.itemsize == 4 else pack * dtype.itemsize // 4
+
+
+def _registers(tensor: torch.Tensor, pack: int) -> list[torch.Tensor]:
+    words = tensor.as_subclass(torch.Tensor).contiguous().view(-1, pack).view(torch.uint32)
+    return list((words.long() & _ALL).unbind(-1))
+
+
+def _value(name: str, values: Registers) -> Any:
+    return values[name] if name in values else int(name, 0)
+
+
+def _select(a: Any, b: Any, c: Any, table: int) -> Any:
+    """lop3: bit 4a + 2b + c of the table for each bit."""
+    found = 0
+    for n in range(8):
+        if table >> n & 1:
+            one, two, three = (value if n >> at & 1 else ~value for value, at in ((a, 2), (b, 1), (c, 0)))
+            found = found | one & two & three
+    return found
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Two bf16 products."""
+    one, two = (torch.as_tensor(value).to(torch.uint32).contiguous().view(-1, 1).view(torch.bfloat16) for value in (a, b))
+    return (one.double() * two.double()).bfloat16().view(torch.uint32).squeeze(-1).long()
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "mov.b32": lambda a: torch.tensor([a]),
+    "and.b32": lambda a, b: a & b,
+    "shl.b32": lambda a, b: a << b,
+    "shr.u32": lambda a, b: a >> b,
+    "lop3.b32": _select,
+    "mul.rn.bf16x2": _multiply,
+}

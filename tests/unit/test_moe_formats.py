@@ -1,0 +1,176 @@
+"""``fused_moe`` of weights in a format on the CPU: right in every layout of checkpoints, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+from flashmoe_science.moe import dequantize_experts, quantize_experts
+
+E, H, K, T = 4, 160, 2, 9
+FORMS = ("mxfp4", "fp8_block")
+GPT_OSS: dict[str, Any] = {"activation": "clamped_silu", "interleaved": True}
+
+
+def given(form: str, width: int = 96, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
+    """The arguments of a call; no token chooses the last expert."""
+    torch.manual_seed(0)
+    w1 = torch.randn(E, 2 * width, H) * H**-0.5
+    w2 = torch.randn(E, H, width) * width**-0.5
+    call = {
+        "hidden_states": torch.randn(T, H, dtype=dtype),
+        "top_k_weights": torch.rand(T, K),
+        "top_k_ids": torch.stack([torch.randperm(E - 1)[:K] for _ in range(T)]),
+    }
+    biases = {"gate_up_bias": torch.randn(E, 2 * width), "down_bias": torch.randn(E, H)} if options else {}
+    return call | quantize_experts(w1, w2, form, interleaved=options.get("interleaved", False)) | biases | options
+
+
+def dense(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same call with dequantised weights, in the dtype."""
+    interleaved = call.get("interleaved", False)
+    names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale", "weight_format")
+    w1, w2 = dequantize_experts(**{name: call[name] for name in names}, interleaved=interleaved, dtype=dtype)
+    rest = {name: one for name, one in call.items() if name not in names}
+    return rest | {"hidden_states": call["hidden_states"].to(dtype), "gate_up_proj": w1, "down_proj": w2}
+
+
+def close(got: torch.Tensor, right: torch.Tensor) -> None:
+    error = (got.double() - right).square().mean().sqrt() / right.square().mean().sqrt()
+    assert error < {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 1e-6, torch.float64: 1e-14}[got.dtype]
+
+
+@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["swiglu", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("form", "width"), [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300)])
+def test_it_is_the_experts_of_dequantised_weights(form: str, width: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    call = given(form, width, dtype, **options)
+    close(fm.fused_moe(**call), fm.fused_moe(**dense(call, torch.float64)))
+
+
+def test_gpt_oss_s_blocks_and_bytes_of_either_sign_are_served_as_they_lie() -> None:
+    call = given("mxfp4", **GPT_OSS)
+    right = fm.fused_moe(**call)
+    blocks = {name: call[name].unflatten(2, (-1, 16)) for name in ("gate_up_proj", "down_proj")}
+    e8m0 = {name: call[name].view(torch.float8_e8m0fnu) for name in ("gate_up_scale", "down_scale")}
+    signed = {name: call[name].view(torch.int8) for name in ("gate_up_proj", "down_proj")}
+    for other in (blocks, e8m0, signed, blocks | e8m0):
+        for _ in range(2):  # the second by the launch that the first stored
+            assert torch.equal(fm.fused_moe(**call | other), right)
+
+
+@pytest.mark.parametrize("width", [64, 200, 256])
+def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
+    """vLLM pads each; transformers has those of the joined rows. They differ where 128 does not divide the width."""
+    torch.manual_seed(0)
+    call = given("fp8_block", width)
+    names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
+    gates, ups = torch.randn(E, width, H), 2.0**10 * torch.randn(E, width, H)
+    of_each = [quantize_experts(one, torch.randn(E, H, width), "fp8_block") for one in (gates, ups)]
+    joined = {name: torch.cat([one[name] for one in of_each], 1) for name in ("gate_up_proj", "gate_up_scale")}
+    w1, _ = dequantize_experts(**{name: call[name] for name in names} | joined, weight_format="fp8_block", dtype=torch.float64)
+    separate = [one["gate_up_scale"].repeat_interleave(128, 1)[:, :width].repeat_interleave(128, 2)[..., :H] for one in of_each]
+    right = torch.cat([one["gate_up_proj"].double() * scale for one, scale in zip(of_each, separate, strict=True)], 1)
+    assert torch.equal(w1, right)
+    close(fm.fused_moe(**call | joined), fm.fused_moe(**dense(call | joined, torch.float64)))
+    e8m0 = {name: torch.randint(115, 125, call[name].shape, dtype=torch.uint8) for name in ("gate_up_scale", "down_scale")}
+    powers = {name: one.view(torch.float8_e8m0fnu) for name, one in e8m0.items()}
+    floats = {name: 2.0 ** (one.float() - 127) for name, one in e8m0.items()}
+    assert torch.equal(fm.fused_moe(**call | powers), fm.fused_moe(**call | floats))
+    assert torch.equal(fm.fused_moe(**call | e8m0), fm.fused_moe(**call | floats))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scale_that_is_no_number_and_a_token_that_is_none_reach_what_uses_them(form: str) -> None:
+    call = given(form)
+    whole = fm.fused_moe(**call)
+    scale = call["down_scale"].clone()
+    scale[-1] = 255 if form == "mxfp4" else torch.nan  # of the expert that no token chose
+    x = call["hidden_states"].clone()
+    x[3] = torch.nan
+    got = fm.fused_moe(**call | {"down_scale": scale, "hidden_states": x})
+    assert got[3].isnan().all()
+    others = torch.arange(T) != 3
+    assert torch.equal(got[others], whole[others])
+    scale[0] = scale[-1]
+    got = fm.fused_moe(**call | {"down_scale": scale})
+    chose = (call["top_k_ids"] == 0).any(1)
+    assert got[chose].isnan().all()
+    assert torch.equal(got[~chose], whole[~chose])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_all_but_the_weights(form: str, compiled: bool) -> None:
+    call = given(form, dtype=torch.float32, **GPT_OSS)
+    names = ("hidden_states", "top_k_weights", "gate_up_bias", "down_bias")
+    dout = torch.randn(T, H)
+
+    def gradients(call: dict[str, Any], function: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [call[name].detach().requires_grad_() for name in names]
+        return torch.autograd.grad(function(**call | dict(zip(names, leaves, strict=True))), leaves, dout.to(leaves[0].dtype))
+
+    function = torch.compile(fm.fused_moe, fullgraph=True, backend="aot_eager") if compiled else fm.fused_moe
+    found, right = gradients(call, function), gradients(dense(call, torch.float32), fm.fused_moe)
+    for got, one in zip(found, right, strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+    call["hidden_states"].requires_grad_()
+    reason = fm.explain_moe(**call).reason
+    assert f"weights are in {form}, which PyTorch's operators dequantise for the gradients of all but the weights" in reason
+
+
+def test_explain_says_that_weights_are_dequantised() -> None:
+    decision = fm.explain_moe(**given("mxfp4"))
+    assert decision.kernel == "grouped_mm"
+    assert decision.reason.endswith("; weights in mxfp4 are dequantised before each product")
+
+
+def test_it_compiles_whole_and_rows_sorted_by_expert_are_served() -> None:
+    call = given("mxfp4")
+    compiled = torch.compile(lambda kwargs: fm.fused_moe(**kwargs), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(call), fm.fused_moe(**call))
+    rest = {name: one for name, one in call.items() if not name.startswith("top_k")}
+    offsets = torch.tensor([3, 3, 7, 9])
+    got = fm.moe.grouped_moe(offsets=offsets, **rest)
+    ids = torch.searchsorted(offsets, torch.arange(T), right=True)[:, None]
+    assert torch.equal(got, fm.fused_moe(**rest, top_k_ids=ids, top_k_weights=torch.ones(T, 1)))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mxfp4", {"weight_format": "mxfp6"}, "weight_format is 'mxfp6'; it must be None or one of 'mxfp4', 'fp8_block'"),
+    ("mxfp4", {"weight_format": None}, "weight_format is None and gate_up_scale is given"),
+    ("mxfp4", {"down_scale": None}, "weight_format is 'mxfp4' and down_scale is None"),
+    ("mxfp4", {"transposed": True}, "transposed is True and weight_format is 'mxfp4'; it must be False then"),
+    (
+        "mxfp4",
+        {"weight_format": "fp8_block"},
+        "gate_up_proj has dtype torch.uint8 and weight_format is 'fp8_block'; it must be",
+    ),
+    ("fp8_block", {"weight_format": "mxfp4"}, "it must be uint8 or int8 or float4_e2m1fn_x2"),
+    ("mxfp4", {"down_proj": torch.zeros(E, H, 24, dtype=torch.uint8)}, "down_proj has 24 bytes a row; they must be a multiple"),
+    ("mxfp4", {"down_proj": torch.zeros(E, H, 4, 8, dtype=torch.uint8)}, "it must be [E, N, K / 2] or [E, N, K / 32, 16]"),
+    ("mxfp4", {"gate_up_scale": torch.zeros(E, 192, 6, dtype=torch.uint8)}, "gate_up_scale has shape (4, 192, 6); it must be"),
+    ("mxfp4", {"gate_up_scale": torch.zeros(E, 192, 5)}, "gate_up_scale has dtype torch.float32 and weight_format is 'mxfp4'"),
+    ("fp8_block", {"down_scale": torch.zeros(E, 2, 3)}, "down_scale has shape (4, 2, 3); it must be [4, 2, 1]"),
+    ("fp8_block", {"gate_up_scale": torch.zeros(E, 3, 2)}, "has shape (4, 3, 2); it must be [4, 2, 2], or [4, 2, 2]"),
+    ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
+    ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
+    ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),
+    ("mxfp4", {"kernel": "moe_gemv_triton"}, "kernel 'moe_gemv_triton' cannot serve"),
+    ("mxfp4", {"weight_grads": (None, None)}, "weight_grads is given and weight_format is 'mxfp4'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "changed", "message"), REFUSED, ids=lambda value: value[:40] if isinstance(value, str) else None
+)
+def test_what_is_not_allowed_is_refused_in_one_line(form: str, changed: dict[str, Any], message: str) -> None:
+    call = given(form)
+    call["top_k_weights"].requires_grad_("weight_grads" in changed)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fm.fused_moe(**call | changed)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
