@@ -25,6 +25,7 @@ from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
+_OPTIONAL = Tensors._fields[5:]  # biases and scales
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
 
 
@@ -54,7 +55,7 @@ def expert_parallel_moe(
         combine: "exact": the row of each choice travels and is summed by the token's rank in the order of the choices, as in
             one process, whatever the number of ranks. "reduced": each rank sums its own rows of a token, and the sums are added
             up in fp32, in the order of the ranks: K times fewer bytes come back.
-        options: the other arguments of ``fused_moe``, the same on every rank; biases are this rank's.
+        options: the others of ``fused_moe`` but ``adapters``, the same on every rank; biases and scales are of this rank.
 
     Returns:
         [..., H] in the dtype of ``hidden``.
@@ -139,7 +140,9 @@ def _check_call(tensors: tuple[Any, ...], arguments: dict[str, Any], workspace: 
     """Raise what ``fused_moe`` would, and what does not fit the workspace."""
     if combine not in get_args(Combine):
         raise ValueError(f"combine is {combine!r}; it must be one of {', '.join(get_args(Combine))}")
-    whole = *tensors, arguments["gate_up_bias"], arguments["down_bias"]
+    if arguments["adapters"] is not None:
+        raise ValueError("adapters is given; experts on several ranks take none")
+    whole = *tensors, *(arguments[name] for name in _OPTIONAL)
     checked(Tensors(*whole), Options(*(arguments[name] for name in Options._fields)))
     x, gate_up, _, _, ids = tensors
     if (tokens := ids.numel() // ids.shape[-1]) > workspace.max_tokens:
@@ -160,7 +163,7 @@ def _facts(tensors: tuple[torch.Tensor, ...], arguments: dict[str, Any], combine
     names = ("hidden", "gate_up_local", "down_local", "top_k_weights")
     facts |= {f"{name}.requires_grad": one.requires_grad for name, one in zip(names, tensors, strict=False)}
     facts |= {f"the shape of {name}": tuple(one.shape) for name, one in zip(names[1:3], tensors[1:3], strict=True)}
-    facts |= {f"{name} is None": arguments[name] is None for name in ("gate_up_bias", "down_bias")}
+    facts |= {f"{name} is None": arguments[name] is None for name in _OPTIONAL}
     return facts | {name: arguments[name] for name in Options._fields}
 
 
