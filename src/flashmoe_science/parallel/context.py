@@ -1,7 +1,7 @@
 """Exact attention of a sequence that is cut over ranks: keys and values are fetched, and each chunk of queries is one call.
 
 A chunk of queries needs the keys up to its own last one, of a window those near it. They are fetched in the order of the whole
-sequence, so that nothing is merged and nothing is rounded once more.
+sequence, so that nothing is merged and nothing is rounded once more. Or shards are exchanged for heads, and one call is all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.exchange import fetch
+from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
 
 _NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
@@ -30,6 +31,7 @@ def context_attention(
     *,
     group: object,
     layout: str = "head_tail",
+    exchange: str = "keys",
     seqlen: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -52,10 +54,12 @@ def context_attention(
             heads, head_dim]. k and v may have fewer heads, v another head_dim. Rotary embeddings come before, at ``positions``.
         group: a ProcessGroup or a 1-D DeviceMesh.
         layout: how the sequence is cut: "head_tail", which gives ranks equal work under a causal mask, or "contiguous".
+        exchange: "keys": each rank fetches the keys that its queries need. "heads" (Ulysses): ranks exchange their shards for
+            all tokens of a share of the heads, of which N ranks must have a multiple, and the results back.
         seqlen: tokens of the whole sequence; None where all chunks have as many. No padding is needed.
         softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. Of a window only the keys near it are fetched.
-        s_aux: [heads], a learned sink, the same on every rank. Its gradient is that of this rank's queries; like those of other
-            parameters it is to be added up over the ranks.
+        s_aux: [heads], a learned sink, the same on every rank. Its gradient is this rank's part; like those of other parameters
+            it is to be added up over the ranks.
         cu_seqlens: int32 [documents + 1], where each packed document begins in the whole sequence, and its length.
         max_seqlen: no document is longer; by default ``seqlen``.
         deterministic: the gradients too have equal bits in equal calls, on a GPU by a backward of ours, or the call is refused.
@@ -79,8 +83,10 @@ def context_attention(
         tokens_first=True, names=_NAMES,
     )  # fmt: skip
     check_table(cu_seqlens, "cu_seqlens", (None,), q)
-    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen)
+    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange)
     cut = _agreed_cut(q, k, v, call, group, layout, seqlen)
+    if exchange == "heads":
+        return _by_heads(q, k, v, call, cut)
     keys = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
     of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, keys)
     own = zip(cut.own(), keys[cut.group.rank()], q.split(cut.sizes(), -3), of_k, of_v, strict=True)
@@ -95,6 +101,7 @@ class _Call(NamedTuple):
     sinks: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
+    exchange: str
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
@@ -129,6 +136,15 @@ def _attend(chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torc
     return out.narrow(-3, 0, len(chunk)) if behind else out
 
 
+def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> torch.Tensor:
+    """The attention of all tokens in this rank's share of the heads, as this rank's tokens in all heads."""
+    sinks, heads, whole = call.sinks, q.shape[-2] // cut.group.size(), range(cut.seqlen)
+    call = call._replace(sinks=None if sinks is None else sinks.narrow(0, cut.group.rank() * heads, heads))
+    of_q, of_k, of_v = (to_heads(_tokens_first(one), cut) for one in (q, k, v))
+    out = _attend(whole, whole, _tokens_first(of_q), of_k, of_v, call)
+    return _tokens_first(to_tokens(_tokens_first(out), cut))
+
+
 def _agreed_cut(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, group: object, layout: str, seqlen: int | None
 ) -> Cut:
@@ -155,6 +171,16 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     for name, one in (("k", k), ("v", v)):
         if one.shape[:-2] != q.shape[:-2]:
             raise ValueError(f"{name} has shape {tuple(one.shape)} and q {tuple(q.shape)}; they must have the same tokens")
+    if call.exchange not in ("keys", "heads"):
+        raise ValueError(f"exchange is {call.exchange!r}; it must be one of keys, heads")
+    ranks = cut.group.size()
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        if call.exchange == "heads" and one.shape[-2] % ranks:
+            raise ValueError(
+                f"exchange is 'heads', and {name} has {one.shape[-2]} heads; they must be a multiple of {ranks} ranks"
+            )
+    if call.sinks is not None and call.sinks.shape != q.shape[-2:-1]:
+        raise ValueError(f"s_aux has shape {tuple(call.sinks.shape)}; it must be {tuple(q.shape[-2:-1])}")
     if call.max_seqlen is not None:
         check_count(call.max_seqlen, "max_seqlen", 0)
     if checked and call.cu_seqlens is not None and (last := int(call.cu_seqlens[-1])) != cut.seqlen:
@@ -165,7 +191,7 @@ def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, layout: str, seqlen: int | None
 ) -> dict[str, object]:
     """What must be the same on every rank, by name: else messages do not fit, or ranks compute different things."""
-    facts: dict[str, object] = {"layout": layout, "seqlen": seqlen}
+    facts: dict[str, object] = {"layout": layout, "exchange": call.exchange, "seqlen": seqlen}
     if seqlen is None:
         facts["the number of tokens of a shard without seqlen"] = q.shape[-3]
     for name, one in (("q", q), ("k", k), ("v", v)):

@@ -19,11 +19,13 @@ from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.calls import autocast
 from flashmoe_science.ops.moe.call import Options, Tensors, checked
+from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
+_OPTIONAL = Tensors._fields[5:]  # biases and scales
 _INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
 
 
@@ -53,7 +55,7 @@ def expert_parallel_moe(
         combine: "exact": the row of each choice travels and is summed by the token's rank in the order of the choices, as in
             one process, whatever the number of ranks. "reduced": each rank sums its own rows of a token, and the sums are added
             up in fp32, in the order of the ranks: K times fewer bytes come back.
-        options: the other arguments of ``fused_moe``, the same on every rank; biases are this rank's.
+        options: the others of ``fused_moe`` but ``adapters``, the same on every rank; biases and scales are of this rank.
 
     Returns:
         [..., H] in the dtype of ``hidden``.
@@ -69,7 +71,7 @@ def expert_parallel_moe(
     shape, (x, weights, ids) = x.shape, (one.reshape(-1, one.shape[-1]) for one in (x, weights, ids))
     call = _exact if combine == "exact" else _reduced
     out: torch.Tensor = call(x, gate_up, down, weights, ids, workspace, options)
-    return out.view(shape)
+    return unviewed(out, shape)
 
 
 def _reduced(
@@ -85,15 +87,13 @@ def _exact(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
     workspace: ExpertWorkspace, options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    top_k, experts = workspace.top_k, workspace.local_experts
-    everyones_x, _, local_ids = _Gather.apply(workspace, x, None, ids)  # type: ignore[no-untyped-call]
+    gathered = _Gather.apply(workspace, x, weights.detach(), ids)  # type: ignore[no-untyped-call]
+    everyones_x, everyones_weights, local_ids = gathered
     one = torch.ones((local_ids.numel(), 1), dtype=torch.float32, device=x.device)
     # A choice is a token of its own, whose row is not summed.
-    rows = fused_moe(everyones_x.repeat_interleave(top_k, 0), gate_up, down, one, local_ids.view(-1, 1), **options)
-    received = _Exchange.apply(workspace, rows)  # type: ignore[no-untyped-call]  # of each rank as many, zeros but for its own
-    place = torch.arange(ids.numel(), device=ids.device).view(ids.shape) + ids // experts * (workspace.max_tokens * top_k)
-    row_of_pair = torch.where((ids >= 0) & (ids < workspace.experts), place, -1)
-    out: torch.Tensor = _WeightedSums.apply(received, weights, row_of_pair)  # type: ignore[no-untyped-call]
+    pairs = everyones_x.repeat_interleave(workspace.top_k, 0)
+    rows = fused_moe(pairs, gate_up, down, one, local_ids.view(-1, 1), **options)
+    out: torch.Tensor = _Combine.apply(workspace, rows, weights, ids, everyones_weights)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -140,7 +140,9 @@ def _check_call(tensors: tuple[Any, ...], arguments: dict[str, Any], workspace: 
     """Raise what ``fused_moe`` would, and what does not fit the workspace."""
     if combine not in get_args(Combine):
         raise ValueError(f"combine is {combine!r}; it must be one of {', '.join(get_args(Combine))}")
-    whole = *tensors, arguments["gate_up_bias"], arguments["down_bias"]
+    if arguments["adapters"] is not None:
+        raise ValueError("adapters is given; experts on several ranks take none")
+    whole = *tensors, *(arguments[name] for name in _OPTIONAL)
     checked(Tensors(*whole), Options(*(arguments[name] for name in Options._fields)))
     x, gate_up, _, _, ids = tensors
     if (tokens := ids.numel() // ids.shape[-1]) > workspace.max_tokens:
@@ -161,7 +163,7 @@ def _facts(tensors: tuple[torch.Tensor, ...], arguments: dict[str, Any], combine
     names = ("hidden", "gate_up_local", "down_local", "top_k_weights")
     facts |= {f"{name}.requires_grad": one.requires_grad for name, one in zip(names, tensors, strict=False)}
     facts |= {f"the shape of {name}": tuple(one.shape) for name, one in zip(names[1:3], tensors[1:3], strict=True)}
-    facts |= {f"{name} is None": arguments[name] is None for name in ("gate_up_bias", "down_bias")}
+    facts |= {f"{name} is None": arguments[name] is None for name in _OPTIONAL}
     return facts | {name: arguments[name] for name in Options._fields}
 
 
@@ -169,14 +171,14 @@ def _facts(tensors: tuple[torch.Tensor, ...], arguments: dict[str, Any], combine
 
 
 class _Gather(torch.autograd.Function):
-    """hidden [N * max_tokens, H] of all ranks, their weights (None for none) and their ids [N * max_tokens, K], counted from
-    this rank's first expert. Gradients go back to their rank and are added up there, in fp32 and in the order of the ranks."""
+    """hidden [N * max_tokens, H] of all ranks, their weights and their ids [N * max_tokens, K], which count from this rank's
+    first expert. Gradients go back to their rank and are added up there, in fp32 and in the order of the ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor | None, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        ctx.workspace, ctx.tokens, ctx.dtype = workspace, x.shape[0], None if weights is None else weights.dtype
+        ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.workspace, ctx.tokens, ctx.dtype = workspace, x.shape[0], weights.dtype
         wide, top_k = torch.promote_types(x.dtype, torch.float32), workspace.top_k
         parts = [
             ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
@@ -186,8 +188,11 @@ class _Gather(torch.autograd.Function):
         routing = _gathered(torch.cat(parts, 1), workspace, -1)
         everyones_weights = None if weights is None else routing[:, top_k:].contiguous().view(wide)
         local_ids = routing[:, :top_k] - workspace.first_expert
-        ctx.mark_non_differentiable(local_ids)
-        return _gathered(x, workspace), everyones_weights, local_ids
+        everyones_x = _gathered(x, workspace)
+        _, needs_x, needs_weights, _ = ctx.needs_input_grad
+        wanted = ((everyones_x, needs_x), (everyones_weights, needs_weights), (local_ids, False))
+        ctx.mark_non_differentiable(*(one for one, needed in wanted if not needed))
+        return everyones_x, everyones_weights, local_ids
 
     @staticmethod
     @once_differentiable
@@ -237,35 +242,44 @@ def _sum_of_ranks(parts: torch.Tensor, workspace: ExpertWorkspace, tokens: int) 
     return total.to(parts.dtype)
 
 
-class _WeightedSums(torch.autograd.Function):
-    """[T, H]: a token's rows, times their weights, summed as the last launch of ``fused_moe`` sums them. ``row_of_pair`` [T, K]
-    is the place of a row in rows [R, H], -1 for none."""
+class _Combine(torch.autograd.Function):
+    """[T, H], of the rows [N * max_tokens * K, H] of all ranks' choices, of which this rank has those of its experts: each goes
+    to its token's rank, which sums them as the last launch of ``fused_moe`` does. Back goes the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, weights, row_of_pair)
-        if not rows.is_cuda or TRITON_MISSING:
-            return weighted_sums(_of_pairs(rows, row_of_pair), weights, row_of_pair >= 0)
+    def forward(
+        ctx: Any, workspace: ExpertWorkspace, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+        everyones_weights: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        received = workspace.transport.exchange(rows.contiguous())  # from each rank as many, zeros but for its experts'
+        place = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        from_rank = ids // workspace.local_experts * (workspace.max_tokens * workspace.top_k)
+        here = (ids >= 0) & (ids < workspace.experts)
+        row_of_pair = torch.where(here, place + from_rank, -1)
+        ctx.workspace, ctx.dtypes = workspace, (rows.dtype, weights.dtype)
+        on_cpu, needs_weights = not rows.is_cuda or bool(TRITON_MISSING), ctx.needs_input_grad[2]
+        of_pairs = _of_pairs(received, row_of_pair) if on_cpu or needs_weights else None
+        ctx.save_for_backward(of_pairs if needs_weights else None, everyones_weights)
+        if on_cpu:
+            assert of_pairs is not None
+            return weighted_sums(of_pairs, weights, here)
         from flashmoe_science.ops.moe.combine import combined  # it brings Triton
 
-        sums: torch.Tensor = combined(rows, weights.contiguous(), row_of_pair)
+        sums: torch.Tensor = combined(received, weights.contiguous(), row_of_pair)
         return sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        rows, weights, row_of_pair = ctx.saved_tensors
-        needs_rows, needs_weights, _ = ctx.needs_input_grad
-        wide = torch.promote_types(rows.dtype, torch.float32)
+        of_pairs, everyones_weights = ctx.saved_tensors
+        of_rows, of_weights = ctx.dtypes
         drows = dweights = None
-        if needs_weights:
-            dweights = (_of_pairs(rows, row_of_pair).to(wide) * dout[:, None].to(wide)).sum(-1).to(weights.dtype)
-        if needs_rows:
-            none = rows.shape[0]
-            places = torch.where(row_of_pair >= 0, row_of_pair, none).flatten()
-            of_pairs = (weights.to(wide)[:, :, None] * dout[:, None].to(wide)).to(rows.dtype)
-            drows = rows.new_zeros(none + 1, rows.shape[1]).index_copy_(0, places, of_pairs.flatten(0, 1))[:none]
-        return drows, dweights, None
+        if ctx.needs_input_grad[1]:
+            everyones = _gathered(dout, ctx.workspace)
+            drows = (everyones_weights[:, :, None] * everyones[:, None]).to(of_rows).flatten(0, 1)
+        if of_pairs is not None:
+            dweights = (of_pairs.to(everyones_weights.dtype) * dout[:, None]).sum(-1).to(of_weights)
+        return None, drows, dweights, None, None
 
 
 def _of_pairs(rows: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:

@@ -83,9 +83,8 @@ class ExpertWorkspace:
     def bytes_received(self, combine: Combine) -> int:
         """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
-        routing = self.top_k * wide * (2 if combine == "reduced" else 1)
         results = row if combine == "reduced" else self.top_k * row
-        return (self.ranks - 1) * self.max_tokens * (row + routing + results)
+        return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
 
     def seconds(self, combine: Combine) -> float | None:
         """What a forward's exchanges take between GPUs of one host, predicted from what two H100 took; None where not known."""

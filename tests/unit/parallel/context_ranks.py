@@ -28,15 +28,18 @@ class Case(NamedTuple):
     documents: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float64
     batch: int = 1
+    exchange: str = "keys"
+    heads: tuple[int, int] = (4, 2)
 
     def cu_seqlens(self) -> torch.Tensor | None:
         return torch.tensor([0, *self.documents]).cumsum(0, dtype=torch.int32) if self.documents else None
 
     def inputs(self) -> Tensors:
-        """q, k, v, the gradient of the output and the sinks, the same on every rank; a group of 2, v narrower."""
+        """q, k, v, the gradient of the output and the sinks, the same on every rank; groups of heads, v narrower."""
         draw = torch.Generator().manual_seed(self.seqlen)
         lead = (self.seqlen,) if self.documents else (self.batch, self.seqlen)
-        shapes = [(*lead, 4, 16), (*lead, 2, 16), (*lead, 2, 8), (*lead, 4, 8), (4,)]
+        heads, keys = self.heads
+        shapes = [(*lead, heads, 16), (*lead, keys, 16), (*lead, keys, 8), (*lead, heads, 8), (heads,)]
         return tuple(torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype) for shape in shapes)
 
     def options(self) -> dict[str, Any]:
@@ -61,6 +64,7 @@ CASES = {
     "bf16": Case(200, dtype=torch.bfloat16),
     "fp32": Case(200, dtype=torch.float32),
 }
+BY_HEADS = ("odd", "contiguous", "full", "window on both sides", "sinks and soft cap", "packed, window, sinks", "bf16", "fp32")
 
 
 def whole(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -90,7 +94,9 @@ def faults(case: Case, group: dist.ProcessGroup, attention: Callable[..., torch.
 
     def ours(*qkvs: torch.Tensor) -> torch.Tensor:
         lengths = {"seqlen": case.seqlen, "cu_seqlens": case.cu_seqlens()}
-        return context_attention(*qkvs[:3], s_aux=qkvs[3], **given, **lengths, **case.options())
+        if case.exchange == "heads" and case.documents:
+            lengths["max_seqlen"] = max(case.documents)  # as one process is given
+        return context_attention(*qkvs[:3], s_aux=qkvs[3], exchange=case.exchange, **given, **lengths, **case.options())
 
     own = (*(shard(one, -3, **given) for one in inputs[:4]), inputs[4])
     got, again = (with_gradients(attention or ours, own, case.sinks) for _ in range(2))
@@ -102,6 +108,8 @@ def faults(case: Case, group: dist.ProcessGroup, attention: Callable[..., torch.
     for total in got[4:]:
         dist.all_reduce(total, group=group)  # as gradients of parameters are
     exact, plain = (with_gradients(lambda *qkvs: whole(case, *qkvs), each, case.sinks) for each in (double(inputs), inputs))
+    if case.exchange == "heads" and not torch.equal(got[0], shard(plain[0].detach(), -3, **given)):
+        wrong.append("out has other bits than one process's")
     for name, one, reference, usual in zip(("out", "dq", "dk", "dv", "dsinks"), got, exact, plain, strict=False):
         if name != "dsinks":
             reference, usual = (shard(each.detach(), -3, **given) for each in (reference, usual))
@@ -222,7 +230,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     """What is refused, by every rank: none waits for another."""
     rank, ranks = group.rank(), group.size()
     q, k = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8)
-    flat = q[0]
+    flat, three = q[0], torch.randn(1, 16, 3, 8)
     uneven = torch.randn(1, 16 + 4 * rank, 2, 8)
     starts = torch.tensor([0, 16], dtype=torch.int32)
     whole_starts, other = torch.tensor([0, 5 + rank, 16 * ranks], dtype=torch.int32), "it must be the same on every rank"
@@ -250,6 +258,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("max_seqlen", (flat,) * 3, {"cu_seqlens": starts * ranks, "max_seqlen": 1.5}),
         ("softcap is -1.0", (q, k, k), {"softcap": -1.0}),
         ("s_aux has shape (3,)", (q, k, k), {"s_aux": torch.zeros(3)}),
+        ("exchange is 'ring'; it must be one of keys, heads", (q, k, k), {"exchange": "ring"}),
+        (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 3, 1), three, three), {"exchange": "heads"}),
     ]
     wrong = []
     for words, qkv, more in calls:
@@ -259,7 +269,9 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
 
 def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """What is wrong, by case."""
-    results = {name: faults(case, group) for name, case in CASES.items()}
+    heads = 2 * group.size(), group.size()
+    by_heads = {f"{name}, by heads": CASES[name]._replace(exchange="heads", heads=heads) for name in BY_HEADS}
+    results = {name: faults(case, group) for name, case in (CASES | by_heads).items()}
     checks = [check_positions, check_local, check_halo, check_unshard, check_groups, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import explain, fused_moe
 from flashmoe_science.measure.tolerance import check_output, expected, general_cap
+from flashmoe_science.moe import quantize_experts
 from flashmoe_science.parallel import ExpertWorkspace, expert_parallel_moe
+from flashmoe_science.parallel.workspace import Combine
 
 Tensors = tuple[torch.Tensor, ...]
 DIM, HIDDEN = 32, 16
@@ -209,6 +211,40 @@ def check_dtensors(group: dist.ProcessGroup) -> list[str]:
     return wrong + refused(lambda: call(x, replicated, down, weights, own.ids), "it must be Shard(0) over ranks")
 
 
+def check_formats(group: dist.ProcessGroup) -> list[str]:
+    """Experts in the formats of checkpoints give what they give in one process."""
+    wrong, experts, draw = [], 2 * group.size(), torch.Generator().manual_seed(5)
+    workspace = ExpertWorkspace(group, 8, DIM, 3, experts)
+    mine = slice(workspace.first_expert, workspace.first_expert + 2)
+    x = torch.randn(8 * group.size(), DIM, generator=draw).bfloat16()
+    weights, ids = torch.rand(len(x), 3, generator=draw), torch.randint(experts, (len(x), 3), generator=draw)
+    dense = torch.randn(experts, 2 * 32, DIM, generator=draw), torch.randn(experts, DIM, 32, generator=draw)
+    own = slice(8 * group.rank(), 8 * group.rank() + 8)
+    for form in ("mxfp4", "fp8_block"):
+        given = quantize_experts(*dense, form)
+        names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
+        gate_up, down, *scales = (given[name][mine] for name in names)
+        options = dict(zip(names[2:], scales, strict=True)) | {"weight_format": form}
+        out = expert_parallel_moe(x[own], gate_up, down, weights[own], ids[own], workspace=workspace, **options)
+        whole = fused_moe(x, top_k_weights=weights, top_k_ids=ids, **given)
+        wrong += [] if torch.equal(out, whole[own]) else [f"{form} gives another result"]
+    return wrong
+
+
+def check_frozen(group: dist.ProcessGroup) -> list[str]:
+    """The gradients that are asked for do not depend on those that are not."""
+    case, wrong = CASES["unequal"], []
+    own, workspace = own_of(inputs_of(case, group.size()), case, group), case.workspace(group, group.size())
+    for combine in get_args(Combine):
+        call = partial(expert_parallel_moe, workspace=workspace, combine=combine)
+        _, *every = with_gradients(call, own, case)
+        for n in range(4):
+            leaves = [one.detach().requires_grad_(n == place) for place, one in enumerate(own.leaves)]
+            (one,) = torch.autograd.grad(call(*leaves, own.ids), leaves[n : n + 1], own.gradient)
+            wrong += [] if torch.equal(one, every[n]) else [f"gradient {n}, {combine}, alone is another"]
+    return wrong
+
+
 def check_checkpoint(group: dist.ProcessGroup) -> list[str]:
     case = CASES["unequal"]
     own, workspace = own_of(inputs_of(case, group.size()), case, group), case.workspace(group, group.size())
@@ -304,6 +340,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("down_proj has dtype torch.float32", {"down_local": down.float()}),
         ("unexpected keyword argument 'axis'", {"axis": 0}),
         ("activation is 'tanh'", {"activation": "tanh"}),
+        ("adapters is given", {"adapters": (None, None)}),
+        ("gate_up_proj is a tuple", {"gate_up_local": (1, 2)}),
         (f"activation is relu {theirs} silu on rank 0; {other}", {"activation": "relu" if rank == 1 else "silu"}),
         (f"hidden.requires_grad is True {theirs} False on rank 0; {other}", {"hidden": x.clone().requires_grad_(rank == 1)}),
         (
@@ -330,7 +368,7 @@ def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     results = {
         f"{name}, {combine}": faults(case, group, combine) for name, case in CASES.items() for combine in ("exact", "reduced")
     }
-    checks = [check_faults, check_dtensors, check_groups, check_refusals]
+    checks = [check_faults, check_dtensors, check_formats, check_frozen, check_groups, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
     return results | {f"experts, {check.__name__}": check(group) for check in checks}
