@@ -32,10 +32,15 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 NAME = "bwd_fused_gluon_sm90"
 
 
+def rounded(size: int) -> int:
+    """To the next 256 bytes, as the allocator gives them."""
+    return -(-size // 256) * 256
+
+
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
     """Bytes of dQ in fp32, delta, the log-sum-exp as it is taken, and the counters."""
     rows = problem.batch * problem.heads * sizes_of(problem, config).padded
-    return rows * (4 * WIDTH + 8) + rows // ROWS * 4
+    return rows * (4 * WIDTH + 8) + rounded(4 * (rows // ROWS + 1))
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
