@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
@@ -193,3 +194,24 @@ def test_what_is_not_allowed_is_refused_in_one_line(form: str, changed: dict[str
         fm.fused_moe(**call | changed)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_under_autocast_states_are_cast_and_codes_are_not() -> None:
+    call = given("mxfp4", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fm.fused_moe(**call)
+    assert torch.equal(got, fm.fused_moe(**call | {"hidden_states": call["hidden_states"].bfloat16()}))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by opcheck of PyTorch 2.14
+def test_the_operator_is_as_pytorch_wants_one_and_counts_its_weights() -> None:
+    """PyTorch cannot compare what is e4m3."""
+    call = given("mxfp4")
+    names = ("gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
+    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"]
+    for grad in (False, True):
+        x = call["hidden_states"].clone().requires_grad_(grad)
+        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest, "silu", True, False, 1.702, 7.0))
+    with FlopCounterMode(display=False) as counted:
+        fm.fused_moe(**call)
+    assert counted.get_total_flops() == 2 * T * K * 3 * H * 96
