@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
@@ -122,6 +123,24 @@ def test_gradients_of_all_but_the_weights(form: str, compiled: bool) -> None:
     assert f"weights are in {form}, which PyTorch's operators dequantise for the gradients of all but the weights" in reason
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_beside_weights_in_a_format(form: str) -> None:
+    """LoRA on a quantised base: as beside the dequantised one, and a and b have its gradients."""
+    call = given(form, dtype=torch.float32)
+    torch.manual_seed(1)
+    shapes = (E, 5, H), (E, 192, 5), (E, 8, 96), (E, H, 8)
+    parts = [torch.randn(shape).mul_(0.1).requires_grad_() for shape in shapes]
+    adapters = (*parts[:2], 0.5), (*parts[2:], 2.0)
+
+    def gradients(call: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        out = fm.fused_moe(**call, adapters=adapters)
+        return out, *torch.autograd.grad(out.square().sum(), parts)
+
+    for got, right in zip(gradients(call), gradients(dense(call, torch.float32)), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-4)
+    assert f"weights in {form} are dequantised" in fm.explain_moe(**call, adapters=adapters).reason
+
+
 def test_explain_says_that_weights_are_dequantised() -> None:
     decision = fm.explain_moe(**given("mxfp4"))
     assert decision.kernel == "grouped_mm"
@@ -159,6 +178,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),
+    ("mxfp4", {"gate_up_proj": 2 * (torch.zeros(E, 96, 80, dtype=torch.uint8),)}, "is a pair and weight_format is 'mxfp4'"),
     ("mxfp4", {"kernel": "moe_gemv_triton"}, "kernel 'moe_gemv_triton' cannot serve"),
     ("mxfp4", {"weight_grads": (None, None)}, "weight_grads is given and weight_format is 'mxfp4'"),
 ]
@@ -174,3 +194,24 @@ def test_what_is_not_allowed_is_refused_in_one_line(form: str, changed: dict[str
         fm.fused_moe(**call | changed)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_under_autocast_states_are_cast_and_codes_are_not() -> None:
+    call = given("mxfp4", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fm.fused_moe(**call)
+    assert torch.equal(got, fm.fused_moe(**call | {"hidden_states": call["hidden_states"].bfloat16()}))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by opcheck of PyTorch 2.14
+def test_the_operator_is_as_pytorch_wants_one_and_counts_its_weights() -> None:
+    """PyTorch cannot compare what is e4m3."""
+    call = given("mxfp4")
+    names = ("gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
+    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"]
+    for grad in (False, True):
+        x = call["hidden_states"].clone().requires_grad_(grad)
+        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest, "silu", True, False, 1.702, 7.0))
+    with FlopCounterMode(display=False) as counted:
+        fm.fused_moe(**call)
+    assert counted.get_total_flops() == 2 * T * K * 3 * H * 96

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.ops.moe.call import Tensors
 
 _RANKS = 8  # of which a rank is made a multiple: PyTorch's grouped product takes rows of a multiple of 16 bytes
@@ -30,7 +31,7 @@ NO_ADAPTERS: Adapters = (None, None)
 
 
 def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
-    """The adapters beside weights as kernels take them: of the weights' dtype, contiguous, the rank filled up with zeros.
+    """The adapters beside weights as kernels take them: of the dtype of x, contiguous, the rank filled up with zeros.
 
     Raises:
         TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed.
@@ -38,19 +39,19 @@ def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
     if not isinstance(adapters, tuple | list) or len(adapters) != 2:
         raise TypeError("adapters must be a pair, beside gate_up_proj and down_proj; None beside one that has no adapter")
     first, second = (
-        None if one is None else _checked(f"adapters[{nth}]", one, weight)
+        None if one is None else _checked(f"adapters[{nth}]", one, weight, tensors.x.dtype)
         for nth, (one, weight) in enumerate(zip(adapters, (tensors.w1, tensors.w2), strict=True))
     )
     return first, second
 
 
-def _checked(name: str, given: Any, weight: torch.Tensor) -> LowRank:
+def _checked(name: str, given: Any, weight: torch.Tensor, dtype: torch.dtype) -> LowRank:
     if not isinstance(given, tuple | list) or len(given) != 3:
         raise TypeError(f"{name} must be (a, b, scaling), or None")
     a, b, scaling = given
     if isinstance(scaling, bool) or not isinstance(scaling, float | int):
         raise TypeError(f"{name} has scaling {scaling!r}; it must be a number")
-    experts, out, inner = weight.shape
+    experts, out, inner = *weight.shape[:2], columns_of(weight)
     rank = a.shape[1] if isinstance(a, torch.Tensor) and a.dim() == 3 else 0
     for part, one, shape, words in (
         ("a", a, (experts, rank, inner), f"({experts}, rank, {inner})"),
@@ -64,7 +65,7 @@ def _checked(name: str, given: Any, weight: torch.Tensor) -> LowRank:
             raise ValueError(f"{name} has {part} of {one.dtype} on {one.device}; it must be floating, on {weight.device}")
     if needs_grad(weight):
         raise ValueError(f"{name} is given and the weights beside it require a gradient; they must be frozen")
-    a, b = a.to(weight.dtype), b.to(weight.dtype)
+    a, b = a.to(dtype), b.to(dtype)
     if rest := -rank % _RANKS:
         a, b = F.pad(a, (0, 0, 0, rest)), F.pad(b, (0, rest))
     return LowRank(a.contiguous(), b.contiguous(), float(scaling))

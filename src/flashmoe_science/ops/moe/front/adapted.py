@@ -18,6 +18,7 @@ from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked
 from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, checked_adapters
 from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Wanted
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
+from flashmoe_science.ops.moe.front.choose import with_dequantising
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import Rows, backward_by_rows, products, pytorch_moe, saving_moe, sums_of_products
 
@@ -38,7 +39,7 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
         raise CannotServe(f"kernel {how.kernel!r} cannot serve this call: {_WHY} (kernel {FALLBACK!r})")
     low = checked_adapters(adapters, views)
     if is_explaining():
-        raise Explained(Decision(FALLBACK, Config(), _WHY, "required"))
+        raise Explained(with_dequantising(Decision(FALLBACK, Config(), _WHY, "required"), how.weight_format))
     parts = [part for one in low for part in ((None, None) if one is None else one[:2])]
     if torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
         out = pytorch_moe(views, activation, low)

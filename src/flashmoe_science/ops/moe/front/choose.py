@@ -115,7 +115,7 @@ def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
     return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
-def _with_dequantising(decision: Decision, form: str | None) -> Decision:
+def with_dequantising(decision: Decision, form: str | None) -> Decision:
     """The decision, whose reason says so where weights in a format are dequantised first."""
     if form is None or decision.kernel != FALLBACK:
         return decision
@@ -164,7 +164,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     decision = choose_fallback(MoEProblem.op, kernel, None)
     if decision is None:
         decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
-    decision = _with_dequantising(decision, inputs.problem.weight_format)
+    decision = with_dequantising(decision, inputs.problem.weight_format)
     return Plan(decision, *(made or (_bind_pytorch, False)))
 
 

@@ -63,6 +63,8 @@ def experts_apart(tensors: Given, options: Given, weight_grads: Any) -> torch.Te
     """``fused_moe`` of gates and ups that are two tensors. Raises as ``experts_forward``."""
     x, pair, w2, *rest = tensors
     how = Options(*options)
+    if how.weight_format is not None:
+        raise ValueError(f"gate_up_proj is a pair and weight_format is {how.weight_format!r}; it must be one tensor then")
     gate, up = checked_apart(pair, w2, how.transposed, how.interleaved)
     x, gate, up, w2 = autocast((x, gate, up, w2)) or (x, gate, up, w2)
     if how.transposed:

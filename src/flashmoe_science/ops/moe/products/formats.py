@@ -282,7 +282,8 @@ def configs_in_format(problem: MoEProblem, device: Gpu) -> tuple[Config, ...]:
         tiles += [(64, 128, 128, 4, 4)] if wgmma else []  # it spills where mma.sync is
     else:
         tiles = [(128, 128, 64, 8, 4), (64, 256, 64, 8, 4)]
-        tiles += [(128, 128, 128, 8, 3)] if wgmma else []
+        if wgmma and problem.weight_format == "mxfp4":  # half the upcasts; the sums of blocks would spill, and mma.sync's
+            tiles = [(128, 256, 64, 8, 3), *tiles]
     if problem.weight_format == "fp8_block":
         tiles = [(m, max(n, 128), min(k, 128), warps, 4) for m, n, k, warps, _ in tiles]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")

@@ -78,7 +78,7 @@ def test_it_is_served_by_ours_repeats_and_can_be_captured(case: Case) -> None:
 
 
 def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_lie() -> None:
-    one = inputs_of(Case("moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved"), "cuda")
+    one = inputs_of(Case("moe t9 e4 k2 d1920 f1920 bf16 w:mxfp4 bias clamped interleaved"), "cuda")  # 15 MB of gates and ups
     right, (_, w1, w2, *_, of_w1, of_w2) = called(one), one.tensors
     assert of_w1 is not None
     assert of_w2 is not None
@@ -88,7 +88,7 @@ def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_l
     assert torch.equal(called(blocks), right)
     powers = changed(one, gate_up_scale=of_w1.view(torch.float8_e8m0fnu), down_scale=of_w2.view(torch.float8_e8m0fnu))
     assert torch.equal(called(powers), right)
-    assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert torch.cuda.max_memory_allocated() - before < 2**22
     wide = [torch.cat((part, part), -1)[..., : part.shape[-1]] for part in (w1, w2, of_w1, of_w2)]
     assert torch.equal(called(changed(one, w1=wide[0], w2=wide[1], gate_up_scale=wide[2], down_scale=wide[3])), right)
     odd = torch.cat((w1.flatten(), w1.flatten()[:1]))[1:].view_as(w1)

@@ -68,7 +68,8 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promised(kernel: AnyKernel) -> None:
-    ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f48 bf16{word}") for word in ("", " logits"))
+    form = " w:mxfp4" if "mxfp4" in kernel.name else ""
+    ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
     assert isinstance(ids, MoEProblem)
     assert H200 is not None
     config = kernel.configs(logits, H200)[0]
@@ -77,7 +78,7 @@ def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promise
     assert (first.name, first.grid, first.threads) == ("^flashmoe_moe_route$", (1, 1, 1), 128)
     assert tuple(rest) == kernel.launches(ids, config, H200)
     assert kernel.workspace(logits, config) - kernel.workspace(ids, config) == ids.pairs() * (4 + 4)
-    many = kernel.cannot(parse_problem("moe t4 e5000 k2 d64 f48 bf16 logits"), H200)
+    many = kernel.cannot(parse_problem(f"moe t4 e5000 k2 d64 f96 bf16{form} logits"), H200)
     assert many is not None
     assert "at most 4096" in many
 
@@ -116,11 +117,12 @@ def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
-def test_weights_in_a_format_are_served_by_the_portable_kernel_alone(gpu: str) -> None:
+def test_weights_in_a_format_are_served_by_kernels_of_theirs(gpu: str) -> None:
     for form in ("mxfp4", "fp8_block"):
         problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
         decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
-        assert decision.kernel == "moe_grouped_triton"
+        hopper = gpu == "h200" and form == "mxfp4"
+        assert decision.kernel == ("moe_mxfp4_gluon_sm90" if hopper else "moe_grouped_triton")
         assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
     fp16 = select(parse_problem("moe t16 e32 k4 d64 f64 fp16 w:mxfp4"), gpu_named(gpu), committed_table(), ours(), FALLBACK)
     assert fp16.kernel == FALLBACK
