@@ -88,6 +88,8 @@ BRANCHES = (
     "attn b1 h32 hk8 q1 k8192 d128 bf16",
     "moe t1024 e128 k8 d2048 f768 fp16",
     "moe t256 e8 k2 d1000 f520 fp32",
+    "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
 )
 NEWEST_TOO = {MEASURED: BRANCHES, OLDER: UNEVEN}
 REST = (
