@@ -5,28 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["mxfp4", "fp8_block"]
+WeightFormat = Literal["mxfp4", "fp8_block", "fp8_channel"]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A weight is its code's value times the scale of its block, ``block`` rows by columns of a matrix [out, in].
+    """A weight is its code's value times the scale of its block, ``block`` rows by columns of a matrix [out, in], None of which
+    are all.
 
     ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter.
     """
 
     name: WeightFormat
     bits: int
-    block: tuple[int, int]
+    block: tuple[int, int | None]
     scale_bits: int
+
+    @property
+    def group(self) -> int | None:
+        """Columns of one row that share a scale, of which a row has a whole number; None where that is not so."""
+        return self.block[1] if self.block[0] == 1 else None
 
     def bytes(self, rows: int, columns: int) -> int:
         """Bytes of a matrix, scales included."""
-        blocks = -(-rows // self.block[0]) * -(-columns // self.block[1])
+        blocks = -(-rows // self.block[0]) * -(-columns // (self.block[1] or columns))
         return (rows * columns * self.bits + blocks * self.scale_bits) // 8
 
 
 FORMATS: dict[str, Format] = {
     "mxfp4": Format("mxfp4", 4, (1, 32), 8),  # e2m1 and e8m0, of OCP's Microscaling Formats 1.0
     "fp8_block": Format("fp8_block", 8, (128, 128), 32),  # e4m3, as DeepSeek-V3's
+    "fp8_channel": Format("fp8_channel", 8, (1, None), 32),  # e4m3, as compressed-tensors' of channels
 }

@@ -12,7 +12,8 @@ import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
 
 E, H, K, T = 4, 160, 2, 9
-FORMS = ("mxfp4", "fp8_block")
+FORMS = ("mxfp4", "fp8_block", "fp8_channel")
+WIDTHS = [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300), ("fp8_channel", 75)]
 GPT_OSS: dict[str, Any] = {"activation": "clamped_silu", "interleaved": True}
 
 
@@ -46,7 +47,7 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["swiglu", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize(("form", "width"), [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300)])
+@pytest.mark.parametrize(("form", "width"), WIDTHS)
 def test_it_is_the_experts_of_dequantised_weights(form: str, width: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     call = given(form, width, dtype, **options)
     close(fm.fused_moe(**call), fm.fused_moe(**dense(call, torch.float64)))
@@ -82,6 +83,30 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
     floats = {name: 2.0 ** (one.float() - 127) for name, one in e8m0.items()}
     assert torch.equal(fm.fused_moe(**call | powers), fm.fused_moe(**call | floats))
     assert torch.equal(fm.fused_moe(**call | e8m0), fm.fused_moe(**call | floats))
+
+
+def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints() -> None:
+    call = given("fp8_channel")
+    right = fm.fused_moe(**call)
+    names = ("gate_up_scale", "down_scale")
+    assert torch.equal(fm.fused_moe(**call | {name: call[name][..., None] for name in names}), right)
+    narrow, one, two = ({name: call[name].bfloat16() for name in names}, torch.rand(E) + 0.5, torch.rand(E, 2) + 0.5)
+    assert torch.equal(
+        fm.fused_moe(**call | narrow), fm.fused_moe(**call | {name: one.float() for name, one in narrow.items()})
+    )
+    whole = {"gate_up_scale": two / 448, "down_scale": one / 448}
+    rows = {
+        "gate_up_scale": whole["gate_up_scale"].repeat_interleave(96, 1),
+        "down_scale": whole["down_scale"][:, None].repeat(1, H),
+    }
+    right = fm.fused_moe(**call | rows)
+    for down in (one[:, None], one[:, None, None], one):
+        for _ in range(2):  # the second by the launch that the first stored
+            assert torch.equal(fm.fused_moe(**call | whole | {"down_scale": down / 448}), right)
+    w1, _ = dequantize_experts(
+        **{name: (call | whole)[name] for name in call if "proj" in name or "scale" in name or "format" in name}
+    )
+    assert torch.equal(w1, (call["gate_up_proj"].float() * rows["gate_up_scale"][..., None]).bfloat16())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -175,6 +200,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mxfp4", {"gate_up_scale": torch.zeros(E, 192, 5)}, "gate_up_scale has dtype torch.float32 and weight_format is 'mxfp4'"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 3)}, "down_scale has shape (4, 2, 3); it must be [4, 2, 1]"),
     ("fp8_block", {"gate_up_scale": torch.zeros(E, 3, 2)}, "has shape (4, 3, 2); it must be [4, 2, 2], or [4, 2, 2]"),
+    (
+        "fp8_channel",
+        {"down_scale": torch.zeros(E, 2)},
+        "has shape (4, 2); it must be [4, 160, 1], or [4, 160], or [4], or [4, 1]",
+    ),
+    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2]"),
+    ("fp8_channel", {"interleaved": True, "gate_up_scale": torch.zeros(E, 2)}, "it must be [4, 192, 1], or [4, 192], or [4]"),
+    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).half()}, "it must be float32 or bfloat16"),
     ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),

@@ -2,11 +2,12 @@
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
 [..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
-[..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)].
+[..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16 [..., N], or
+[..., 1] of all rows, or [..., 2] of each half.
 
-Rows that are two halves, gates and then ups, may have scales of each by itself, 2 ceil(N / 2 / 128) rows of them, as where a
-checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken to
-have their own.
+Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as
+where a checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken
+to have their own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 
 from flashmoe_science.formats import FORMATS, Format
 
-CODES: dict[torch.dtype, Format] = {torch.uint8: FORMATS["mxfp4"], torch.float8_e4m3fn: FORMATS["fp8_block"]}
 SIDE = FORMATS["fp8_block"].block[0]
-_MX = FORMATS["mxfp4"].block[1]
+_MX = 32  # columns of a scale of mxfp4
+_BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8}  # of a code, by what has them
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _LARGEST_EXPONENT = 2  # of e2m1
 _LARGEST_E4M3 = 448.0
@@ -33,10 +34,19 @@ class Weights(NamedTuple):
     scale: torch.Tensor
 
 
+def format_of(codes: torch.Tensor, scale: torch.Tensor | None) -> Format | None:
+    """The format of weights; None of those without scales."""
+    if scale is None:
+        return None
+    if codes.dtype == torch.uint8:
+        return FORMATS["mxfp4"]
+    return FORMATS["fp8_block" if scale.dim() == codes.dim() else "fp8_channel"]
+
+
 def columns_of(codes: torch.Tensor) -> int:
     """Weights of a row; of weights in no format as many as there are."""
-    form = CODES.get(codes.dtype)
-    return codes.shape[-1] * (8 // form.bits if form else 1)
+    bits = 8 * codes.element_size()
+    return codes.shape[-1] * (bits // _BITS.get(codes.dtype, bits))
 
 
 def has_own_scales(rows: int, scale_rows: int) -> bool:
@@ -50,7 +60,10 @@ def dequantized(weights: Weights, dtype: torch.dtype, halves: bool = False) -> t
     codes, scale = weights
     wide = torch.promote_types(dtype, torch.float32)
     scale = (_powers(scale) if scale.dtype == torch.uint8 else scale).to(wide)
-    if CODES[codes.dtype].name == "mxfp4":
+    form = format_of(codes, scale)
+    if form is FORMATS["fp8_channel"]:
+        return (codes.to(wide) * scale.repeat_interleave(codes.shape[-2] // scale.shape[-1], -1)[..., None]).to(dtype)
+    if form is FORMATS["mxfp4"]:
         signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=wide, device=codes.device)
         values = signed[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
         return (values * scale.repeat_interleave(_MX, -1)).to(dtype)
@@ -65,13 +78,16 @@ def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: 
     """The nearest codes, ties to even, of fp32 or narrower weights.
 
     mxfp4: the scale is 2^(floor(log2 of the block's largest magnitude) - 2), as OCP has it, so that codes saturate at 6. fp8
-    blocks: the largest magnitude / 448 as fp32, 1 of a block of zeros; with ``powers`` the next power of two, as e8m0.
-    ``halves``: each half of the rows by itself.
+    blocks and channels: the largest magnitude / 448 as fp32, 1 of a block of zeros; with ``powers``, of blocks, the next power
+    of two, as e8m0. ``halves``, of blocks: each half of the rows by itself.
     """
     if form.name == "mxfp4":
         return _mxfp4(weight.float())
+    if form.name == "fp8_channel":
+        codes, scale = _e4m3(weight.float(), (1, weight.shape[-1]), powers=False)
+        return Weights(codes, scale.squeeze(-1))
     parts = weight.chunk(2, -2) if halves else (weight,)
-    made = [_e4m3(one.float(), form.block, powers) for one in parts]
+    made = [_e4m3(one.float(), (SIDE, SIDE), powers) for one in parts]
     return Weights(*(torch.cat(one, -2) for one in zip(*made, strict=True)))
 
 

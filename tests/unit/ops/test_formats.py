@@ -10,7 +10,7 @@ import torch
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized, quantized_rows
 
-MXFP4, FP8 = FORMATS["mxfp4"], FORMATS["fp8_block"]
+MXFP4, FP8, CHANNEL = FORMATS["mxfp4"], FORMATS["fp8_block"], FORMATS["fp8_channel"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -46,6 +46,22 @@ def test_fp8_blocks_are_read_back_within_a_rounding(shape: tuple[int, ...], powe
     if powers:
         assert scale.dtype == torch.uint8
         assert (of_block * 448 >= weight.abs()).all()  # rounded up
+
+
+def test_channels_of_fp8_are_read_back_within_a_rounding_whatever_their_neighbours() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 20, 130) * 2.0 ** torch.randint(-40, 40, (3, 20, 1))
+    weight[1, 4] = 0
+    made = quantized(weight, CHANNEL)
+    assert (made.codes.shape, made.scale.shape) == (weight.shape, (3, 20))
+    assert torch.equal(made.scale[0], weight[0].abs().amax(-1) / 448)
+    assert made.scale[1, 4] == 1
+    off = (dequantized(made, torch.float64) - weight).abs()
+    assert (off <= torch.maximum(weight.abs() * 2.0**-4, made.scale[..., None] * 2.0**-10) * (1 + 1e-6)).all()
+    halves = dequantized(Weights(made.codes, made.scale[:, :2]), torch.float64)
+    assert torch.equal(halves[:, 9:11], made.codes.double()[:, 9:11] * made.scale[:, :2, None])
+    of_all = dequantized(Weights(made.codes, made.scale[:, :1]), torch.float64)
+    assert torch.equal(of_all, made.codes.double() * made.scale[:, :1, None])
 
 
 def test_halves_of_rows_have_scales_of_their_own_where_no_blocks_divide_them() -> None:

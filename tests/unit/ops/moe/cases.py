@@ -77,6 +77,10 @@ FORMAT_CASES = (
     Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_block"),
     Case("moe t9 e4 k2 d130 f150 bf16 w:fp8_block", routing="foreign"),
     Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_block ungated", routing="crowded"),
+    Case("moe t1 e8 k2 d64 f96 fp16 w:fp8_channel"),
+    Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_channel bias clamped interleaved"),
+    Case("moe t9 e4 k2 d130 f150 fp16 w:fp8_channel gelu", routing="foreign"),
+    Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_channel ungated", routing="crowded"),
 )
 
 

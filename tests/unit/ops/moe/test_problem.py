@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
@@ -21,8 +22,9 @@ SIZES = st.integers(1, 12)
 @st.composite
 def problems(draw: st.DrawFn) -> MoEProblem:
     experts, gated = draw(SIZES), draw(st.booleans())
-    weight_format = draw(st.sampled_from([None, "mxfp4", "fp8_block"]))
-    sizes = st.sampled_from([32, 96]) if weight_format == "mxfp4" else SIZES
+    weight_format = draw(st.sampled_from([None, *FORMATS]))
+    group = weight_format and FORMATS[weight_format].group
+    sizes = SIZES.map(lambda n: n * (group or 1))
     return MoEProblem(
         tokens=draw(SIZES),
         experts=experts,
@@ -65,6 +67,9 @@ def test_weights_in_a_format_are_counted_with_their_scales() -> None:
     odd = parse_problem("moe t1 e4 k2 d200 f100 bf16 w:fp8_block")
     assert isinstance(odd, MoEProblem)
     assert odd.weight_bytes() == 3 * 100 * 200 + 4 * (2 * 2 + 2 * 1)
+    by_channel = parse_problem("moe t1 e4 k2 d200 f100 fp16 w:fp8_channel")
+    assert isinstance(by_channel, MoEProblem)
+    assert by_channel.weight_bytes() == 3 * 100 * 200 + 4 * (200 + 200)
 
 
 @given(problems())

@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.formats import Format
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.formats import CODES, columns_of
+from flashmoe_science.ops.formats import columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, scale_of
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
@@ -160,7 +160,7 @@ def views_of(given: Tensors, options: Options) -> Tensors:
     hidden_states, gate_up_proj, down_proj, weights, ids, gate_up_bias, down_bias, gate_up_scale, down_scale = given
     if gate_up_scale is not None and down_scale is not None:
         gate_up_proj, down_proj = codes_of(gate_up_proj), codes_of(down_proj)
-        gate_up_scale, down_scale = scale_of(gate_up_scale), scale_of(down_scale)
+        gate_up_scale, down_scale = (scale_of(one, options.weight_format) for one in (gate_up_scale, down_scale))
     if options.transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
     if hidden_states.dim() != 2:
@@ -177,7 +177,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias, *scales = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = CODES.get(w1.dtype)
+    form = format_of(w1, scales[0])
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed

@@ -1,7 +1,8 @@
 """Experts' weights in a format, as a call is given them: the checks that refuse bad ones, and the views that kernels take.
 
 A checkpoint's tensors stay as they lie. Codes of mxfp4 may be bytes of either sign, and split into blocks of 16 as gpt-oss has
-them; e8m0 scales may be given as such or as bytes.
+them; e8m0 scales may be given as such or as bytes, those of channels with a last dimension of 1 or without, one of a matrix
+too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from flashmoe_science.ops.formats import SIDE, columns_of
 
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
-_CODES = {"mxfp4": _BYTES, "fp8_block": (torch.float8_e4m3fn,)}
-_SCALES = {"mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0)}
+_CODES = {"mxfp4": _BYTES, "fp8_block": (torch.float8_e4m3fn,), "fp8_channel": (torch.float8_e4m3fn,)}
+_SCALES = {"mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_channel": (torch.float32, torch.bfloat16)}
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
@@ -61,17 +62,22 @@ def check_scale(name: str, scale: torch.Tensor, codes: torch.Tensor, form: Forma
     """Raise unless it is the scales of codes [E, N, K], as ``codes_of`` gives them. ``halves``: of gates, then ups."""
     if scale.dtype not in _SCALES[form.name]:
         raise TypeError(f"{name} has dtype {scale.dtype} and weight_format is {form.name!r}; it must be {_any(_SCALES, form)}")
-    experts, rows = codes.shape[:2]
-    high, wide = form.block
-    columns = -(-columns_of(codes) // wide)
-    as_one = scale.shape == (experts, -(-rows // high), columns)
-    in_halves = halves and high == SIDE and scale.shape == (experts, 2 * -(-rows // 2 // high), columns)
-    if not as_one and not in_halves:
-        of_each = f", or [{experts}, {2 * -(-rows // 2 // high)}, {columns}]" if halves and high == SIDE else ""
-        allowed = f"[{experts}, {-(-rows // high)}, {columns}]{of_each}"
-        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {allowed}")
+    allowed = _shapes(codes, form, halves)
+    if not any(scale.shape == one for one in allowed):
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {', or '.join(str(list(one)) for one in allowed)}")
     if scale.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient; weights in a format have none")
+
+
+def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, ...]]:
+    """The shapes that the scales of codes may have."""
+    (experts, rows), (high, wide) = codes.shape[:2], form.block
+    if wide is None:
+        of_all, of_halves = [(experts,), (experts, 1), (experts, 1, 1)], [(experts, 2)] if halves else []
+        return [(experts, rows, 1), (experts, rows), *of_all, *of_halves]
+    columns = -(-columns_of(codes) // wide)
+    as_one = experts, -(-rows // high), columns
+    return [as_one, (experts, 2 * -(-rows // 2 // high), columns)] if halves and high == SIDE else [as_one]
 
 
 def codes_of(codes: torch.Tensor) -> torch.Tensor:
@@ -80,8 +86,10 @@ def codes_of(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.uint8) if codes.dtype in _BYTES else codes
 
 
-def scale_of(scale: torch.Tensor) -> torch.Tensor:
+def scale_of(scale: torch.Tensor, weight_format: str | None) -> torch.Tensor:
     """Scales that have been checked as ``ops.formats`` takes them: no copy."""
+    if weight_format == "fp8_channel":
+        return scale.squeeze(2) if scale.dim() == 3 else scale[:, None] if scale.dim() == 1 else scale
     return scale.view(torch.uint8) if scale.dtype in _E8M0 else scale
 
 

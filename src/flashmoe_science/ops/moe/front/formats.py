@@ -23,8 +23,8 @@ def in_format(
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
             raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
-        if form.name == "mxfp4" and one.shape[2] % form.block[1]:
-            raise ValueError(f"{name} has {one.shape[2]} columns; mxfp4 needs a multiple of 32")
+        if form.group and one.shape[2] % form.group:
+            raise ValueError(f"{name} has {one.shape[2]} columns; {form.name} needs a multiple of {form.group}")
     if powers and form.name != "fp8_block":
         raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be 'fp8_block' then")
     halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.name == "fp8_block"
@@ -55,8 +55,8 @@ def out_of_format(
     halves = _halves(first.shape[1], columns_of(second), interleaved)
     check_scale("gate_up_scale", gate_up_scale, first, form, halves)
     check_scale("down_scale", down_scale, second, form, halves=False)
-    of_first, of_second = Weights(first, scale_of(gate_up_scale)), Weights(second, scale_of(down_scale))
-    return dequantized(of_first, dtype, halves), dequantized(of_second, dtype)
+    of_first, of_second = (scale_of(one, weight_format) for one in (gate_up_scale, down_scale))
+    return dequantized(Weights(first, of_first), dtype, halves), dequantized(Weights(second, of_second), dtype)
 
 
 def _halves(rows: int, width: int, interleaved: bool) -> bool:

@@ -24,7 +24,7 @@ from flashmoe_science.ops.calls import (
     store_launch,
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
-from flashmoe_science.ops.formats import CODES, columns_of
+from flashmoe_science.ops.formats import columns_of, format_of
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
 from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
@@ -167,7 +167,7 @@ def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launched(op: str, *args: Any) -> Any:
     tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
-    form = CODES.get(tensors[1].dtype)
+    form = format_of(tensors[1], tensors[7])
     name = None if form is None else form.name
     options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
     launch, key = _find(tensors, options, op)

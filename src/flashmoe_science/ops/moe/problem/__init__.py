@@ -72,7 +72,7 @@ class MoEProblem(Problem):
 
     Raises:
         ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a gate, weights
-            in a format that are ``transposed``, or rows of mxfp4 that no blocks divide.
+            in a format that are ``transposed``, or rows that no groups of one scale divide.
     """
 
     tokens: int
@@ -106,9 +106,10 @@ class MoEProblem(Problem):
         check_word("weight_format", name, FORMATS)
         if self.transposed:
             raise ProblemError(f"transposed is True and weight_format is {name!r}; scales are along the rows of [out, in]")
+        group = FORMATS[name].group
         for field, size in (("dim", self.dim), ("hidden", self.hidden)):
-            if name == "mxfp4" and size % FORMATS[name].block[1]:
-                raise ProblemError(f"{field} is {size} and weight_format is {name!r}; it must be a multiple of 32")
+            if group and size % group:
+                raise ProblemError(f"{field} is {size} and weight_format is {name!r}; it must be a multiple of {group}")
 
     def words(self) -> tuple[str, ...]:
         """The words of the text form for all that differs from SwiGLU without biases in the default layout."""

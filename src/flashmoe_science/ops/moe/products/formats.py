@@ -1,41 +1,44 @@
-"""Tiles of a grouped product of weights in a format: codes become bf16 in registers, exactly, for tensor cores.
+"""Tiles of a grouped product of weights in a format: codes become bf16 or fp16 in registers, exactly, for tensor cores.
 
 Weights are the rows of a product, tokens its columns, so that 16 tokens take a tile of 16. A thread reads codes two bytes at a
-time, a unit: four weights of mxfp4, two of fp8 blocks. The n-th weights of all units are one operand, beside every fourth (or
+time, a unit: four weights of mxfp4, two of fp8. The n-th weights of all units are one operand, beside every fourth (or
 second) column of the tokens: no code changes its place, and an operand is what the instruction reads.
 
 e2m1 and e4m3 are bf16 with another bias: shifted to their places, and times 2^126 or 2^120, a code is its value, with numbers
-below the least normal one too. The scale of a block of 128 x 128 multiplies the sum over its depth, in fp32. That of mxfp4, a
+below the least normal one too; e4m3 is fp16 times 2^8. The scale of a block of 128 x 128 multiplies the sum over its depth, in
+fp32, that of a channel the sum over the whole depth. That of mxfp4, a
 power of two, multiplies the weight, and up to 2 is one product with the 2^126: a tile is computed so, and once more, by two
 products a weight, where it met a greater scale or what is no number. No model's weights are known to have one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.formats import CODES, SIDE, has_own_scales
-from flashmoe_science.ops.launch import Pointer
-from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.formats import SIDE, has_own_scales
+from flashmoe_science.ops.moe.call import MoEInputs, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.tiles import dot
 
 
 class Scales(NamedTuple):
-    """What a product is specialised on of weights in a format: its name, strides of the scales, and where the scales of the
-    second half of the rows begin, in rows."""
+    """What a product is specialised on of weights in a format: its name, strides of the scales, where the scales of the second
+    half of the rows begin, in rows, and how many rows have one."""
 
     name: str
     of_expert: int
     of_row: int
     of_column: int
     second: int
+    high: int
 
 
 # Of two units in $4: the n-th weights of both in $n, times $5. A product puts the four bits of a code twice, for its sign and
@@ -62,27 +65,33 @@ and.b32 m, m, 0x81C081C0;
 fma.rn.bf16x2 $3, m, $5, none;
 }"""
 # Of two units in $2; (a & b) | c is lop3's 0xEA. A code that is no number makes its row's sum none, wherever it is in the row.
-_E4M3 = """{
+_E4M3 = """{{
 .reg .b32 u, m, big, none;
 .reg .pred p;
-mov.b32 big, 0x7B807B80;
+mov.b32 big, {big};
 mov.b32 none, 0x80008000;
 shl.b32 u, $2, 8;
-shl.b32 m, $2, 4;
-and.b32 m, m, 0x07F007F0;
+shl.b32 m, $2, {left};
+and.b32 m, m, {rest};
 lop3.b32 m, u, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $0, m, big, none;
-shr.b32 m, $2, 4;
-and.b32 m, m, 0x07F007F0;
+fma.rn.{dtype} $0, m, big, none;
+shr.b32 m, $2, {right};
+and.b32 m, m, {rest};
 lop3.b32 m, $2, 0x80008000, m, 0xEA;
-fma.rn.bf16x2 $1, m, big, none;
+fma.rn.{dtype} $1, m, big, none;
 and.b32 m, $2, 0x7F7F7F7F;
 add.u32 m, m, 0x01010101;
 and.b32 m, m, 0x80808080;
 setp.ne.u32 p, m, 0;
-@p mov.b32 $0, 0x7FC07FC0;
-}"""
-_E2M1_ASM, _E4M3_ASM = tl.constexpr(_E2M1), tl.constexpr(_E4M3)
+@p mov.b32 $0, {nan};
+}}"""
+_E2M1_ASM = tl.constexpr(_E2M1)
+_E4M3_AS_BF16 = tl.constexpr(
+    _E4M3.format(dtype="bf16x2", big="0x7B807B80", left=4, right=4, rest="0x07F007F0", nan="0x7FC07FC0")
+)
+_E4M3_AS_FP16 = tl.constexpr(
+    _E4M3.format(dtype="f16x2", big="0x5C005C00", left=7, right=1, rest="0x3F803F80", nan="0x7E007E00")
+)
 
 
 @triton.jit
@@ -141,13 +150,17 @@ def _of_mxfp4(units, scale, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _of_fp8_block(units, INTERPRET: tl.constexpr):
-    """bf16 codes [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 2]."""
+def _of_fp8(units, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """bf16 or fp16 codes [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 2]."""
     if INTERPRET:
         w_0, w_1 = _of_e4m3(units, 0), _of_e4m3(units, 1)
+    elif dtype == tl.float16:
+        w_0, w_1 = tl.inline_asm_elementwise(
+            _E4M3_AS_FP16, "=&r,=&r,r", [units], (tl.float16, tl.float16), is_pure=True, pack=2
+        )  # fmt: skip
     else:
         w_0, w_1 = tl.inline_asm_elementwise(
-            _E4M3_ASM, "=&r,=&r,r", [units], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            _E4M3_AS_BF16, "=&r,=&r,r", [units], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )  # fmt: skip
     return tl.reshape(tl.permute(tl.join(w_0, w_1), (0, 2, 1)), [units.shape[0], 2 * units.shape[1]])
 
@@ -177,13 +190,16 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _add(units, scale, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
-    """acc + W x of x [BLOCK_K, BLOCK_M], by place."""
-    scale = _as_number(scale, FORMAT, EXACT)
+    """acc + W x of x [BLOCK_K, BLOCK_M], by place; of channels without their scales."""
     if FORMAT == "mxfp4":
-        return dot(_of_mxfp4(units, scale, EXACT, INTERPRET), x, acc, "tf32", INTERPRET)
+        w = _of_mxfp4(units, _as_number(scale, FORMAT, EXACT), EXACT, INTERPRET)
+        return dot(w, x, acc, "tf32", INTERPRET)
+    elif FORMAT == "fp8_channel":
+        return dot(_of_fp8(units, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
     else:  # the depth of a block
+        scale = _as_number(scale, FORMAT, EXACT)
         none = tl.zeros(acc.shape, tl.float32)
-        return acc + dot(_of_fp8_block(units, INTERPRET), x, none, "tf32", INTERPRET) * scale[:, None]
+        return acc + dot(_of_fp8(units, x.dtype, INTERPRET), x, none, "tf32", INTERPRET) * scale[:, None]
 
 
 @triton.jit
@@ -192,29 +208,35 @@ def _multiply(
     FORMAT: tl.constexpr, STRIDE_K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     EXACT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The sums, [BLOCK_N, BLOCK_M], of rows of weights, and of those ``SECOND`` units further; the greatest scale of mxfp4."""
+    """The sums, [BLOCK_N, BLOCK_M], of rows of weights, and of those ``SECOND`` units further; the greatest scale of mxfp4. Of
+    channels without their scales."""
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" else 2
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     first = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)  # [BLOCK_N, BLOCK_M]
     second = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)
+    of_first, of_second, greatest = None, None, 0
+    ALONG: tl.constexpr = FORMAT != "fp8_channel"  # whether scales differ along the depth
     # Scales are read a step ahead: the compiler copies ahead no less than four bytes.
-    of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
-    greatest = of_first
-    if SECOND is not None:
-        of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+    if ALONG:
+        of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+        greatest = of_first
+        if SECOND is not None:
+            of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
         x = tl.trans(_by_place(x, UNIT))
         inside = None if DEPTH % BLOCK_K == 0 else (place < (DEPTH - k) // UNIT)[None, :]
         other: tl.constexpr = None if DEPTH % BLOCK_K == 0 else 0
         first = _add(tl.load(w_ptrs, mask=inside, other=other), of_first, x, first, FORMAT, EXACT, INTERPRET)
-        greatest = tl.maximum(greatest, of_first)
-        of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+        if ALONG:
+            greatest = tl.maximum(greatest, of_first)
+            of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
         if SECOND is not None:
             units = tl.load(w_ptrs + SECOND, mask=inside, other=other)
             second = _add(units, of_second, x, second, FORMAT, EXACT, INTERPRET)
-            greatest = tl.maximum(greatest, of_second)
-            of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+            if ALONG:
+                greatest = tl.maximum(greatest, of_second)
+                of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K // UNIT
     return first, second, greatest
@@ -228,7 +250,7 @@ def multiply_in_format(
 ):  # fmt: skip
     """``tiles.multiply`` of weights in a format, whose strides are bytes. Rows past ``WIDTH`` are computed as the last."""
     FORMAT: tl.constexpr = SCALES[0]
-    HIGH: tl.constexpr = 1 if FORMAT == "mxfp4" else 128  # rows of a scale
+    HIGH: tl.constexpr = SCALES[5]
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" else 2  # weights of two bytes
     UP: tl.constexpr = None if SECOND is None else SECOND * (STRIDE_N // 2)
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
@@ -250,18 +272,25 @@ def multiply_in_format(
                 a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, UP, DEPTH,
                 FORMAT, SCALES[3], BLOCK_K, NUM_STAGES, True, INTERPRET,
             )  # fmt: skip
+    if FORMAT == "fp8_channel":
+        first *= tl.load(scale + rows_first).to(tl.float32)[:, None]
+        if SECOND is not None:
+            second *= tl.load(scale + rows_second).to(tl.float32)[:, None]
     return tl.trans(first), tl.trans(second)
 
 
 # The host's part -----------------------------------------------------------------------------------------------------------
 
 
-def why_not_in_format(problem: MoEProblem) -> str | None:
+def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     """Why these tiles do not support a problem's weights, in words; None where they may, and of weights in no format."""
     if problem.weight_format is None:
         return None
-    if problem.dtype != "bf16":
-        return f"weights in {problem.weight_format} are multiplied as bf16, and the problem is {problem.dtype}"
+    dtypes = ("bf16", "fp16") if problem.weight_format == "fp8_channel" else ("bf16",)
+    if problem.dtype not in dtypes:
+        return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
+    if device.compute_capability[0] == 10 and problem.weight_format != "fp8_block" and activation_of(problem).halves:
+        return f"Triton 3.6 fails to build for {device.name} what sums gates and ups of {problem.weight_format} by themselves"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 2:
             return f"{name} is {size}; codes of {problem.weight_format} are read in pairs"
@@ -284,31 +313,37 @@ def configs_in_format(problem: MoEProblem, device: Gpu) -> tuple[Config, ...]:
         tiles = [(128, 128, 64, 8, 4), (64, 256, 64, 8, 4)]
         if wgmma and problem.weight_format == "mxfp4":  # half the upcasts; the sums of blocks would spill, and mma.sync's
             tiles = [(128, 256, 64, 8, 3), *tiles]
-    if problem.weight_format == "fp8_block":
+    if problem.weight_format in ("fp8_block", "fp8_channel"):
         tiles = [(m, max(n, 128), min(k, 128), warps, 4) for m, n, k, warps, _ in tiles]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
     return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(tiles))
 
 
-def codes_or_weights(weights: torch.Tensor) -> Pointer:
-    """What stands in for weights while a product is compiled: of codes, their bytes."""
-    dtype = torch.uint8 if weights.dtype in CODES else weights.dtype
-    return Pointer(dtype, weights.data_ptr())
+def in_bytes(inputs: MoEInputs) -> MoEInputs:
+    """The inputs, of weights in a format their bytes. Raises CannotServe: codes that cannot be read two bytes at a time."""
+    if inputs.problem.weight_format is None:
+        return inputs
+    for codes in (inputs.tensors.w1, inputs.tensors.w2):
+        along, *others = codes.stride(2), codes.data_ptr(), *(codes.element_size() * one for one in codes.stride()[:2])
+        if along != 1 or any(one % 2 for one in others):
+            raise CannotServe(f"weights have strides {codes.stride()}; it reads codes that follow each other, in pairs")
+    w1, w2 = (codes.view(torch.uint8) for codes in (inputs.tensors.w1, inputs.tensors.w2))
+    return replace(inputs, tensors=inputs.tensors._replace(w1=w1, w2=w2))
 
 
 def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
-    """Of both products. Raises CannotServe: codes that cannot be read two bytes at a time."""
+    """Of both products."""
     name, tensors = inputs.problem.weight_format, inputs.tensors
     made = []
     for codes, scale, halves in (
         (tensors.w1, tensors.gate_up_scale, inputs.activation.halves), (tensors.w2, tensors.down_scale, False)
     ):  # fmt: skip
-        if codes.stride(2) != 1 or codes.data_ptr() % 2 or codes.stride(0) % 2 or codes.stride(1) % 2:
-            raise CannotServe(f"weights have strides {codes.stride()}; it reads codes that follow each other, in pairs")
         assert name is not None
         assert scale is not None
         half = codes.shape[1] // 2
         own = name == "fp8_block" and halves and has_own_scales(codes.shape[1], scale.shape[1])
-        of_expert, of_row, of_column = scale.stride()
-        made.append(Scales(name, of_expert, of_row, of_column, -(-half // SIDE) * SIDE if own else half))
+        of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
+        second = -(-half // SIDE) * SIDE if own else half
+        high = codes.shape[1] // scale.shape[1] if name == "fp8_channel" else FORMATS[name].block[0]
+        made.append(Scales(name, of_expert, of_row, of_column, second, high))
     return made[0], made[1]

@@ -20,8 +20,8 @@ from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.down import flashmoe_moe_down
 from flashmoe_science.ops.moe.products.formats import (
-    codes_or_weights,
     configs_in_format,
+    in_bytes,
     multiply_in_format,
     scales_in_format,
     why_not_in_format,
@@ -105,7 +105,8 @@ def flashmoe_moe_up(
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
-    return why_not_in_format(problem) or why_not_grouped(problem)
+    assert device is not None
+    return why_not_in_format(problem, device) or why_not_grouped(problem)
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
@@ -145,6 +146,7 @@ def _columns(problem: MoEProblem, config: Config) -> int:
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
+    inputs = in_bytes(inputs)
     p, (x, w1, w2, _, _, gate_up_bias, down_bias, *scales) = inputs.problem, inputs.tensors
     rest = {
         "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
@@ -156,10 +158,9 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
     of_up["SCALES"], of_down["SCALES"] = of_scales
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
-    of_w1, of_w2 = map(codes_or_weights, (w1, w2))
-    up_pointers = stand_in(x), of_w1, *map(stand_in, (scales[0], gate_up_bias)), new, z
+    up_pointers = *map(stand_in, (x, w1, scales[0], gate_up_bias)), new, z
     up = build_product(flashmoe_moe_up, up_pointers, of_up, *schedule)
-    down = build_product(flashmoe_moe_down, (new, of_w2, *map(stand_in, (scales[1], down_bias)), new), of_down, *schedule)
+    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, scales[1], down_bias)), new), of_down, *schedule)
     return grouped(inputs, config, up, down)
 
 

@@ -338,7 +338,11 @@ def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generato
         split &= form.name == "fp8_block"
         codes, scale = map(torch.stack, zip(*(quantized(one, form, split) for one in weights), strict=True))
         by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
-        scale = (scale.int() + by).clamp(0, 254).to(torch.uint8) if scale.dtype == torch.uint8 else scale * 2.0**by
+        scale = (
+            (scale.int() + by).clamp(0, 254).to(torch.uint8)
+            if scale.dtype == torch.uint8
+            else (scale * 2.0**by).to(scale.dtype)
+        )
         made |= {name: codes, named: scale}
     return made
 

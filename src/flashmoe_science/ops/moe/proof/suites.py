@@ -58,6 +58,8 @@ BUILD = (
     "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t1024 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
+    "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
 )
 # What Triton's interpreter does in seconds.
 SMALL = (
@@ -74,6 +76,7 @@ SMALL = (
     "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
     "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved logits",
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+    "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel",
 )
 
 _SIZES = (

@@ -81,6 +81,22 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
     bits = torch.randint(0, 256, bits.shape, dtype=torch.uint8)
     bits = torch.where(bits & 0x7F == 0x7F, 0, bits)
     yield "every code of e4m3", changed(one, w1=bits.view(torch.float8_e4m3fn))
+    for dtype in ("bf16", "fp16"):
+        one = inputs_of(Case(f"moe t5 e2 k1 d200 f150 {dtype} w:fp8_channel"), "cpu")
+        one = changed(one, w1=bits.view(torch.float8_e4m3fn), topk_ids=torch.zeros(5, 1, dtype=torch.int32))
+        yield f"every code of e4m3 by channel, {dtype}", one
+        lost = bits.clone()
+        lost[0, 5, 199], lost[0, 9, 0], lost[0, 11, 3], lost[1] = 0x7F, 0xFF, 0x7F, 0x7F
+        yield f"codes that are no number by channel, {dtype}", changed(one, w1=lost.view(torch.float8_e4m3fn))
+        scale = one.tensors.gate_up_scale
+        assert scale is not None
+        yield f"scales of a tensor, {dtype}", changed(one, gate_up_scale=scale[:, :1])
+        yield f"scales of gates and of ups, {dtype}", changed(one, gate_up_scale=scale[:, 149:151])
+        yield f"scales of bf16, {dtype}", changed(one, gate_up_scale=scale.bfloat16())
+    apart = scale * 2.0 ** torch.tensor([-60, 60])[torch.arange(scale.numel()).view(scale.shape) % 2]
+    apart[0, 7] = torch.nan
+    one = inputs_of(Case("moe t5 e2 k1 d200 f150 bf16 w:fp8_channel"), "cpu")
+    yield "neighbouring rows 2^120 apart", changed(one, gate_up_scale=apart, topk_ids=torch.zeros(5, 1, dtype=torch.int32))
 
 
 def on(inputs: MoEInputs, device: str) -> MoEInputs:

@@ -118,12 +118,16 @@ def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None
 
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
 def test_weights_in_a_format_are_served_by_kernels_of_theirs(gpu: str) -> None:
-    for form in ("mxfp4", "fp8_block"):
+    for form in ("mxfp4", "fp8_block", "fp8_channel"):
         problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
         decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
         hopper = gpu == "h200" and form == "mxfp4"
         assert decision.kernel == ("moe_mxfp4_gluon_sm90" if hopper else "moe_grouped_triton")
         assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
+    halves = select(
+        parse_problem("moe t16 e32 k4 d64 f64 bf16 w:fp8_channel"), gpu_named("b200"), committed_table(), ours(), FALLBACK
+    )
+    assert "sums gates and ups of fp8_channel by themselves" in dict(halves.others)["moe_grouped_triton"]
     fp16 = select(parse_problem("moe t16 e32 k4 d64 f64 fp16 w:mxfp4"), gpu_named(gpu), committed_table(), ours(), FALLBACK)
     assert fp16.kernel == FALLBACK
     assert dict(fp16.others)["moe_grouped_triton"] == "weights in mxfp4 are multiplied as bf16, and the problem is fp16"

@@ -29,6 +29,7 @@ WORDS = (
     "moe t5 e4 k2 d24 f40 fp16 gelu_tanh interleaved logits",
     "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
     "moe t5 e4 k2 d200 f136 bf16 w:fp8_block gelu logits",
+    "moe t5 e4 k2 d40 f72 fp16 w:fp8_channel relu",
 )
 FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zipf", "moe t9 e4 k4 d64 f32 bf16 logits")
 

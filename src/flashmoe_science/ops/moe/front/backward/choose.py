@@ -16,7 +16,7 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
-from flashmoe_science.ops.formats import CODES
+from flashmoe_science.ops.formats import format_of
 from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
@@ -42,7 +42,7 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
 
 def why_pytorch(tensors: Tensors) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
-    x, form = tensors.x, CODES.get(tensors.w1.dtype)
+    x, form = tensors.x, format_of(tensors.w1, tensors.gate_up_scale)
     if form is not None:
         return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
     if x.dtype == torch.float64:
