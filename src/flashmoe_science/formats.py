@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["mxfp4", "fp8_block", "fp8_channel"]
+WeightFormat = Literal["mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g128"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,4 +36,7 @@ FORMATS: dict[str, Format] = {
     "mxfp4": Format("mxfp4", 4, (1, 32), 8),  # e2m1 and e8m0, of OCP's Microscaling Formats 1.0
     "fp8_block": Format("fp8_block", 8, (128, 128), 32),  # e4m3, as DeepSeek-V3's
     "fp8_channel": Format("fp8_channel", 8, (1, None), 32),  # e4m3, as compressed-tensors' of channels
+    # Integers from -8 to 7 with a 16-bit scale to 32 or 128, as compressed-tensors packs them.
+    "int4_g32": Format("int4_g32", 4, (1, 32), 16),
+    "int4_g128": Format("int4_g128", 4, (1, 128), 16),
 }

@@ -86,8 +86,11 @@ def fused_moe(
             [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, e8m0 or its
             bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
             ceil(H / 128)]: where both are as many, and 128 does not divide I, the latter; "fp8_channel", such codes, scales
-            fp32 or bf16, [E, N] or [E, N, 1] of rows, [E], [E, 1] or [E, 1, 1] of a matrix, [E, 2] of gates and of ups. Such
-            weights have no gradients; those of the rest are computed by PyTorch's operators, of dequantised weights.
+            fp32 or bf16, [E, N] or [E, N, 1] of rows, [E], [E, 1] or [E, 1, 1] of a matrix, [E, 2] of gates and of ups;
+            "int4_g32" and "int4_g128", codes int32 [E, N, K / 8], eight integers plus 8 with the first in the lowest four bits,
+            scales bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128], as compressed-tensors' weight_packed without zero
+            points or g_idx; a weight is rounded to the dtype. Such weights have no gradients; those of the rest are computed by
+            PyTorch's operators, of dequantised weights.
         gate_up_scale, down_scale: the scales of such weights.
 
     Returns:
@@ -118,7 +121,8 @@ def quantize_experts(
     """Experts in a format: the keyword arguments of ``fused_moe`` that are their weights, as a checkpoint would have them.
 
     Codes are the nearest, ties to even. The scales of mxfp4 are OCP's, 2^(floor(log2 of a block's largest magnitude) - 2);
-    those of fp8 blocks and channels the largest magnitude / 448 in fp32.
+    those of fp8 blocks and channels the largest magnitude / 448 in fp32; those of int4 the largest magnitude / 7.5 in bf16, as
+    compressed-tensors has them.
 
     Args:
         gate_up_proj, down_proj: [E, 2I, H] (or [E, I, H]) and [E, H, I], fp32, bf16 or fp16.

@@ -92,6 +92,8 @@ BRANCHES = (
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
+    "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
+    "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32",
 )
 NEWEST_TOO = {MEASURED: BRANCHES, OLDER: UNEVEN}
 REST = (
@@ -212,7 +214,7 @@ def test_codes_are_copied_ahead_sixteen_bytes_at_a_time_and_stay_where_they_are(
     found = compiled(compile_jobs(kernel, one, config, gpu)[0], gpu, kernel.name, one, config)
     assert set(re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (0x\w+)", found.asm["ptx"])) == {"0x10"}
     moved = re.findall(r"convert_layout .*-> tensor<([\dx]+)x\w+,", found.asm["ttgir"])
-    units = config["block_n"] * config["block_k"] // (4 if "mxfp4" in problem else 2)
+    units = config["block_n"] * config["block_k"] // (2 if "fp8" in problem else 4)
     assert all(math.prod(map(int, shape.split("x"))) < units for shape in moved)
 
 

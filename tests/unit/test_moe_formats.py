@@ -12,8 +12,8 @@ import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
 
 E, H, K, T = 4, 160, 2, 9
-FORMS = ("mxfp4", "fp8_block", "fp8_channel")
-WIDTHS = [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300), ("fp8_channel", 75)]
+FORMS = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32")
+WIDTHS = [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300), ("fp8_channel", 75), ("int4_g32", 96)]
 GPT_OSS: dict[str, Any] = {"activation": "clamped_silu", "interleaved": True}
 
 
@@ -208,6 +208,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2]"),
     ("fp8_channel", {"interleaved": True, "gate_up_scale": torch.zeros(E, 2)}, "it must be [4, 192, 1], or [4, 192], or [4]"),
     ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).half()}, "it must be float32 or bfloat16"),
+    ("int4_g32", {"gate_up_scale": torch.zeros(E, 192, 4)}, "gate_up_scale has shape (4, 192, 4); it must be [4, 192, 5]"),
+    ("int4_g32", {"weight_format": "int4_g128"}, "gate_up_proj has 160 columns; int4_g128 needs a multiple of 128"),
+    (
+        "int4_g32",
+        {"down_proj": torch.zeros(E, H, 48, dtype=torch.uint8)},
+        "down_proj has dtype torch.uint8 and weight_format is",
+    ),
+    ("int4_g32", {"down_proj": torch.zeros(E, H, 3, 4, dtype=torch.int32)}, "it must be [E, N, K / 8]"),
+    ("int4_g32", {"down_scale": torch.zeros(E, H, 3).double()}, "it must be float32 or bfloat16 or float16"),
     ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),

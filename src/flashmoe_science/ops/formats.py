@@ -3,7 +3,8 @@
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
 [..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
 [..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16 [..., N], or
-[..., 1] of all rows, or [..., 2] of each half.
+[..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest four bits, 8
+more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128].
 
 Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as
 where a checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken
@@ -20,7 +21,7 @@ from flashmoe_science.formats import FORMATS, Format
 
 SIDE = FORMATS["fp8_block"].block[0]
 _MX = 32  # columns of a scale of mxfp4
-_BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8}  # of a code, by what has them
+_BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8, torch.int32: 4}  # of a code, by what has them
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _LARGEST_EXPONENT = 2  # of e2m1
 _LARGEST_E4M3 = 448.0
@@ -40,6 +41,8 @@ def format_of(codes: torch.Tensor, scale: torch.Tensor | None) -> Format | None:
         return None
     if codes.dtype == torch.uint8:
         return FORMATS["mxfp4"]
+    if codes.dtype == torch.int32:
+        return FORMATS[f"int4_g{columns_of(codes) // scale.shape[-1]}"]
     return FORMATS["fp8_block" if scale.dim() == codes.dim() else "fp8_channel"]
 
 
@@ -63,6 +66,9 @@ def dequantized(weights: Weights, dtype: torch.dtype, halves: bool = False) -> t
     form = format_of(codes, scale)
     if form is FORMATS["fp8_channel"]:
         return (codes.to(wide) * scale.repeat_interleave(codes.shape[-2] // scale.shape[-1], -1)[..., None]).to(dtype)
+    if codes.dtype == torch.int32:
+        integers = (codes[..., None] >> torch.arange(0, 32, 4, device=codes.device) & 15).flatten(-2) - 8
+        return (integers.to(wide) * scale.repeat_interleave(integers.shape[-1] // scale.shape[-1], -1)).to(dtype)
     if form is FORMATS["mxfp4"]:
         signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=wide, device=codes.device)
         values = signed[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
@@ -79,13 +85,16 @@ def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: 
 
     mxfp4: the scale is 2^(floor(log2 of the block's largest magnitude) - 2), as OCP has it, so that codes saturate at 6. fp8
     blocks and channels: the largest magnitude / 448 as fp32, 1 of a block of zeros; with ``powers``, of blocks, the next power
-    of two, as e8m0. ``halves``, of blocks: each half of the rows by itself.
+    of two, as e8m0. ``halves``, of blocks: each half of the rows by itself. int4: the largest magnitude / 7.5 as bf16, as
+    compressed-tensors has it.
     """
     if form.name == "mxfp4":
         return _mxfp4(weight.float())
     if form.name == "fp8_channel":
         codes, scale = _e4m3(weight.float(), (1, weight.shape[-1]), powers=False)
         return Weights(codes, scale.squeeze(-1))
+    if form.group:
+        return _int4(weight.float(), form.group)
     parts = weight.chunk(2, -2) if halves else (weight,)
     made = [_e4m3(one.float(), (SIDE, SIDE), powers) for one in parts]
     return Weights(*(torch.cat(one, -2) for one in zip(*made, strict=True)))
@@ -115,6 +124,15 @@ def _mxfp4(weight: torch.Tensor) -> Weights:
     codes = sum((magnitudes >= limit if limit in up else magnitudes > limit).byte() for limit in (0.25, *up, 1.25, 2.5, 5.0))
     codes = (codes | blocks.signbit().byte() << 3).flatten(-2)
     return Weights(codes[..., 0::2] | codes[..., 1::2] << 4, scale)
+
+
+def _int4(weight: torch.Tensor, group: int) -> Weights:
+    groups = weight.unflatten(-1, (-1, group))
+    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    scale = torch.where(scale == 0, 1.0, scale)
+    codes = (groups / scale[..., None]).nan_to_num().round().clamp(-8, 7).int() + 8
+    places = codes.flatten(-2).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
+    return Weights(places.sum(-1, dtype=torch.int32), scale)
 
 
 def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights:

@@ -64,6 +64,28 @@ def test_channels_of_fp8_are_read_back_within_a_rounding_whatever_their_neighbou
     assert torch.equal(of_all, made.codes.double() * made.scale[:, :1, None])
 
 
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_as_compressed_tensors_packs_it(group: int) -> None:
+    """Eight to an int32, the first column lowest, 8 more than the integer; the scale is bf16 of the largest / 7.5."""
+    integers = torch.arange(-8, 8).repeat(16)
+    words = [sum((int(one) + 8) << 4 * place for place, one in enumerate(integers[at : at + 8])) for at in range(0, 256, 8)]
+    codes = torch.tensor(words).to(torch.int32)[None]  # those of 2^31 and more wrap
+    scale = torch.arange(1, 256 // group + 1)[None].half()
+    right = integers * scale.double().repeat_interleave(group, -1)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert torch.equal(dequantized(Weights(codes, scale), dtype), right.to(dtype))
+    torch.manual_seed(0)
+    weight = torch.randn(3, 20, 256) * 2.0 ** torch.randint(-40, 40, (3, 20, 1))
+    weight[1, 4] = 0
+    made = quantized(weight, FORMATS[f"int4_g{group}"])
+    assert (made.codes.shape, made.codes.dtype, made.scale.dtype) == ((3, 20, 32), torch.int32, torch.bfloat16)
+    largest = weight.unflatten(-1, (-1, group)).abs().amax(-1)
+    assert torch.equal(made.scale, torch.where(largest == 0, 1, largest / 7.5).bfloat16())
+    off = (dequantized(made, torch.float64) - weight).abs() / made.scale.repeat_interleave(group, -1)
+    assert off.max() < 0.54  # half a step, and of the scale's rounding what the largest has
+    assert torch.equal(quantized(dequantized(made, torch.float32), FORMATS[f"int4_g{group}"]).codes[1, 4], made.codes[1, 4])
+
+
 def test_halves_of_rows_have_scales_of_their_own_where_no_blocks_divide_them() -> None:
     torch.manual_seed(0)
     gates, ups = torch.randn(2, 200, 130), 2.0**20 * torch.randn(2, 200, 130)

@@ -220,7 +220,7 @@ def check_formats(group: dist.ProcessGroup) -> list[str]:
     weights, ids = torch.rand(len(x), 3, generator=draw), torch.randint(experts, (len(x), 3), generator=draw)
     dense = torch.randn(experts, 2 * 32, DIM, generator=draw), torch.randn(experts, DIM, 32, generator=draw)
     own = slice(8 * group.rank(), 8 * group.rank() + 8)
-    for form in ("mxfp4", "fp8_block", "fp8_channel"):
+    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32"):
         given = quantize_experts(*dense, form)
         names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
         gate_up, down, *scales = (given[name][mine] for name in names)

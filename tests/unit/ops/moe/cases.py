@@ -15,6 +15,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.moe import dequantize_experts, quantize_experts
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -81,6 +82,10 @@ FORMAT_CASES = (
     Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_channel bias clamped interleaved"),
     Case("moe t9 e4 k2 d130 f150 fp16 w:fp8_channel gelu", routing="foreign"),
     Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_channel ungated", routing="crowded"),
+    Case("moe t1 e8 k2 d64 f96 bf16 w:int4_g32"),
+    Case("moe t9 e4 k2 d96 f64 fp16 w:int4_g32 bias clamped interleaved"),
+    Case("moe t9 e6 k3 d384 f128 bf16 w:int4_g128 gelu", routing="foreign"),
+    Case("moe t40 e3 k1 d256 f384 fp16 w:int4_g128 ungated", routing="crowded"),
 )
 
 
@@ -117,13 +122,15 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
 
 
 def dense(inputs: MoEInputs) -> MoEInputs:
-    """The inputs with weights of fp64, if they are in a format."""
+    """The inputs with weights of fp64, if they are in a format. A GPU rounds those of int4 to the dtype; the interpreter does
+    not."""
     _, w1, w2, *_, of_w1, of_w2 = inputs.tensors
     form = inputs.problem.weight_format
     if form is None or of_w1 is None or of_w2 is None:
         return inputs
-    made = dequantize_experts(w1, w2, of_w1, of_w2, form, interleaved=inputs.activation.interleaved, dtype=torch.float64)
-    return changed(inputs, w1=made[0], w2=made[1])
+    dtype = inputs.tensors.x.dtype if "int4" in form and not INTERPRETING else torch.float64
+    made = dequantize_experts(w1, w2, of_w1, of_w2, form, interleaved=inputs.activation.interleaved, dtype=dtype)
+    return changed(inputs, w1=made[0].double(), w2=made[1].double())
 
 
 def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:

@@ -70,6 +70,9 @@ def test_weights_in_a_format_are_counted_with_their_scales() -> None:
     by_channel = parse_problem("moe t1 e4 k2 d200 f100 fp16 w:fp8_channel")
     assert isinstance(by_channel, MoEProblem)
     assert by_channel.weight_bytes() == 3 * 100 * 200 + 4 * (200 + 200)
+    in_groups = parse_problem("moe t1 e4 k2 d2048 f768 bf16 w:int4_g128")
+    assert isinstance(in_groups, MoEProblem)
+    assert in_groups.weight_bytes() == 3 * 2048 * 768 // 2 + 3 * 2048 * 768 // 128 * 2
 
 
 @given(problems())
@@ -156,6 +159,7 @@ def test_ids_of_other_ranks_may_be_more_than_there_are_experts() -> None:
         ("moe t8 e4 k2 d16 f16 relu gelu", "gives the activation twice ('relu' and 'gelu')"),
         ("moe t8 e4 k2 d16 f16 bias bias", "gives the bias twice"),
         ("moe t8 e4 k2 d32 f16 w:mxfp4", "hidden is 16 and weight_format is 'mxfp4'; it must be a multiple of 32"),
+        ("moe t8 e4 k2 d128 f96 w:int4_g128", "hidden is 96 and weight_format is 'int4_g128'; it must be a multiple of 128"),
         ("moe t8 e4 k2 d32 f32 w:mxfp4 transposed", "transposed is True and weight_format is 'mxfp4'"),
         ("moe t8 e4 k2 d32 f32 w:mxfp4 w:fp8_block", "gives the format twice ('w:mxfp4' and 'w:fp8_block')"),
         ("moebwd t8 e4 k2 d32 f32 w:mxfp4", "weights in a format have no gradients"),

@@ -16,8 +16,11 @@ from flashmoe_science.ops.formats import SIDE, columns_of
 
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
-_CODES = {"mxfp4": _BYTES, "fp8_block": (torch.float8_e4m3fn,), "fp8_channel": (torch.float8_e4m3fn,)}
-_SCALES = {"mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_channel": (torch.float32, torch.bfloat16)}
+_E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
+_CODES = {"mxfp4": _BYTES, "fp8_block": _E4M3, "fp8_channel": _E4M3, "int4_g32": _INT4, "int4_g128": _INT4}
+_SCALES = {
+    "mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_channel": _FLOATS[:2], "int4_g32": _FLOATS, "int4_g128": _FLOATS
+}  # fmt: skip
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
@@ -46,14 +49,17 @@ def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:
         raise TypeError(f"{name} has dtype {codes.dtype} and weight_format is {form.name!r}; it must be {_any(_CODES, form)}")
     in_blocks = form.name == "mxfp4" and codes.dim() == 4
     if codes.dim() != 3 and not (in_blocks and codes.shape[3] == _IN_BLOCKS):
-        allowed = "[E, N, K / 2] or [E, N, K / 32, 16]" if form.name == "mxfp4" else "[E, N, K]"
-        raise ValueError(f"{name} has shape {tuple(codes.shape)}; it must be {allowed}")
+        allowed = {4: "[E, N, K / 2] or [E, N, K / 32, 16]", 32: "[E, N, K / 8]", 8: "[E, N, K]"}
+        key = 4 if form.name == "mxfp4" else 8 * codes.element_size()
+        raise ValueError(f"{name} has shape {tuple(codes.shape)}; it must be {allowed[key]}")
     if 0 in codes.shape:
         raise ValueError(f"{name} has shape {tuple(codes.shape)}; no size of it may be 0")
     if in_blocks and codes.shape[2] > 1 and codes.stride(2) != _IN_BLOCKS * codes.stride(3):
         raise ValueError(f"{name} has strides {codes.stride()}; the blocks of a row must follow each other")
     if form.name == "mxfp4" and not in_blocks and codes.shape[2] % _IN_BLOCKS:
         raise ValueError(f"{name} has {codes.shape[2]} bytes a row; they must be a multiple of 16, of blocks of 32 codes")
+    if form.group and codes.dtype == torch.int32 and columns_of(codes) % form.group:
+        raise ValueError(f"{name} has {columns_of(codes)} columns; {form.name} needs a multiple of {form.group}")
     if codes.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient; weights in a format have none")
 

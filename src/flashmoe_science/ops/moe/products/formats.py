@@ -1,14 +1,13 @@
-"""Tiles of a grouped product of weights in a format: codes become bf16 or fp16 in registers, exactly, for tensor cores.
+"""Tiles of a grouped product of weights in a format, whose codes become operands of tensor cores in registers (``codes.py``).
 
 Weights are the rows of a product, tokens its columns, so that 16 tokens take a tile of 16. A thread reads codes two bytes at a
-time, a unit: four weights of mxfp4, two of fp8. The n-th weights of all units are one operand, beside every fourth (or
+time, a unit: four weights of four bits, two of fp8. The n-th weights of all units are one operand, beside every fourth (or
 second) column of the tokens: no code changes its place, and an operand is what the instruction reads.
 
-e2m1 and e4m3 are bf16 with another bias: shifted to their places, and times 2^126 or 2^120, a code is its value, with numbers
-below the least normal one too; e4m3 is fp16 times 2^8. The scale of a block of 128 x 128 multiplies the sum over its depth, in
-fp32, that of a channel the sum over the whole depth. That of mxfp4, a
-power of two, multiplies the weight, and up to 2 is one product with the 2^126: a tile is computed so, and once more, by two
-products a weight, where it met a greater scale or what is no number. No model's weights are known to have one.
+The scale of a block of 128 x 128 multiplies the sum over its depth, in fp32, that of a channel the sum over the whole depth.
+That of int4 multiplies the weight, and so does that of mxfp4, a power of two, which up to 2 is one product with the 2^126 of
+e2m1: a tile is computed so, and once more, by two products a weight, where it met a greater scale or what is no number. No
+model's weights are known to have one.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.formats import SIDE, has_own_scales
 from flashmoe_science.ops.moe.call import MoEInputs, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.codes import by_place, of_fp8, of_int4, of_mxfp4, power
 from flashmoe_science.ops.moe.products.tiles import dot
 
 
 class Scales(NamedTuple):
     """What a product is specialised on of weights in a format: its name, strides of the scales, where the scales of the second
-    half of the rows begin, in rows, and how many rows have one."""
+    half of the rows begin, in rows, and how many rows have one, and columns."""
 
     name: str
     of_expert: int
@@ -39,140 +39,20 @@ class Scales(NamedTuple):
     of_column: int
     second: int
     high: int
-
-
-# Of two units in $4: the n-th weights of both in $n, times $5. A product puts the four bits of a code twice, for its sign and
-# for the rest.
-_E2M1 = """{
-.reg .b32 u, m, none;
-mov.b32 none, 0x80008000;
-shr.b32 u, $4, 8;
-and.b32 m, $4, 0x000F000F;
-mul.lo.u32 m, m, 0x1040;
-and.b32 m, m, 0x81C081C0;
-fma.rn.bf16x2 $0, m, $5, none;
-and.b32 m, $4, 0x00F000F0;
-mul.lo.u32 m, m, 0x104;
-and.b32 m, m, 0x81C081C0;
-fma.rn.bf16x2 $1, m, $5, none;
-and.b32 m, u, 0x000F000F;
-mul.lo.u32 m, m, 0x1040;
-and.b32 m, m, 0x81C081C0;
-fma.rn.bf16x2 $2, m, $5, none;
-and.b32 m, u, 0x00F000F0;
-mul.lo.u32 m, m, 0x104;
-and.b32 m, m, 0x81C081C0;
-fma.rn.bf16x2 $3, m, $5, none;
-}"""
-# Of two units in $2; (a & b) | c is lop3's 0xEA. A code that is no number makes its row's sum none, wherever it is in the row.
-_E4M3 = """{{
-.reg .b32 u, m, big, none;
-.reg .pred p;
-mov.b32 big, {big};
-mov.b32 none, 0x80008000;
-shl.b32 u, $2, 8;
-shl.b32 m, $2, {left};
-and.b32 m, m, {rest};
-lop3.b32 m, u, 0x80008000, m, 0xEA;
-fma.rn.{dtype} $0, m, big, none;
-shr.b32 m, $2, {right};
-and.b32 m, m, {rest};
-lop3.b32 m, $2, 0x80008000, m, 0xEA;
-fma.rn.{dtype} $1, m, big, none;
-and.b32 m, $2, 0x7F7F7F7F;
-add.u32 m, m, 0x01010101;
-and.b32 m, m, 0x80808080;
-setp.ne.u32 p, m, 0;
-@p mov.b32 $0, {nan};
-}}"""
-_E2M1_ASM = tl.constexpr(_E2M1)
-_E4M3_AS_BF16 = tl.constexpr(
-    _E4M3.format(dtype="bf16x2", big="0x7B807B80", left=4, right=4, rest="0x07F007F0", nan="0x7FC07FC0")
-)
-_E4M3_AS_FP16 = tl.constexpr(
-    _E4M3.format(dtype="f16x2", big="0x5C005C00", left=7, right=1, rest="0x3F803F80", nan="0x7E007E00")
-)
+    wide: int
 
 
 @triton.jit
-def _as_fp32(bits):
-    """fp32 of the bits of bf16."""
-    return (bits << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _power(code):
-    """fp32 of e8m0."""
-    code = code.to(tl.int32)
-    return _as_fp32(tl.where(code == 0, 0x40, tl.where(code == 255, 0x7FC0, code << 7)))
-
-
-@triton.jit
-def _of_e2m1(units, by, NTH: tl.constexpr):
-    """fp32 of the n-th codes of units times ``by``, without instructions of a GPU's own."""
-    code = units.to(tl.int32) >> 4 * NTH
-    return _as_fp32((code & 8) << 12 | (code & 7) << 6) * by.to(tl.float32)
-
-
-@triton.jit
-def _of_e4m3(units, NTH: tl.constexpr):
-    code = units.to(tl.int32) >> 8 * NTH
-    value = _as_fp32((code & 0x80) << 8 | (code & 0x7F) << 4) * 2.0**120
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def _by_place(tile, UNIT: tl.constexpr):
-    """[rows, columns] with the columns of each place in a unit together: the first of all units, then the second."""
-    ROWS: tl.constexpr = tile.shape[0]
-    COLUMNS: tl.constexpr = tile.shape[1]
-    return tl.reshape(tl.permute(tl.reshape(tile, [ROWS, COLUMNS // UNIT, UNIT]), (0, 2, 1)), [ROWS, COLUMNS])
-
-
-@triton.jit
-def _of_mxfp4(units, scale, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
-    """bf16 weights [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 4] and scales [BLOCK_N, BLOCK_K / 32]."""
-    ROWS: tl.constexpr = units.shape[0]
-    UNITS: tl.constexpr = units.shape[1]
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS // 8, 8]), [ROWS, UNITS])
-    by = tl.full([ROWS, UNITS], 2.0**126, tl.float32).to(tl.bfloat16) if EXACT else scale
-    if INTERPRET:
-        w_0, w_1, w_2, w_3 = _of_e2m1(units, by, 0), _of_e2m1(units, by, 1), _of_e2m1(units, by, 2), _of_e2m1(units, by, 3)
+def _scales(
+    scale, of_rows, k, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STRIDE_K: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of ``BLOCK_K`` columns from k: [BLOCK_N] of fp8 blocks, else [BLOCK_N, BLOCK_K / WIDE], at least one a row."""
+    if FORMAT == "fp8_block":
+        return tl.load(scale + of_rows + k // WIDE * STRIDE_K, mask=k < DEPTH, other=0)
     else:
-        w_0, w_1, w_2, w_3 = tl.inline_asm_elementwise(
-            _E2M1_ASM, "=&r,=&r,=&r,=r,r,r", [units, by], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True, pack=2,
-        )  # fmt: skip
-    if EXACT:
-        w_0, w_1, w_2, w_3 = w_0 * scale, w_1 * scale, w_2 * scale, w_3 * scale
-    every = tl.join(tl.join(w_0, w_2), tl.join(w_1, w_3))  # [BLOCK_N, BLOCK_K / 4, 2, 2]
-    return tl.reshape(tl.permute(every, (0, 2, 3, 1)), [ROWS, 4 * UNITS])
-
-
-@triton.jit
-def _of_fp8(units, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """bf16 or fp16 codes [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 2]."""
-    if INTERPRET:
-        w_0, w_1 = _of_e4m3(units, 0), _of_e4m3(units, 1)
-    elif dtype == tl.float16:
-        w_0, w_1 = tl.inline_asm_elementwise(
-            _E4M3_AS_FP16, "=&r,=&r,r", [units], (tl.float16, tl.float16), is_pure=True, pack=2
-        )  # fmt: skip
-    else:
-        w_0, w_1 = tl.inline_asm_elementwise(
-            _E4M3_AS_BF16, "=&r,=&r,r", [units], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )  # fmt: skip
-    return tl.reshape(tl.permute(tl.join(w_0, w_1), (0, 2, 1)), [units.shape[0], 2 * units.shape[1]])
-
-
-@triton.jit
-def _scales(scale, of_rows, k, FORMAT: tl.constexpr, DEPTH: tl.constexpr, STRIDE_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """fp32 scales of ``BLOCK_K`` columns from k: [BLOCK_N, BLOCK_K / 32] of mxfp4, [BLOCK_N] of fp8 blocks."""
-    if FORMAT == "mxfp4":
-        block = k // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
-        return tl.load(scale + of_rows[:, None] + block * STRIDE_K, mask=block < DEPTH // 32, other=0)
-    else:
-        return tl.load(scale + of_rows + k // 128 * STRIDE_K, mask=k < DEPTH, other=0)
+        block = k // WIDE + tl.arange(0, max(BLOCK_K // WIDE, 1))[None, :]
+        return tl.load(scale + of_rows[:, None] + block * STRIDE_K, mask=block < DEPTH // WIDE, other=0)
 
 
 @triton.jit
@@ -180,10 +60,10 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     """Scales as they multiply: bf16 of mxfp4, times 2^126 unless EXACT; else fp32."""
     if FORMAT == "mxfp4":
         if EXACT:
-            return _power(scale).to(tl.bfloat16)
+            return power(scale).to(tl.bfloat16)
         return (scale.to(tl.uint16) + 126 << 7).to(tl.bfloat16, bitcast=True)
     elif scale.dtype == tl.uint8:
-        return _power(scale)
+        return power(scale)
     else:
         return scale
 
@@ -192,25 +72,27 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
 def _add(units, scale, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
     """acc + W x of x [BLOCK_K, BLOCK_M], by place; of channels without their scales."""
     if FORMAT == "mxfp4":
-        w = _of_mxfp4(units, _as_number(scale, FORMAT, EXACT), EXACT, INTERPRET)
+        w = of_mxfp4(units, _as_number(scale, FORMAT, EXACT), EXACT, INTERPRET)
         return dot(w, x, acc, "tf32", INTERPRET)
+    elif FORMAT == "int4":
+        return dot(of_int4(units, scale, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
     elif FORMAT == "fp8_channel":
-        return dot(_of_fp8(units, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
+        return dot(of_fp8(units, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
     else:  # the depth of a block
         scale = _as_number(scale, FORMAT, EXACT)
         none = tl.zeros(acc.shape, tl.float32)
-        return acc + dot(_of_fp8(units, x.dtype, INTERPRET), x, none, "tf32", INTERPRET) * scale[:, None]
+        return acc + dot(of_fp8(units, x.dtype, INTERPRET), x, none, "tf32", INTERPRET) * scale[:, None]
 
 
 @triton.jit
 def _multiply(
     a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr, STRIDE_K: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, STRIDE_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
     EXACT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The sums, [BLOCK_N, BLOCK_M], of rows of weights, and of those ``SECOND`` units further; the greatest scale of mxfp4. Of
     channels without their scales."""
-    UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" else 2
+    UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     first = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)  # [BLOCK_N, BLOCK_M]
     second = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)
@@ -218,25 +100,28 @@ def _multiply(
     ALONG: tl.constexpr = FORMAT != "fp8_channel"  # whether scales differ along the depth
     # Scales are read a step ahead: the compiler copies ahead no less than four bytes.
     if ALONG:
-        of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
-        greatest = of_first
+        of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
+        if FORMAT == "mxfp4":
+            greatest = of_first
         if SECOND is not None:
-            of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+            of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
-        x = tl.trans(_by_place(x, UNIT))
+        x = tl.trans(by_place(x, UNIT))
         inside = None if DEPTH % BLOCK_K == 0 else (place < (DEPTH - k) // UNIT)[None, :]
         other: tl.constexpr = None if DEPTH % BLOCK_K == 0 else 0
         first = _add(tl.load(w_ptrs, mask=inside, other=other), of_first, x, first, FORMAT, EXACT, INTERPRET)
-        if ALONG:
+        if FORMAT == "mxfp4":
             greatest = tl.maximum(greatest, of_first)
-            of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+        if ALONG:
+            of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
         if SECOND is not None:
             units = tl.load(w_ptrs + SECOND, mask=inside, other=other)
             second = _add(units, of_second, x, second, FORMAT, EXACT, INTERPRET)
-            if ALONG:
+            if FORMAT == "mxfp4":
                 greatest = tl.maximum(greatest, of_second)
-                of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, BLOCK_K)
+            if ALONG:
+                of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K // UNIT
     return first, second, greatest
@@ -251,12 +136,12 @@ def multiply_in_format(
     """``tiles.multiply`` of weights in a format, whose strides are bytes. Rows past ``WIDTH`` are computed as the last."""
     FORMAT: tl.constexpr = SCALES[0]
     HIGH: tl.constexpr = SCALES[5]
-    UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" else 2  # weights of two bytes
+    UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2  # weights of two bytes
     UP: tl.constexpr = None if SECOND is None else SECOND * (STRIDE_N // 2)
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     a_ptrs = a + of_a.to(tl.int64)[:, None] * STRIDE_A + depth[None, :]  # [BLOCK_M, BLOCK_K]
     of_w = tl.minimum(of_w, WIDTH - 1)
-    w_ptrs = (w + tile.expert * STRIDE_E).to(tl.pointer_type(tl.uint16))
+    w_ptrs = (w.to(tl.pointer_type(tl.uint8)) + tile.expert * STRIDE_E).to(tl.pointer_type(tl.uint16))
     w_ptrs = w_ptrs + of_w.to(tl.int64)[:, None] * (STRIDE_N // 2) + place[None, :]  # [BLOCK_N, BLOCK_K / UNIT]
     scale += tile.expert * SCALES[1]
     rows_first = (of_w // HIGH).to(tl.int64) * SCALES[2]  # [BLOCK_N]
@@ -264,13 +149,13 @@ def multiply_in_format(
     inside_a = (rows < tile.end)[:, None]
     first, second, greatest = _multiply(
         a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, UP, DEPTH,
-        FORMAT, SCALES[3], BLOCK_K, NUM_STAGES, False, INTERPRET,
+        FORMAT, SCALES[3], SCALES[6], BLOCK_K, NUM_STAGES, False, INTERPRET,
     )  # fmt: skip
     if FORMAT == "mxfp4":
         if tl.max(greatest.to(tl.int32)) > 128:
             first, second, greatest = _multiply(
                 a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, UP, DEPTH,
-                FORMAT, SCALES[3], BLOCK_K, NUM_STAGES, True, INTERPRET,
+                FORMAT, SCALES[3], SCALES[6], BLOCK_K, NUM_STAGES, True, INTERPRET,
             )  # fmt: skip
     if FORMAT == "fp8_channel":
         first *= tl.load(scale + rows_first).to(tl.float32)[:, None]
@@ -286,7 +171,7 @@ def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     """Why these tiles do not support a problem's weights, in words; None where they may, and of weights in no format."""
     if problem.weight_format is None:
         return None
-    dtypes = ("bf16", "fp16") if problem.weight_format == "fp8_channel" else ("bf16",)
+    dtypes = ("bf16",) if problem.weight_format in ("mxfp4", "fp8_block") else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
     if device.compute_capability[0] == 10 and problem.weight_format != "fp8_block" and activation_of(problem).halves:
@@ -344,6 +229,7 @@ def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
         own = name == "fp8_block" and halves and has_own_scales(codes.shape[1], scale.shape[1])
         of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
         second = -(-half // SIDE) * SIDE if own else half
-        high = codes.shape[1] // scale.shape[1] if name == "fp8_channel" else FORMATS[name].block[0]
-        made.append(Scales(name, of_expert, of_row, of_column, second, high))
+        high, wide = FORMATS[name].block
+        high = codes.shape[1] // scale.shape[1] if name == "fp8_channel" else high
+        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0))
     return made[0], made[1]

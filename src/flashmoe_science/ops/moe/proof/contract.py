@@ -213,10 +213,15 @@ class SharedContract(Contract):
     def _mistakes_of_format(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         moved = {name: inputs[name].roll(1, -1) for name in SCALES}
         yield Mistake("scale-moved", "it is right for scales of the block before", self.reference(problem, {**inputs, **moved}))
-        if problem.weight_format == "mxfp4":
-            swapped = {name: inputs[name] << 4 | inputs[name] >> 4 for name in ("w1", "w2")}
+        if FORMATS[problem.weight_format].bits == 4:
+            halves = {name: inputs[name].view(torch.uint8) for name in ("w1", "w2")}
+            swapped = {name: (one << 4 | one >> 4).view(inputs[name].dtype) for name, one in halves.items()}
             words = "it is right for codes whose even column is the high four bits"
             yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
+        if "int4" in problem.weight_format:
+            signed = {name: (one ^ 0x88).view(torch.int32) for name, one in halves.items()}
+            words = "it is right for codes that are two's complement"
+            yield Mistake("codes-signed", words, self.reference(problem, {**inputs, **signed}))
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if distribution == "crowded" and "router_logits" in inputs:

@@ -97,6 +97,19 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
     apart[0, 7] = torch.nan
     one = inputs_of(Case("moe t5 e2 k1 d200 f150 bf16 w:fp8_channel"), "cpu")
     yield "neighbouring rows 2^120 apart", changed(one, gate_up_scale=apart, topk_ids=torch.zeros(5, 1, dtype=torch.int32))
+    for group in (32, 128):
+        for dtype in ("bf16", "fp16"):
+            one = inputs_of(Case(f"moe t5 e2 k1 d384 f128 {dtype} w:int4_g{group}"), "cpu")
+            one, scale = changed(one, topk_ids=torch.zeros(5, 1, dtype=torch.int32)), one.tensors.gate_up_scale
+            assert scale is not None
+            codes = torch.randint(-(2**31), 2**31, one.tensors.w1.shape).int()
+            yield f"every code of int4, groups of {group}, {dtype}", changed(one, w1=codes)
+            apart = scale.float() * 2.0 ** torch.tensor([0, 7])[torch.arange(scale.shape[2]) % 2]
+            for of_scale in (torch.bfloat16, torch.float16, torch.float32):
+                lost = apart.to(of_scale)
+                lost[0, 9, 1], lost[1] = torch.nan, torch.nan  # the second expert has no tokens
+                words = f"neighbours apart and what is no number, groups of {group}, {dtype}, {of_scale}"
+                yield words, changed(one, gate_up_scale=lost)
 
 
 def on(inputs: MoEInputs, device: str) -> MoEInputs:

@@ -26,6 +26,9 @@ LARGER = (
     Case("moe t40 e16 k4 d2048 f768 bf16 w:fp8_block", routing="foreign"),
     Case("moe t100 e128 k8 d2048 f768 fp16 w:fp8_channel"),
     Case("moe t700 e4 k2 d264 f200 bf16 w:fp8_channel", routing="twice"),
+    Case("moe t100 e128 k8 d2048 f768 bf16 w:int4_g128"),
+    Case("moe t3 e16 k4 d2048 f768 bf16 w:int4_g32", routing="foreign"),
+    Case("moe t700 e4 k2 d256 f384 fp16 w:int4_g128", routing="twice"),
 )
 KERNELS = pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 
@@ -98,7 +101,7 @@ def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_l
     assert off(called(moved), one) is None  # by PyTorch's operators: no codes begin at odd addresses
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel", "int4_g32"])
 def test_gradients_of_all_but_the_weights(form: str) -> None:
     one = inputs_of(Case(f"moe t9 e4 k2 d96 f64 bf16 w:{form}"), "cuda")
     x, weights = one.tensors.x.clone().requires_grad_(), one.tensors.topk_weights.clone().requires_grad_()

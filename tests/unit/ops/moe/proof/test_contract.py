@@ -11,6 +11,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.contract import built_in, is_built_in
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
@@ -30,6 +31,8 @@ WORDS = (
     "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
     "moe t5 e4 k2 d200 f136 bf16 w:fp8_block gelu logits",
     "moe t5 e4 k2 d40 f72 fp16 w:fp8_channel relu",
+    "moe t5 e4 k2 d64 f96 bf16 w:int4_g32 gelu",
+    "moe t5 e4 k2 d128 f256 fp16 w:int4_g128 relu interleaved",
 )
 FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zipf", "moe t9 e4 k4 d64 f32 bf16 logits")
 
@@ -138,7 +141,8 @@ def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
         {"activation-silu"} | ({"bias-missing"} if problem.bias else set()) | ({"interleaved"} if problem.gated else set())
     )
     if problem.weight_format is not None:
-        expected |= {"scale-moved"} | ({"nibbles-swapped"} if problem.weight_format == "mxfp4" else set())
+        expected |= {"scale-moved"} | ({"nibbles-swapped"} if FORMATS[problem.weight_format].bits == 4 else set())
+        expected |= {"codes-signed"} if "int4" in problem.weight_format else set()
     assert set(found) == expected
     for other in found.values():
         assert isinstance(other, torch.Tensor)
