@@ -12,7 +12,8 @@ products a weight, where it met a greater scale or what is no number. No model's
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,7 @@ import triton.language as tl
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.formats import CODES, SIDE, has_own_scales
-from flashmoe_science.ops.launch import Pointer
+from flashmoe_science.ops.launch import INTERPRETING, Pointer, address
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.tiles import dot
@@ -294,6 +295,14 @@ def codes_or_weights(weights: torch.Tensor) -> Pointer:
     """What stands in for weights while a product is compiled: of codes, their bytes."""
     dtype = torch.uint8 if weights.dtype in CODES else weights.dtype
     return Pointer(dtype, weights.data_ptr())
+
+
+def _bytes_of_codes(weights: torch.Tensor) -> Any:
+    return address(weights.view(torch.uint8) if weights.dtype in CODES else weights)
+
+
+# ``address`` of weights or of their codes, which are read as bytes.
+address_of_weights: Callable[[torch.Tensor], Any] = _bytes_of_codes if INTERPRETING else address
 
 
 def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
