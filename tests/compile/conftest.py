@@ -8,6 +8,7 @@ from typing import Any
 
 import machine_code
 import pytest
+import uniform_registers
 
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import Gpu
@@ -59,10 +60,13 @@ def hold(request: pytest.FixtureRequest, record_property: Callable[[str, Any], N
 
 @pytest.fixture
 def compiled(hold: Callable[..., None]) -> Callable[..., Any]:
-    """Compiles a job for a GPU and holds it to its digest: by the kernel's name, the problem, the config."""
+    """Compiles a job for a GPU and holds it to its digest: by the kernel's name, the problem, the config. What has wgmma reads
+    no register that the assembler left unwritten."""
 
     def compile_it(job: CompileJob, gpu: Gpu, kernel: str, problem: object, config: object) -> Any:
         found = run_compiler(job, gpu)
+        if "wgmma" in found.asm["ptx"]:
+            assert uniform_registers.unwritten(found.asm["cubin"]) == []
         hold(found.asm["ptx"], kernel, job.function.__name__, gpu.name, problem, config)
         return found
 
