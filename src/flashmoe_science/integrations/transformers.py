@@ -41,8 +41,9 @@ _FUNCTIONS: dict[str, Function] = {
 }
 # What may change a module's gate.
 _GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "gate_softcap", "up_softcap", "_apply_gate")
-_SCALE = "_scale_inv"  # FP8Experts' scales have the names of its weights and this
-_FORMATS = {torch.float8_e4m3fn: "fp8_block", torch.int8: "mxfp4"}  # by the dtype of codes
+# What follows a weight's name in those of its codes and scales: FP8Experts', and gpt-oss's in a checkpoint.
+_SUFFIXES = (("", "_scale_inv"), ("_blocks", "_scales"))
+_FORMATS = {torch.float8_e4m3fn: "fp8_block", torch.int8: "mxfp4", torch.uint8: "mxfp4"}  # by the dtype of codes
 
 
 def register() -> None:
@@ -87,16 +88,19 @@ def experts_forward(
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
     layout = _layout(*_described(experts))
-    (first, of_first), (down, of_down) = (_weight(experts, name, layout.transposed) for name in (layout.first, "down_proj"))
+    (first, of_first), (down, of_down) = (
+        _weight(experts, name + layout.codes, layout.transposed) for name in (layout.first, "down_proj")
+    )
     if experts.num_experts != first.shape[0]:
         raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
-    form = _format(experts, layout.first, down.dtype) if layout.in_format else {}
+    in_format = layout.scales is not None
+    form = _format(experts, layout, down.dtype) if in_format else {}
     dtype = hidden_states.dtype
-    as_given = dtype == down.dtype or layout.in_format
+    as_given = in_format or dtype == down.dtype
     out = fused_moe(
         hidden_states if as_given else hidden_states.to(down.dtype),
-        first.detach() if layout.in_format else first,
-        down.detach() if layout.in_format else down,
+        first.detach() if in_format else first,
+        down.detach() if in_format else down,
         top_k_weights,
         top_k_index,
         activation=layout.activation.function,
@@ -112,7 +116,7 @@ def experts_forward(
     return out if as_given else out.to(dtype)
 
 
-def _format(experts: Any, first: str, codes: torch.dtype) -> dict[str, Any]:
+def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]:
     """The format's arguments of ``fused_moe``.
 
     Raises:
@@ -120,10 +124,12 @@ def _format(experts: Any, first: str, codes: torch.dtype) -> dict[str, Any]:
     """
     form, block = _FORMATS.get(codes), getattr(experts, "block_size", None)
     if form is None:
-        raise ValueError(f"{type(experts).__name__} has scales and weights of {codes}; it must be float8_e4m3fn or int8")
+        raise ValueError(
+            f"{type(experts).__name__} has scales and weights of {codes}; they must be float8_e4m3fn, int8 or uint8"
+        )
     if form == "fp8_block" and (block is None or list(block) != [128, 128]):
         raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128]")
-    scales = (getattr(experts, f"{name}{_SCALE}").detach() for name in (first, "down_proj"))
+    scales = (getattr(experts, f"{name}{layout.scales}").detach() for name in (layout.first, "down_proj"))
     return dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"weight_format": form}
 
 
@@ -141,10 +147,12 @@ def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Ad
 
 
 class _Layout(NamedTuple):
-    """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights; ``in_format``: it has scales."""
+    """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights; ``codes`` and ``scales`` follow
+    a weight's name where it is in a format, and are "" and None elsewhere."""
 
     first: str
-    in_format: bool
+    codes: str
+    scales: str | None
     has_bias: bool
     transposed: bool
     activation: Activation
@@ -204,12 +212,12 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         if attributes.get(flag, neutral) != neutral:
             raise _NotServed(f"{flag} is {attributes[flag]!r}, and only {neutral!r} is served")
     first = "gate_up_proj" if attributes["has_gate"] else "up_proj"
-    used = {first, "down_proj", "act_fn", "parametrizations"}
+    codes, scales = next((both for both in _SUFFIXES if first + both[1] in module.members), ("", None))
+    used = {first + codes, f"down_proj{codes}", "act_fn", "parametrizations"}
     if attributes["has_bias"]:
         used |= {f"{first}_bias", "down_proj_bias"}
-    in_format = f"{first}{_SCALE}" in module.members
-    if in_format:
-        used |= {f"{first}{_SCALE}", f"down_proj{_SCALE}"}
+    if scales is not None:
+        used |= {first + scales, f"down_proj{scales}"}
     if unused := set(module.members) - used:  # a norm, a bias, scales of static activations
         raise _NotServed(f"it has {', '.join(sorted(unused))}, which would not be used")
     function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
@@ -221,7 +229,7 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         activation = Activation(function, gated=False)
     else:
         raise _NotServed("it has neither a gate nor an act_fn")
-    return _Layout(first, in_format, attributes["has_bias"], attributes["is_transposed"], activation)
+    return _Layout(first, codes, scales, attributes["has_bias"], attributes["is_transposed"], activation)
 
 
 def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:
