@@ -26,7 +26,7 @@ def in_fp8(**config: Any) -> tuple[Any, Any]:
     """A model with transformers' FP8Experts, and the same model with those weights dequantised, in fp32."""
     dense = model_like(QWEN, "fms")
     model = copy.deepcopy(dense)
-    replace_with_fp8_linear(model, DENSE, FineGrainedFP8Config(**config))
+    replace_with_fp8_linear(model, DENSE, FineGrainedFP8Config(**config), pre_quantized=True)
     form = "mxfp4" if config.get("expert_dtype") == "fp4" else "fp8_block"
     options = {"powers": True} if config.get("scale_fmt") == "ue8m0" and form == "fp8_block" else {}
     for name, experts in model.named_modules():
@@ -94,7 +94,7 @@ def test_it_compiles_into_one_graph() -> None:
 )
 def test_what_is_not_served_is_refused_in_words(config: dict[str, Any], words: str) -> None:
     model = model_like(QWEN, "fms")
-    replace_with_fp8_linear(model, DENSE, FineGrainedFP8Config(**config))
+    replace_with_fp8_linear(model, DENSE, FineGrainedFP8Config(**config), pre_quantized=True)
     experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
     with pytest.raises(ValueError, match=words):
         experts(torch.randn(2, 160), torch.zeros(2, 2, dtype=torch.int64), torch.rand(2, 2))
