@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from flashmoe_science.moe import fused_moe
+from flashmoe_science.moe import fused_moe, quantize_experts
 from flashmoe_science.ops.calls import without_autocast
 from flashmoe_science.ops.moe.call import check_activation
 from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
@@ -29,7 +29,7 @@ class FlashMoELayer(nn.Module):
     State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
     [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
     [1, H, S]. The router is computed in fp32, under torch.autocast too, and the selection bias stays so when
-    the layer is cast.
+    the layer is cast. After ``quantize`` both projections of the experts are codes, with ``gate_up_scale`` and ``down_scale``.
 
     Args:
         hidden_size: H, the model's width.
@@ -48,6 +48,11 @@ class FlashMoELayer(nn.Module):
     """
 
     selection_bias: torch.Tensor | None
+    gate_up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    gate_up_scale: torch.Tensor | None
+    down_scale: torch.Tensor | None
+    weight_format: str | None = None
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class FlashMoELayer(nn.Module):
         check_activation(activation, alpha, limit)
         options_of(num_experts, selection_bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
         self.top_k = top_k
-        self._experts = {"activation": activation, "alpha": alpha, "limit": limit, "recompute": recompute}
+        self._experts: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit, "recompute": recompute}
         self._router = {
             "scoring": scoring, "normalize": normalize, "groups": groups, "top_k_groups": top_k_groups,
             "scaling_factor": scaling_factor,
@@ -97,7 +102,8 @@ class FlashMoELayer(nn.Module):
 
         self.router_weight = weight(num_experts, hidden_size)
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        for name, buffer in (("selection_bias", bias), ("gate_up_scale", None), ("down_scale", None)):
+            self.register_buffer(name, buffer)
         self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
         self.down_proj = weight(num_experts, hidden_size, intermediate_size)
         self.shared_gate_up_proj = weight(1, 2 * shared, hidden_size) if shared else None
@@ -111,11 +117,32 @@ class FlashMoELayer(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FlashMoELayer:
-        """Move or cast the layer by ``fn``, as ``to`` does. The selection bias is moved only: experts are chosen in fp32."""
-        bias = self.selection_bias
+        """Move or cast the layer by ``fn``, as ``to`` does. Buffers are moved only: experts are chosen in fp32, and codes and
+        scales are of their format's dtypes."""
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if bias is not None and self.selection_bias is not None and self.selection_bias.dtype != bias.dtype:
-            self.selection_bias = bias.to(self.selection_bias.device)
+        for name, buffer in before.items():
+            after = getattr(self, name)
+            if after.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(after.device))
+        return self
+
+    def quantize(self, weight_format: str) -> FlashMoELayer:
+        """The layer itself, its experts' weights now in a format, as ``quantize_experts`` makes them: for inference.
+
+        They are buffers and have no gradients, and casting the layer leaves them as they are. The router and the shared expert
+        stay. A layer of the same sizes that is quantised too, also on the device "meta", loads the state.
+
+        Raises:
+            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already.
+        """
+        if self.weight_format is not None:
+            raise ValueError(f"the layer's weights are in {self.weight_format!r} already; quantize takes a layer that is not")
+        made = quantize_experts(self.gate_up_proj, self.down_proj, weight_format)
+        self.weight_format = made.pop("weight_format")
+        for name, tensor in made.items():
+            self._parameters.pop(name, None)
+            self.register_buffer(name, tensor)
         return self
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -135,7 +162,8 @@ class FlashMoELayer(nn.Module):
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
-        out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **self._experts)  # type: ignore[arg-type]
+        form: Any = {"gate_up_scale": self.gate_up_scale, "down_scale": self.down_scale, "weight_format": self.weight_format}
+        out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **form, **self._experts)
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(hidden_states, self.shared_gate_up_proj, self.shared_down_proj)
         return (out, RouterLosses(balance_loss(logits, ids), z_loss(logits))) if return_losses else out
@@ -144,9 +172,10 @@ class FlashMoELayer(nn.Module):
         """The expert that every token goes to."""
         one = torch.ones((*hidden_states.shape[:-1], 1), dtype=torch.float32, device=hidden_states.device)
         ids = torch.zeros_like(one, dtype=torch.int32)
-        return fused_moe(hidden_states, gate_up_proj, down_proj, one, ids, **self._experts)  # type: ignore[arg-type]
+        return fused_moe(hidden_states, gate_up_proj, down_proj, one, ids, **self._experts)
 
     def extra_repr(self) -> str:
-        experts, width, dim = self.gate_up_proj.shape
+        (experts, dim), width = self.router_weight.shape, self.gate_up_proj.shape[1]
         shared = "" if self.shared_down_proj is None else f", shared={self.shared_down_proj.shape[-1]}"
-        return f"hidden={dim}, intermediate={width // 2}, experts={experts}, top_k={self.top_k}{shared}"
+        form = "" if self.weight_format is None else f", {self.weight_format}"
+        return f"hidden={dim}, intermediate={width // 2}, experts={experts}, top_k={self.top_k}{shared}{form}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import machine_code
 import pytest
+import uniform_registers
 
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import Gpu
@@ -58,11 +59,16 @@ def hold(request: pytest.FixtureRequest, record_property: Callable[[str, Any], N
 
 
 @pytest.fixture
-def compiled(hold: Callable[..., None]) -> Callable[..., Any]:
-    """Compiles a job for a GPU and holds it to its digest: by the kernel's name, the problem, the config."""
+def compiled(hold: Callable[..., None], request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Compiles a job for a GPU and holds it to its digest: by the kernel's name, the problem, the config.
+
+    Where a digest is written, what has wgmma reads no register that the assembler left unwritten: half a second a build.
+    """
 
     def compile_it(job: CompileJob, gpu: Gpu, kernel: str, problem: object, config: object) -> Any:
         found = run_compiler(job, gpu)
+        if request.config.getoption(OPTION, default=False) and "wgmma" in found.asm["ptx"]:
+            assert uniform_registers.unwritten(found.asm["cubin"]) == []
         hold(found.asm["ptx"], kernel, job.function.__name__, gpu.name, problem, config)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -126,6 +127,46 @@ def test_a_scale_that_is_no_number_and_a_token_that_is_none_reach_what_uses_them
     chose = (call["top_k_ids"] == 0).any(1)
     assert got[chose].isnan().all()
     assert torch.equal(got[~chose], whole[~chose])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_holds_its_experts_in_a_format(form: str) -> None:
+    torch.manual_seed(0)
+
+    def made(**options: Any) -> fm.FlashMoELayer:
+        return fm.FlashMoELayer(H, 96, E, K, shared_intermediate_size=8, **options)
+
+    layer, x = made(), torch.randn(T, H, requires_grad=True)
+    right = copy.deepcopy(layer)
+    held = quantize_experts(layer.gate_up_proj, layer.down_proj, form)
+    right.gate_up_proj.data, right.down_proj.data = dequantize_experts(**held, dtype=torch.float32)
+    assert layer.quantize(form) is layer
+    torch.testing.assert_close(layer(x), right(x))
+    torch.testing.assert_close(*(torch.autograd.grad(one(x).square().sum(), x)[0] for one in (layer, right)))
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
+    names = {"router_weight", "shared_gate_up_proj", "shared_down_proj"}
+    assert {name for name, _ in layer.named_parameters()} == names
+    assert f"intermediate=96, experts={E}, top_k={K}, shared=8, {form}" in repr(layer)
+    again = made(device="meta").quantize(form).to_empty(device="cpu")
+    again.load_state_dict(layer.state_dict())
+    for name, one in copy.deepcopy(again).to(torch.bfloat16).state_dict().items():
+        assert torch.equal(one, layer.state_dict()[name].bfloat16() if name in names else layer.state_dict()[name]), name
+    assert torch.equal(again(x), layer(x))
+    assert again.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=f"the layer's weights are in '{form}' already"):
+        layer.quantize(form)
+
+
+def test_a_layer_is_left_as_it_is_where_a_format_is_refused() -> None:
+    layer = fm.FlashMoELayer(H, 40, E, K)
+    for form, words in (
+        ("mxfp4", "down_proj has 40 columns; mxfp4 needs a multiple of 32"),
+        ("int3", "weight_format is 'int3'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer.quantize(form)
+    assert layer(torch.randn(T, H)).requires_grad
 
 
 @pytest.mark.parametrize("compiled", [False, True])

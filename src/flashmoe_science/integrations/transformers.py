@@ -39,7 +39,11 @@ _FUNCTIONS: dict[str, Function] = {
     "transformers.activations.GELUTanh": "gelu_tanh",
     "transformers.activations.ReLUSquaredActivation": "relu2",
 }
-_GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "_apply_gate")  # what may change a module's gate
+# What may change a module's gate.
+_GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "gate_softcap", "up_softcap", "_apply_gate")
+# What follows a weight's name in those of its codes and scales: FP8Experts', and gpt-oss's in a checkpoint.
+_SUFFIXES = (("", "_scale_inv"), ("_blocks", "_scales"))
+_FORMATS = {torch.float8_e4m3fn: "fp8_block", torch.int8: "mxfp4", torch.uint8: "mxfp4"}  # by the dtype of codes
 
 
 def register() -> None:
@@ -61,6 +65,12 @@ def register() -> None:
     _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in handled})
     _cached_layout.cache_clear()  # it was made for the flags before
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:
+        pass  # a transformers whose FP8Experts have no registry: it refuses the name for them
+    else:
+        ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     transformers_attention.register()
 
 
@@ -70,21 +80,27 @@ def experts_forward(
     """The experts, for transformers, of hidden_states [T, H] by top_k_index and top_k_weights [T, K].
 
     An id of ``num_experts``, which marks a pair of another rank under expert parallelism, adds nothing. States of another
-    dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do.
+    dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do. Weights
+    in a format are served as they lie and have no gradients; the states are not quantised.
 
     Raises:
         ValueError: the module computes what ``fused_moe`` does not.
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
     layout = _layout(*_described(experts))
-    (first, of_first), (down, of_down) = (_weight(experts, name, layout.transposed) for name in (layout.first, "down_proj"))
+    (first, of_first), (down, of_down) = (
+        _weight(experts, name + layout.codes, layout.transposed) for name in (layout.first, "down_proj")
+    )
     if experts.num_experts != first.shape[0]:
         raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
+    in_format = layout.scales is not None
+    form = _format(experts, layout, down.dtype) if in_format else {}
     dtype = hidden_states.dtype
+    as_given = in_format or dtype == down.dtype
     out = fused_moe(
-        hidden_states if dtype == down.dtype else hidden_states.to(down.dtype),
-        first,
-        down,
+        hidden_states if as_given else hidden_states.to(down.dtype),
+        first.detach() if in_format else first,
+        down.detach() if in_format else down,
         top_k_weights,
         top_k_index,
         activation=layout.activation.function,
@@ -95,8 +111,26 @@ def experts_forward(
         alpha=layout.activation.alpha,
         limit=layout.activation.limit,
         adapters=None if of_first is of_down is None else (of_first, of_down),
+        **form,
     )
-    return out if dtype == down.dtype else out.to(dtype)
+    return out if as_given else out.to(dtype)
+
+
+def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]:
+    """The format's arguments of ``fused_moe``.
+
+    Raises:
+        ValueError: no format of codes of that dtype, or another size of blocks.
+    """
+    form, block = _FORMATS.get(codes), getattr(experts, "block_size", None)
+    if form is None:
+        raise ValueError(
+            f"{type(experts).__name__} has scales and weights of {codes}; they must be float8_e4m3fn, int8 or uint8"
+        )
+    if form == "fp8_block" and (block is None or list(block) != [128, 128]):
+        raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128]")
+    scales = (getattr(experts, f"{name}{layout.scales}").detach() for name in (layout.first, "down_proj"))
+    return dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"weight_format": form}
 
 
 def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Adapter | None]:
@@ -113,9 +147,12 @@ def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Ad
 
 
 class _Layout(NamedTuple):
-    """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights."""
+    """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights; ``codes`` and ``scales`` follow
+    a weight's name where it is in a format, and are "" and None elsewhere."""
 
     first: str
+    codes: str
+    scales: str | None
     has_bias: bool
     transposed: bool
     activation: Activation
@@ -136,7 +173,8 @@ def _described(experts: Any) -> _Described:
     kind, plain, modules = type(experts), vars(experts), experts._modules
     act_fn = modules.get("act_fn", plain.get("act_fn"))
     function = act_fn if isinstance(act_fn, FunctionType) else type(act_fn)
-    members = (*experts._parameters, *experts._buffers, *modules)
+    parameters = (name for name, one in experts._parameters.items() if one is not None)  # FP8Experts has biases of None
+    members = (*parameters, *experts._buffers, *modules)
     attributes = tuple((name, plain[name]) for name in (*_FLAGS, *_UNSERVED_FLAGS, *_GATE_ATTRIBUTES) if name in plain)
     return _Described(kind.__name__, getattr(kind, "_apply_gate", None), function, members, attributes)
 
@@ -174,10 +212,13 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         if attributes.get(flag, neutral) != neutral:
             raise _NotServed(f"{flag} is {attributes[flag]!r}, and only {neutral!r} is served")
     first = "gate_up_proj" if attributes["has_gate"] else "up_proj"
-    used = {first, "down_proj", "act_fn", "parametrizations"}
+    codes, scales = next((both for both in _SUFFIXES if first + both[1] in module.members), ("", None))
+    used = {first + codes, f"down_proj{codes}", "act_fn", "parametrizations"}
     if attributes["has_bias"]:
         used |= {f"{first}_bias", "down_proj_bias"}
-    if unused := set(module.members) - used:  # a scale, a norm, a bias
+    if scales is not None:
+        used |= {first + scales, f"down_proj{scales}"}
+    if unused := set(module.members) - used:  # a norm, a bias, scales of static activations
         raise _NotServed(f"it has {', '.join(sorted(unused))}, which would not be used")
     function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
     if function is None and module.act_fn is not NoneType:
@@ -188,7 +229,7 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         activation = Activation(function, gated=False)
     else:
         raise _NotServed("it has neither a gate nor an act_fn")
-    return _Layout(first, attributes["has_bias"], attributes["is_transposed"], activation)
+    return _Layout(first, codes, scales, attributes["has_bias"], attributes["is_transposed"], activation)
 
 
 def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:

@@ -21,7 +21,7 @@ from flashmoe_science.formats import FORMATS, Format
 
 SIDE = FORMATS["fp8_block"].block[0]
 _MX = 32  # columns of a scale of mxfp4
-_BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8, torch.int32: 4}  # of a code, by what has them
+BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8, torch.int32: 4}  # of a code, by what has them
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _LARGEST_EXPONENT = 2  # of e2m1
 _LARGEST_E4M3 = 448.0
@@ -49,7 +49,7 @@ def format_of(codes: torch.Tensor, scale: torch.Tensor | None) -> Format | None:
 def columns_of(codes: torch.Tensor) -> int:
     """Weights of a row; of weights in no format as many as there are."""
     bits = 8 * codes.element_size()
-    return codes.shape[-1] * (bits // _BITS.get(codes.dtype, bits))
+    return codes.shape[-1] * (bits // BITS.get(codes.dtype, bits))
 
 
 def has_own_scales(rows: int, scale_rows: int) -> bool:

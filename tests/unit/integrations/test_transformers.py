@@ -75,8 +75,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def model_of(family: str, implementation: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """As ``model_like``, of a family."""
+    return model_like(CONFIGS[family], implementation, dtype, device)
+
+
+def model_like(config: PreTrainedConfig, implementation: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A model whose experts matter: random weights and biases, in which logits are near 1."""
-    config = copy.deepcopy(CONFIGS[family])  # the model keeps it, and with it the name of the implementation
+    config = copy.deepcopy(config)  # the model keeps it, and with it the name of the implementation
     model = AutoModelForCausalLM.from_config(config, experts_implementation=implementation).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():

@@ -12,8 +12,9 @@ model's weights are known to have one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,8 @@ import triton.language as tl
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.formats import SIDE, has_own_scales
+from flashmoe_science.ops.formats import BITS, SIDE, has_own_scales
+from flashmoe_science.ops.launch import INTERPRETING, address
 from flashmoe_science.ops.moe.call import MoEInputs, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.codes import by_place, of_fp8, of_int4, of_mxfp4, power
@@ -141,7 +143,7 @@ def multiply_in_format(
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     a_ptrs = a + of_a.to(tl.int64)[:, None] * STRIDE_A + depth[None, :]  # [BLOCK_M, BLOCK_K]
     of_w = tl.minimum(of_w, WIDTH - 1)
-    w_ptrs = (w.to(tl.pointer_type(tl.uint8)) + tile.expert * STRIDE_E).to(tl.pointer_type(tl.uint16))
+    w_ptrs = (w + tile.expert * STRIDE_E).to(tl.pointer_type(tl.uint16))
     w_ptrs = w_ptrs + of_w.to(tl.int64)[:, None] * (STRIDE_N // 2) + place[None, :]  # [BLOCK_N, BLOCK_K / UNIT]
     scale += tile.expert * SCALES[1]
     rows_first = (of_w // HIGH).to(tl.int64) * SCALES[2]  # [BLOCK_N]
@@ -214,6 +216,14 @@ def in_bytes(inputs: MoEInputs) -> MoEInputs:
             raise CannotServe(f"weights have strides {codes.stride()}; it reads codes that follow each other, in pairs")
     w1, w2 = (codes.view(torch.uint8) for codes in (inputs.tensors.w1, inputs.tensors.w2))
     return replace(inputs, tensors=inputs.tensors._replace(w1=w1, w2=w2))
+
+
+def _bytes_of_codes(weights: torch.Tensor) -> Any:
+    return address(weights.view(torch.uint8) if weights.dtype in BITS else weights)
+
+
+# ``address`` of weights or of their codes, which are read as bytes.
+address_of_weights: Callable[[torch.Tensor], Any] = _bytes_of_codes if INTERPRETING else address
 
 
 def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:

@@ -25,6 +25,7 @@ from flashmoe_science.ops.launch import (
 from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.formats import address_of_weights
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -84,9 +85,9 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             z = None if of_z is None else allocate(*of_z)
             bias = None if gate_up_bias is None else address(gate_up_bias)
             scale = None if gate_up_scale is None else address(gate_up_scale)
-            up(address(x), address(w1), scale, bias, active, None if z is None else address(z), tables)
+            up(address(x), address_of_weights(w1), scale, bias, active, None if z is None else address(z), tables)
             bias = None if down_bias is None else address(down_bias)
-            down(active, address(w2), None if down_scale is None else address(down_scale), bias, products, tables)
+            down(active, address_of_weights(w2), None if down_scale is None else address(down_scale), bias, products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out if z is None else (out, z)
