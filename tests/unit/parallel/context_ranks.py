@@ -259,7 +259,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("softcap is -1.0", (q, k, k), {"softcap": -1.0}),
         ("s_aux has shape (3,)", (q, k, k), {"s_aux": torch.zeros(3)}),
         ("exchange is 'ring'; it must be one of keys, heads", (q, k, k), {"exchange": "ring"}),
-        (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 3, 1), three, three), {"exchange": "heads"}),
+        (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 6, 1), three, three), {"exchange": "heads"}),
     ]
     wrong = []
     for words, qkv, more in calls:
