@@ -16,7 +16,9 @@ from flashmoe_science.parallel import positions, shard, unshard
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])]
+)
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.parallel.ranks"]
     started = [

@@ -223,6 +223,7 @@ ODD = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
 @ODD
 def test_the_source_is_right_where_sequences_are_empty(
     words: str, seqused: bool, uncompiled: None, monkeypatch: pytest.MonkeyPatch

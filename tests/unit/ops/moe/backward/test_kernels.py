@@ -18,6 +18,7 @@ def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(part: int
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in KERNELS if kernel.interpretable}
 
 
+@pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
 def test_the_gluon_kernels_are_right_on_the_cpu(interpreted: Interpreter) -> None:
     found = interpreted("ops/moe/backward/gluon_cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
