@@ -1,35 +1,21 @@
-"""Experts' weights in formats on a GPU: each case with each config, the formats' own numbers, checkpoints' layouts."""
+"""Experts' weights in formats on a GPU: the formats' own numbers, checkpoints' layouts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.ops.moe.cases import FORMAT_CASES, Case, changed, inputs_of, off, put
+from tests.unit.ops.moe.cases import FORMAT_CASES, Case, changed, inputs_of, off
 from tests.unit.ops.moe.products.format_cases import named, on, saved, z_wrong
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import NAME as MXFP4
 
 pytestmark = pytest.mark.gpu
 
-LARGER = (
-    Case("moe t256 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"),
-    Case("moe t3 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved", routing="foreign"),
-    Case("moe t700 e4 k2 d288 f224 bf16 w:mxfp4", routing="crowded"),
-    Case("moe t100 e128 k8 d2048 f768 bf16 w:fp8_block"),
-    Case("moe t700 e4 k2 d264 f200 bf16 w:fp8_block", routing="twice"),
-    Case("moe t40 e16 k4 d2048 f768 bf16 w:fp8_block", routing="foreign"),
-    Case("moe t100 e128 k8 d2048 f768 fp16 w:fp8_channel"),
-    Case("moe t700 e4 k2 d264 f200 bf16 w:fp8_channel", routing="twice"),
-    Case("moe t100 e128 k8 d2048 f768 bf16 w:int4_g128"),
-    Case("moe t3 e16 k4 d2048 f768 bf16 w:int4_g32", routing="foreign"),
-    Case("moe t700 e4 k2 d256 f384 fp16 w:int4_g128", routing="twice"),
-)
 KERNELS = pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 
 
@@ -40,16 +26,6 @@ def called(one: MoEInputs) -> torch.Tensor:
         interleaved=one.activation.interleaved, gate_up_scale=gate_up_scale, down_scale=down_scale,
         weight_format=one.problem.weight_format,
     )  # fmt: skip
-
-
-@KERNELS
-@pytest.mark.parametrize("case", [*FORMAT_CASES, *LARGER], ids=str)
-def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> None:
-    problem, gpu = parse_problem(case.problem), current_gpu(torch.device("cuda"))
-    if kernel.cannot(problem, gpu):
-        pytest.skip("the kernel does not take the problem")
-    for config in kernel.configs(problem, gpu):
-        assert put(case, kernel, config, "cuda") == [], config
 
 
 @KERNELS

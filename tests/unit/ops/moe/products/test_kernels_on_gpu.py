@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.ops.moe.cases import CASES, Case, changed, inputs_of, off, put, reference
+from tests.unit.ops.moe.cases import CASES, FORMAT_CASES, Case, changed, inputs_of, off, put, reference
 
 import flashmoe_science as fm
 from flashmoe_science.contract import built_in
@@ -26,6 +26,17 @@ LARGER = (
     Case("moe t700 e4 k2 d264 f200 bf16", routing="foreign64"),
     Case("moe t400 e2 k2 d2880 f2880 bf16"),
     Case("moe t5 e300 k8 d1000 f520 fp32"),
+    Case("moe t256 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"),
+    Case("moe t3 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved", routing="foreign"),
+    Case("moe t700 e4 k2 d288 f224 bf16 w:mxfp4", routing="crowded"),
+    Case("moe t100 e128 k8 d2048 f768 bf16 w:fp8_block"),
+    Case("moe t700 e4 k2 d264 f200 bf16 w:fp8_block", routing="twice"),
+    Case("moe t40 e16 k4 d2048 f768 bf16 w:fp8_block", routing="foreign"),
+    Case("moe t100 e128 k8 d2048 f768 fp16 w:fp8_channel"),
+    Case("moe t700 e4 k2 d264 f200 bf16 w:fp8_channel", routing="twice"),
+    Case("moe t100 e128 k8 d2048 f768 bf16 w:int4_g128"),
+    Case("moe t3 e16 k4 d2048 f768 bf16 w:int4_g32", routing="foreign"),
+    Case("moe t700 e4 k2 d256 f384 fp16 w:int4_g128", routing="twice"),
 )
 
 
@@ -39,7 +50,7 @@ def called(one: MoEInputs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FORMAT_CASES, *LARGER], ids=str)
 def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> None:
     problem, gpu = parse_problem(case.problem), current_gpu(torch.device("cuda"))
     if kernel.cannot(problem, gpu):
