@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+
+from flashmoe_science.ops.attention.front.lengths import CHECK
 
 
 @contextmanager
@@ -19,16 +22,25 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         raise
 
 
-def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None) -> None:
+def compares(x: object) -> bool:
+    """Whether ranks compare the arguments of a call of ``x``: not on a GPU, which they would wait for, but with
+    FLASHMOE_CHECK=1."""
+    return CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu"
+
+
+def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None, compare: bool = True) -> None:
     """Raise what this rank refuses, or ValueError where another rank refuses or has other facts. Every rank calls it.
 
     Args:
         facts: by name.
         refused: what this rank would raise.
+        compare: send both to the other ranks; else this rank's own refusal is all that is known.
     """
-    everyone: list[tuple[dict[str, object], str]] = [(facts, "")] * group.size()
-    with waiting(group, "comparing its arguments with the others'"):
-        dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
+    everyone: list[tuple[dict[str, object], str]] = []
+    if compare:
+        everyone = [(facts, "")] * group.size()
+        with waiting(group, "comparing its arguments with the others'"):
+            dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
     if refused is not None:
         raise refused
     for rank, (theirs, refusal) in enumerate(everyone):

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
-from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.attention.front.operator import attend
-from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
@@ -154,16 +153,13 @@ def _agreed_cut(
         TypeError, ValueError: shards that are not of the sequence; where ranks compare, also what another rank refuses.
     """
     ranks, refused = process_group(group), None
-    checked = CHECK or q.device.type == "cpu"
+    checked = compares(q)
     try:
         cut = cut_of_shard(q.shape[-3], seqlen, ranks, layout)
         _check_shards(q, k, v, call, cut, checked)
     except (TypeError, ValueError) as error:
         refused = error
-    if checked:
-        agree(ranks, _facts(q, k, v, call, layout, seqlen), refused)
-    if refused is not None:
-        raise refused
+    agree(ranks, _facts(q, k, v, call, layout, seqlen) if checked else {}, refused, checked)
     return cut
 
 

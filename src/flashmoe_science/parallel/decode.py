@@ -11,10 +11,9 @@ import torch
 
 from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
-from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.transport import Collectives
 from flashmoe_science.serving import flash_attn_with_kvcache
@@ -65,20 +64,17 @@ def context_decode(
             call compares the arguments of all ranks, and all raise; else a rank may raise alone, and others wait for it until
             the time limit of the group.
     """
-    ranks, refused, facts = process_group(group), None, dict[str, object]()
+    ranks, compare, refused, facts = process_group(group), compares(q), None, dict[str, object]()
     try:
         _check(q, cache_seqlens, k_cache, v_cache, k, v)
         facts = {
             "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None, "s_aux is None": s_aux is None,
             "the heads of k_cache": tuple(k_cache.shape[2:]), "the heads of v_cache": tuple(v_cache.shape[2:]),
-            "softmax_scale": softmax_scale, "softcap": softcap,
+            "softmax_scale": softmax_scale, "softcap": softcap, "cache_seqlens": cache_seqlens.tolist() if compare else None,
         }  # fmt: skip
     except (TypeError, ValueError) as error:
         refused = error
-    if CHECK or not isinstance(q, torch.Tensor) or q.device.type == "cpu":
-        agree(ranks, facts if refused else {**facts, "cache_seqlens": cache_seqlens.tolist()}, refused)
-    if refused is not None:
-        raise refused
+    agree(ranks, facts, refused, compare)
     rank, count = ranks.rank(), ranks.size()
     new: dict[str, Any] = {}
     if k is not None and v is not None:

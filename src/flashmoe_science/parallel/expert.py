@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flashmoe_science.moe import fused_moe
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.attention.front.lengths import CHECK
 from flashmoe_science.ops.calls import autocast
 from flashmoe_science.ops.moe.call import Options, Tensors, checked
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.pytorch import weighted_sums
-from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
@@ -117,10 +116,7 @@ def _agreed(
         facts = _facts(tensors, arguments, combine)
     except (TypeError, ValueError) as error:
         refused = error
-    if CHECK or not isinstance(given[0], torch.Tensor) or given[0].device.type == "cpu":
-        agree(workspace.group, facts, refused)
-    if refused is not None:
-        raise refused
+    agree(workspace.group, facts, refused, compares(given[0]))
     return tensors, {name: arguments[name] for name in options}
 
 
@@ -180,13 +176,10 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.workspace, ctx.tokens, ctx.dtype = workspace, x.shape[0], weights.dtype
         wide, top_k = torch.promote_types(x.dtype, torch.float32), workspace.top_k
-        parts = [
-            ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
-        ]  # an id of 64 bits may have another's lower half
-        if weights is not None:
-            parts.append(weights.to(wide).view(parts[0].dtype))
-        routing = _gathered(torch.cat(parts, 1), workspace, -1)
-        everyones_weights = None if weights is None else routing[:, top_k:].contiguous().view(wide)
+        # An id of 64 bits may have another's lower half.
+        in_range = ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
+        routing = _gathered(torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1), workspace, -1)
+        everyones_weights = routing[:, top_k:].contiguous().view(wide)
         local_ids = routing[:, :top_k] - workspace.first_expert
         everyones_x = _gathered(x, workspace)
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
@@ -198,14 +191,12 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx: torch.Tensor, dweights: torch.Tensor, _: object) -> Any:
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
-        sums = []
-        for needed, gradient in ((needs_x, dx), (needs_weights, dweights)):
-            sums.append(
-                _sum_of_ranks(ctx.workspace.transport.exchange(gradient.contiguous()), ctx.workspace, ctx.tokens)
-                if needed
-                else None
-            )
-        return None, sums[0], None if sums[1] is None else sums[1].to(ctx.dtype), None
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            return _sum_of_ranks(ctx.workspace.transport.exchange(gradient.contiguous()), ctx.workspace, ctx.tokens)
+
+        of_x = summed(dx) if needs_x else None
+        return None, of_x, summed(dweights).to(ctx.dtype) if needs_weights else None, None
 
 
 def _gathered(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from tests.unit.parallel.expert_ranks import refused
+from tests.unit.parallel.context_ranks import refused
 
 from flashmoe_science import flash_attn_with_kvcache
 from flashmoe_science.measure.tolerance import check_output, expected

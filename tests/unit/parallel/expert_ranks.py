@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
+from tests.unit.parallel.context_ranks import refused
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -274,14 +275,6 @@ def check_groups(group: dist.ProcessGroup) -> list[str]:
         wrong.append(f"{workspace!r} does not say what carries tokens, and which experts are here")
     decision = explain(expert_parallel_moe, x, gate_up, down, weights, own.ids, workspace=workspace)
     return wrong if decision.kernel == "grouped_mm" else [*wrong, f"{decision} is no explanation"]
-
-
-def refused(call: Callable[[], object], words: str) -> list[str]:
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return [] if words in str(error) else [f"{error!r} does not say {words!r}"]
-    return [f"it is not refused: {words}"]
 
 
 def check_refusals(group: dist.ProcessGroup) -> list[str]:
