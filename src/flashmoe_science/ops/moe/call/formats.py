@@ -24,6 +24,13 @@ _SCALES = {
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
+def format_named(name: object) -> Format:
+    """The format. Raises ValueError where none has the name."""
+    if name not in FORMATS:
+        raise ValueError(f"weight_format is {name!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    return FORMATS[str(name)]
+
+
 def checked_format(weight_format: object, scales: tuple[object, object], transposed: bool) -> Format | None:
     """The format of a call's weights; None of weights of the dtype of x.
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.formats import FORMATS
 from flashmoe_science.ops.formats import Weights, columns_of, dequantized, quantized
-from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, scale_of
+from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, format_named, scale_of
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -17,9 +16,7 @@ def in_format(
     gate_up_proj: torch.Tensor, down_proj: torch.Tensor, weight_format: str, interleaved: bool, powers: bool
 ) -> dict[str, Any]:
     """The arguments of ``fused_moe`` that are the weights. Raises as ``quantize_experts``."""
-    if weight_format not in FORMATS:
-        raise ValueError(f"weight_format is {weight_format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
-    form = FORMATS[weight_format]
+    form = format_named(weight_format)
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
             raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
@@ -46,9 +43,8 @@ def out_of_format(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights. Raises as ``dequantize_experts``."""
-    form = checked_format(weight_format, (gate_up_scale, down_scale), transposed=False)
-    if form is None:
-        raise ValueError(f"weight_format is None; it must be one of {', '.join(map(repr, FORMATS))}")
+    form = format_named(weight_format)
+    checked_format(weight_format, (gate_up_scale, down_scale), transposed=False)
     check_codes("gate_up_proj", gate_up_proj, form)
     check_codes("down_proj", down_proj, form)
     first, second = codes_of(gate_up_proj), codes_of(down_proj)

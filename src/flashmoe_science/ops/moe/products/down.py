@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.ops.moe.products.formats import multiply_in_format
-from flashmoe_science.ops.moe.products.tiles import multiply, store_rows, tile_of
+from flashmoe_science.ops.moe.products.formats import multiply_weights
+from flashmoe_science.ops.moe.products.tiles import store_rows, tile_of
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -30,16 +30,10 @@ def flashmoe_moe_down(
         rows = tile.row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         columns = tile.column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        if SCALES is None:
-            acc, _ = multiply(
-                a, w, tile, rows, rows, columns, even, WIDTH, None,
-                DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
-            )  # fmt: skip
-        else:
-            acc, _ = multiply_in_format(
-                a, w, scale, tile, rows, rows, columns, WIDTH, None,
-                DEPTH, DEPTH, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
-            )  # fmt: skip
+        acc, _ = multiply_weights(
+            a, w, scale, tile, rows, rows, columns, even, WIDTH, None,
+            DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+        )  # fmt: skip
         if bias is not None:
             acc += tl.load(bias + tile.expert * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
         store_rows(acc, out, rows, columns, tile, WIDTH, WIDTH)

@@ -28,7 +28,7 @@ from flashmoe_science.ops.launch import INTERPRETING, address
 from flashmoe_science.ops.moe.call import MoEInputs, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.codes import by_place, of_fp8, of_int4, of_mxfp4, power
-from flashmoe_science.ops.moe.products.tiles import dot
+from flashmoe_science.ops.moe.products.tiles import dot, multiply
 
 
 class Scales(NamedTuple):
@@ -164,6 +164,26 @@ def multiply_in_format(
         if SECOND is not None:
             second *= tl.load(scale + rows_second).to(tl.float32)[:, None]
     return tl.trans(first), tl.trans(second)
+
+
+@triton.jit
+def multiply_weights(
+    a, w, scale, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """``tiles.multiply``, or ``multiply_in_format`` where there are scales."""
+    if SCALES is None:
+        first, second = multiply(
+            a, w, tile, rows, of_a, of_w, EVEN, WIDTH, SECOND,
+            DEPTH, STRIDE_A, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+        )  # fmt: skip
+    else:
+        first, second = multiply_in_format(
+            a, w, scale, tile, rows, of_a, of_w, WIDTH, SECOND,
+            DEPTH, STRIDE_A, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
+        )  # fmt: skip
+    return first, second
 
 
 # The host's part -----------------------------------------------------------------------------------------------------------

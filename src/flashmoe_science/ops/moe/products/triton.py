@@ -22,7 +22,7 @@ from flashmoe_science.ops.moe.products.down import flashmoe_moe_down
 from flashmoe_science.ops.moe.products.formats import (
     configs_in_format,
     in_bytes,
-    multiply_in_format,
+    multiply_weights,
     scales_in_format,
     why_not_in_format,
 )
@@ -39,7 +39,6 @@ from flashmoe_science.ops.moe.products.tiles import (
     GROUP,
     build_product,
     grid_of,
-    multiply,
     store_rows,
     tile_of,
 )
@@ -77,16 +76,10 @@ def flashmoe_moe_up(
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
-        if SCALES is None:
-            gate, up = multiply(
-                x, w, tile, rows, token, of_w, even, ROWS, UP,
-                DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
-            )  # fmt: skip
-        else:
-            gate, up = multiply_in_format(
-                x, w, scale, tile, rows, token, of_w, ROWS, UP,
-                DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
-            )  # fmt: skip
+        gate, up = multiply_weights(
+            x, w, scale, tile, rows, token, of_w, even, ROWS, UP,
+            DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
+        )  # fmt: skip
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
             bias_ptrs = bias + tile.expert * biases + of_w  # as of_w
