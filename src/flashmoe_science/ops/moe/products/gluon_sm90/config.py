@@ -68,13 +68,14 @@ def check_tensors(inputs: MoEInputs, config: Config) -> None:
 def check_memory(**tensors: torch.Tensor) -> None:
     """Raises CannotServe for memory that the copy engine does not take."""
     for name, tensor in tensors.items():
+        unit = 16 // tensor.element_size()
         if tensor.data_ptr() % 16:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
         if tensor.stride(-1) != 1:
             raise CannotServe(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
         for dim, stride in enumerate(tensor.stride()[:-1]):
-            if stride <= 0 or stride % 8:
-                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
+            if stride <= 0 or stride % unit:
+                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of {unit}")
 
 
 def grid(counts: RowCounts, weights: int, block_n: int, gpu: Gpu) -> Grid:

@@ -9,6 +9,7 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Part, next_power_of_2, workspace_bytes
 from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import ROWS, STEP
@@ -54,22 +55,12 @@ def check_inputs(inputs: MoEInputs) -> None:
     if inputs.saves_z:
         raise CannotServe(NO_PRE_ACTIVATIONS)
     tensors = inputs.tensors
-    for name, codes, scale in (("w1", tensors.w1, tensors.gate_up_scale), ("w2", tensors.w2, tensors.down_scale)):
-        _check_codes(name, codes)
+    check_memory(w1=tensors.w1, w2=tensors.w2)
+    for name, scale in (("w1", tensors.gate_up_scale), ("w2", tensors.down_scale)):
         assert scale is not None
         if scale.stride(2) != 1:
             raise CannotServe(f"the scales of {name} have stride {scale.stride(2)} in their last dimension; it must be 1")
     blocks_of_experts(inputs)
-
-
-def _check_codes(name: str, codes: torch.Tensor) -> None:
-    if codes.data_ptr() % 16:
-        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
-    if codes.stride(2) != 1:
-        raise CannotServe(f"{name} has stride {codes.stride(2)} in its last dimension; it must be 1")
-    for dim, stride in enumerate(codes.stride()[:2]):
-        if stride <= 0 or stride % 16:
-            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 16 bytes")
 
 
 def rows_of_a_column(inputs: MoEInputs) -> tuple[int, int]:
