@@ -1,4 +1,4 @@
-"""The builds of bwd_gluon_sm90: all that a call launches, what it spills, and that its products run beside each other."""
+"""The builds of Hopper's backwards: all that a call launches, what it spills, and that their products run beside each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL as FUSED
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
+from flashmoe_science.ops.attention.call.backward import BackwardKernel
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
@@ -45,14 +47,23 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
     ],
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:
+    check(KERNEL, text, spills, newest, built)
+
+
+@pytest.mark.parametrize("text", ["b4 h32 q4096 d64 bf16", "b4 h32 hk8 q4096 d64 fp16 causal"])
+def test_the_fused_one_builds_without_a_spill(text: str, built: Callable[..., Build]) -> None:
+    check(FUSED, text, 0, 0, built)
+
+
+def check(kernel: BackwardKernel, text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(f"attnbwd {text}"), gpu_named("h200")
     assert isinstance(problem, AttentionBackwardProblem)
-    config = KERNEL.configs(problem, gpu)[0]
-    found = [built(job, gpu, KERNEL.name, problem, config) for job in compile_jobs(KERNEL, problem, config, gpu)]
+    config = kernel.configs(problem, gpu)[0]
+    found = [built(job, gpu, kernel.name, problem, config) for job in compile_jobs(kernel, problem, config, gpu)]
     for build in found:
         assert fits(build, gpu) is None, build.kernel
         assert build.spill_bytes <= (spills if machine_code.VERSION == "3.6" else newest), (
             f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
         )
-    promised = {(launch.name.strip("^$"), launch.threads) for launch in KERNEL.launches(problem, config, gpu)}
+    promised = {(launch.name.strip("^$"), launch.threads) for launch in kernel.launches(problem, config, gpu)}
     assert {(build.kernel, build.threads) for build in found} == promised
