@@ -256,6 +256,8 @@ _ASSEMBLY = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.recip
 def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: Any, is_pure: bool, pack: int) -> Any:
     if text.startswith("{"):
         return tuple(map(_values, run_block(text, given, dtypes, pack)))
+    if text.startswith("ld.global"):
+        return _load(given[0]).to(dtypes)
     return _ASSEMBLY[text.split()[0]](*given)
 
 

@@ -18,11 +18,16 @@ def run_block(text: str, given: list[torch.Tensor], dtypes: tuple[torch.dtype, .
     inputs = [one for tensor in given for one in _registers(tensor, pack)]
     outputs = sum(_count(dtype, pack) for dtype in dtypes)
     values: Registers = {f"${outputs + n}": one for n, one in enumerate(inputs)}
+    passed: Any = None  # where a branch to the end is taken
     for line in re.split(r";\s*", text.strip().strip("{}")):
         name, _, operands = line.strip().partition(" ")
-        if name and not name.startswith(".reg"):
+        if name.startswith("@"):
+            assert text.rstrip("}\n").endswith(f"{operands.split()[-1]}:"), "a branch goes to the end"
+            passed = values[name[1:]] != 0
+        elif name and not name.startswith(".reg") and not name.endswith(":"):
             target, *sources = (one.strip() for one in operands.split(","))
-            values[target] = _OPERATIONS[name](*(_value(one, values) for one in sources)) & _ALL
+            found = _OPERATIONS[name](*(_value(one, values) for one in sources)) & _ALL
+            values[target] = torch.where(passed, values[target], found) if passed is not None and target in values else found
     found, first = [], 0
     for dtype in dtypes:
         count = _count(dtype, pack)
@@ -64,8 +69,15 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: torch.tensor([a]),
     "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "lop3.b32": _select,
     "mul.rn.bf16x2": _multiply,
+    "mul.lo.u32": lambda a, b: a * b,
+    "sub.u32": lambda a, b: a - b,
+    "max.u32": lambda a, b: a.clamp(min=b),
+    "setp.lt.u32": lambda a, b: (a < b).long(),
+    "setp.eq.u32": lambda a, b: (a == b).long(),
+    "selp.b32": lambda a, b, condition: torch.where(condition != 0, a, b),
 }

@@ -17,11 +17,11 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import (
     BYTES,
     CHUNK,
     GROUP,
+    PAIR,
     ROWS,
     SCALES,
     STEP,
     chunks,
-    multipliers,
     upcast,
 )
 from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
@@ -47,32 +47,45 @@ def _rows_of(
 
 @gluon.jit
 def _scales_at(base, step, DEPTH: gl.constexpr):
-    """The e8m0 scales [ROWS, 4] of a step. Past the end of a row the last one's, for weights that are 0."""
+    """The e8m0 scales [ROWS, 4] of a step, int32. Past the end of a row the last one's, for weights that are 0. A row's first
+    brings the 128 bytes around it to L2. Of ``gl.load`` four would be packed in a register, which waits for them."""
     group = gl.minimum(step * QUADS + gl.arange(0, QUADS, gl.SliceLayout(0, SCALES)), DEPTH // GROUP - 1)
-    return gl.load(base + gl.expand_dims(group, 0))
+    pointers = base + gl.expand_dims(group, 0)
+    return gl.inline_asm_elementwise("ld.global.L2::128B.u8 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
+
+
+@gluon.jit
+def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
+    """The sums with those of a stage, whose second chunk may not be multiplied yet."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    mbarrier.wait(memory.full.index(stage), phase)
+    codes = memory.w.index(CONSUMERS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(BYTES)
+    one, two = chunks(codes)
+    tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
+    acc = warpgroup_mma(upcast(one, scales, operand), tokens, acc, is_async=True)
+    acc = warpgroup_mma_wait(1, (acc,))
+    tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
+    acc = warpgroup_mma(upcast(two, scales, operand), tokens, acc, is_async=True)
+    return warpgroup_mma_wait(1, (acc,))
 
 
 @gluon.jit
 def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
-    """The sums of a segment's steps. ``scales``: pointers [ROWS, 1] to those of each row."""
+    """The sums of a segment's pairs of steps. ``scales``: pointers [ROWS, 1] to those of each row."""
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    soon = _scales_at(scales, segment.first, DEPTH)
-    later = _scales_at(scales, segment.first + 1, DEPTH)
-    for step in range(segment.first, segment.stop):
-        stage = state.stage
-        scale = gl.expand_dims(multipliers(soon), 2)
-        soon = later
-        later = _scales_at(scales, step + 2, DEPTH)
-        mbarrier.wait(memory.full.index(stage), state.phase)
-        codes = memory.w.index(CONSUMERS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(BYTES)
-        one, two = chunks(codes)
-        tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
-        acc = warpgroup_mma(upcast(one, scale, operand), tokens, acc, is_async=True)
-        tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
-        acc = warpgroup_mma(upcast(two, scale, operand), tokens, acc, is_async=True)
+    soon = _scales_at(scales, PAIR * segment.first, DEPTH)
+    later = _scales_at(scales, PAIR * segment.first + 1, DEPTH)
+    for pair in range(segment.first, segment.stop):
+        one, two = soon, later
+        soon = _scales_at(scales, PAIR * pair + 2, DEPTH)
+        later = _scales_at(scales, PAIR * pair + 3, DEPTH)
+        before = state
+        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
+        state = advance(before, STAGES)
+        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
+        mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
-        mbarrier.arrive(memory.empty.index(stage))
+        mbarrier.arrive(memory.empty.index(state.stage))
         state = advance(state, STAGES)
     return acc, state
 
@@ -138,7 +151,7 @@ def consume(
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
     up."""
     ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
-    STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
+    PAIRS: gl.constexpr = (DEPTH + PAIR * STEP - 1) // (PAIR * STEP)
     TOKENS: gl.constexpr = memory.a.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -153,7 +166,7 @@ def consume(
         of_scales = first + gl.expand_dims(of_scales * STRIDE_N, 1)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
         acc, state = multiply(acc, state, memory, of_scales, segment, CONSUMER, DEPTH)
-        if segment.stop < STEPS:
+        if segment.stop < PAIRS:
             _leave(acc, partial, flags, CONSUMER)
         else:
             if segment.before > 0:

@@ -51,9 +51,9 @@ def flashmoe_moe_up_mxfp4_sm90(
     """The activated first product: out[row, place] = act(a[row] . w[expert, gate n], . w[expert, up n]), n being the column
     that the second product has at a place."""
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
-    STEPS: gl.constexpr = (DEPTH + 127) // 128
+    PAIRS: gl.constexpr = (DEPTH + 255) // 256
     COLUMNS: gl.constexpr = (WIDTH + 127) // 128
-    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
+    part = part_of_program(tables, pairs, tiles, EXPERTS, PAIRS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (
@@ -64,7 +64,7 @@ def flashmoe_moe_up_mxfp4_sm90(
                 scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 FUNCTION, ALPHA, LIMIT,
             )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],
@@ -80,9 +80,9 @@ def flashmoe_moe_down_mxfp4_sm90(
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
     flags += CONSUMERS * gl.num_programs(0)
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
-    STEPS: gl.constexpr = (DEPTH + 127) // 128
+    PAIRS: gl.constexpr = (DEPTH + 255) // 256
     COLUMNS: gl.constexpr = (WIDTH + 255) // 256
-    part = part_of_program(tables, pairs, tiles, EXPERTS, STEPS, COLUMNS)
+    part = part_of_program(tables, pairs, tiles, EXPERTS, PAIRS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (
@@ -91,7 +91,7 @@ def flashmoe_moe_down_mxfp4_sm90(
             (consume, (
                 scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
             )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, STEPS, COLUMNS, GROUP, None)),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, PAIRS, COLUMNS, GROUP, None)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 ROWS = gl.constexpr(128)  # of weights, of one consumer: two matrix instructions'
 STEP = gl.constexpr(128)  # K of one permutation, and of a stage
+PAIR = gl.constexpr(2)  # steps that are a tile's unit of work
 CHUNK = gl.constexpr(64)
 GROUP = gl.constexpr(32)  # weights to a scale
 
@@ -29,39 +30,67 @@ CODES = gl.constexpr(_layout(8))  # of a chunk
 SCALES = gl.constexpr(gl.SliceLayout(2, CODES.value))  # [ROWS, 4]
 
 # Of a code s e e m the sign goes to bit 15 and e e m to bits 8 to 6, which is the code times 2^-126 in bf16, and a subnormal
-# number for 0.5. Two codes 16 bits apart are shifted at once. Then two products, both exact: by 2^126, and by the scale.
-_UPCAST = gl.constexpr("""{
-.reg .b32 even, odd, x, y, up;
-mov.b32 up, 0x7E807E80;
-and.b32 even, $4, 0x08080808;
-and.b32 odd, $4, 0x80808080;
-shl.b32 x, $4, 6;
+# number for 0.5. Two codes 16 bits apart are shifted at once, then multiplied by 2^126 and their scale.
+_WORD = """
+and.b32 even, {codes}, 0x08080808;
+and.b32 odd, {codes}, 0x80808080;
+shl.b32 x, {codes}, 6;
 shl.b32 y, even, 12;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 x, x, up;
-mul.rn.bf16x2 $0, x, $5;
-shl.b32 x, $4, 2;
+mul.rn.bf16x2 {to[0]}, x, {factor};
+shl.b32 x, {codes}, 2;
 shl.b32 y, odd, 8;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 x, x, up;
-mul.rn.bf16x2 $1, x, $5;
-shr.u32 x, $4, 2;
+mul.rn.bf16x2 {to[1]}, x, {factor};
+shr.u32 x, {codes}, 2;
 shl.b32 y, even, 4;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 x, x, up;
-mul.rn.bf16x2 $2, x, $5;
-shr.u32 x, $4, 6;
+mul.rn.bf16x2 {to[2]}, x, {factor};
+shr.u32 x, {codes}, 6;
 lop3.b32 x, x, odd, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 x, x, up;
-mul.rn.bf16x2 $3, x, $5;
-}""")
+mul.rn.bf16x2 {to[3]}, x, {factor};
+"""
+# What a factor lacks of a scale above 2^1, and a NaN.
+_REST = """
+max.u32 x, {scale}, 128;
+sub.u32 x, x, 1;
+mul.lo.u32 x, x, 0x00800080;
+setp.eq.u32 p, {scale}, 255;
+selp.b32 x, 0x7FC07FC0, x, p;
+mul.rn.bf16x2 {to[0]}, {to[0]}, x;
+mul.rn.bf16x2 {to[1]}, {to[1]}, x;
+mul.rn.bf16x2 {to[2]}, {to[2]}, x;
+mul.rn.bf16x2 {to[3]}, {to[3]}, x;
+"""
+_BYTES, _WORDS = 32, 8  # of a thread in a chunk: two words in each of four rows
+
+
+def _upcast() -> str:
+    """The assembly of a thread's chunk; its operands are _BYTES results, words, and for each byte a factor and a scale. A
+    branch goes past the second products, which hardly any weights need."""
+    first = _BYTES  # of the operands that are read
+    places = [
+        {
+            "to": [f"${half + 2 * word + n}" for half in (0, _BYTES // 2) for n in (0, 1)],
+            "codes": f"${first + word}",
+            "factor": f"${first + _WORDS + 4 * word}",
+            "scale": f"${first + _WORDS + _BYTES + 4 * word}",
+        }
+        for word in range(_WORDS)
+    ]
+    products, rest = ("".join(text.format(**place) for place in places) for text in (_WORD, _REST))
+    any_scale = "mov.b32 x, 0;\n" + "".join(f"or.b32 x, x, {place['scale']};\n" for place in places[::2])
+    return f"{{\n.reg .b32 even, odd, x, y;\n.reg .pred p;{products}{any_scale}setp.lt.u32 p, x, 128;\n@p bra DONE;{rest}DONE:\n}}"
+
+
+_UPCAST = gl.constexpr(_upcast())
+_OPERANDS = gl.constexpr(",".join(["=&r"] * _BYTES + ["r"] * (_WORDS + 2 * _BYTES)))
 
 
 @gluon.jit
-def multipliers(scales):
-    """Each e8m0 scale as two bf16 in 32 bits: 2^(s - 127), of 0 a subnormal number, NaN of 255."""
-    twice = scales.to(gl.int32) * 0x00800080
-    return gl.where(((scales.to(gl.int32) + 1) & 0xFE) == 0, twice | 0x00400040, twice)
+def factors(scales):
+    """2^126 times each e8m0 scale as two bf16 in 32 bits; of scales above 2^1, 2^127."""
+    return gl.minimum(scales, 128) * 0x00800080 + 0x3F003F00
 
 
 @gluon.jit
@@ -73,11 +102,9 @@ def chunks(codes):
 
 @gluon.jit
 def upcast(codes, scales, operand: gl.constexpr):
-    """bf16 [ROWS, CHUNK] of a chunk's codes and ``multipliers`` [ROWS, 4, 1]."""
-    scales = scales + gl.zeros([ROWS, 4, 8], gl.int32, CODES)
-    x, y = gl.inline_asm_elementwise(
-        _UPCAST, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, scales], (gl.bfloat16, gl.bfloat16), True, 4
-    )
+    """bf16 [ROWS, CHUNK] of a chunk's codes and e8m0 ``scales`` [ROWS, 4]."""
+    scales = gl.expand_dims(scales, 2) + gl.zeros([ROWS, 4, 8], gl.int32, CODES)
+    x, y = gl.inline_asm_elementwise(_UPCAST, _OPERANDS, [codes, factors(scales), scales], (gl.bfloat16, gl.bfloat16), True, 32)
     weights = gl.join(x, y).reshape([ROWS, 4, 2, 2, 2, 2])  # [ROWS, q, b, t, u, j]
     weights = weights.permute(0, 2, 5, 3, 1, 4).reshape([ROWS, CHUNK])
     return gl.convert_layout(weights, operand, assert_trivial=True)

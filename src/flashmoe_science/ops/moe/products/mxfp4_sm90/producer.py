@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import segment_of
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, PAIR, ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 
@@ -64,30 +64,32 @@ def _fill(
 @gluon.jit
 def produce(
     a_desc, w_desc, tables, pairs, tiles, part, memory,
-    EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
+    EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages of all segments of ``part``, this program's."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
-    index = part.end
-    segment = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
+    nth = first_of(part)
+    segment = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, GROUP, TOKENS)
     # Weights and the tables are older than the kernel before this one, which may still write the tokens.
-    early = gl.minimum(segment.stop, segment.first + STAGES)
-    _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, TOKENS=False)
+    first = PAIR * segment.first
+    early = gl.minimum(PAIR * segment.stop, first + STAGES)
+    _fill(w_desc, a_desc, memory, segment, first_stage(), first, early, EXPERT_BLOCKS, TOKENS=False)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     gdc_launch_dependents()  # only now: the next kernel reads the tables before its own wait
-    state = _fill(w_desc, a_desc, memory, segment, first_stage(), segment.first, early, EXPERT_BLOCKS, WEIGHTS=False)
+    state = _fill(w_desc, a_desc, memory, segment, first_stage(), first, early, EXPERT_BLOCKS, WEIGHTS=False)
     iteration = gl.to_tensor(0)
     while segment.column >= 0:
         publish(memory.mailbox, iteration, segment, one)
         iteration += 1
-        late = gl.maximum(segment.stop - LATE, early)
+        stop = PAIR * segment.stop
+        late = gl.maximum(stop - LATE, early)
         state = _fill(w_desc, a_desc, memory, segment, state, early, late, EXPERT_BLOCKS)
-        index -= 1
-        following = segment_of(index, part, parts, tiles, STEPS, COLUMNS, GROUP, TOKENS)
-        state = _fill(w_desc, a_desc, memory, segment, state, late, segment.stop, EXPERT_BLOCKS)
+        nth += 1
+        following = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, GROUP, TOKENS)
+        state = _fill(w_desc, a_desc, memory, segment, state, late, stop, EXPERT_BLOCKS)
         segment = following
-        early = segment.first
+        early = PAIR * segment.first
     publish(memory.mailbox, iteration, (-1, 0, 0, 0, 0, 0, 0), one)

@@ -1,9 +1,9 @@
-"""Stream-K: the K of all tiles is one line of steps, of which each program has an equal part, whatever the number of tiles.
+"""The tile scheduler: whole tiles in waves of one for each program, and what is left over, less than a wave, by stream-K.
 
-A program takes its part from the end. So the tile that it shares with the next program, of which it has the beginning, comes
-first: it leaves its sums in memory. The one that it shares with the programs before it comes last, and what they left is there
-by then. It adds that in the order of programs: results do not depend on which is fast. A program waits only for those of
-lower index, which are there when it is.
+The K of the tiles left over is one line of pairs of steps, of which each program has an equal part. The tile that it shares
+with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one that it
+shares with the programs before it comes last, and what they left is there by then. It adds that in the order of programs: results
+do not depend on which is fast. A program waits only for those of lower index, which are there when it is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ _tile_at = as_gluon(tile_at)
 
 
 class Part(NamedTuple):
-    """The steps of a program: from ``first`` of the tile with index ``begin`` to before ``stop`` of the tile ``end``."""
+    """The tiles of a program: of the ``shared`` ones, which come first, the pairs of steps from ``first`` of the tile ``begin`` to
+    before ``stop`` of the tile ``end``; then one of each wave."""
 
     begin: Any
     first: Any
     end: Any
     stop: Any
     before: Any  # programs that have a part of tile ``begin`` too, each of lower index
+    shared: Any
+    waves: Any
 
 
 class Segment(NamedTuple):
-    """The part of a tile that a program has: its steps from ``first`` to before ``stop``. A column of -1: there is none."""
+    """The part of a tile that a program has: its pairs from ``first`` to before ``stop``. A column of -1: there is none."""
 
     column: Any
     row: Any
@@ -43,39 +46,50 @@ class Segment(NamedTuple):
 
 
 @gluon.jit
-def part_of(program, programs, units, STEPS: gl.constexpr):
-    """The ``Part`` of a program of ``units`` tiles; without a step its end is before its begin. The first programs have a step
-    more than the others where those cannot be equal."""
-    share = units * STEPS // programs
-    longer = units * STEPS % programs
+def part_of(program, programs, tiles, PAIRS: gl.constexpr):
+    """The ``Part`` of a program of so many tiles; of none that are shared its end is before its begin. The first programs have a
+    pair more than the others where those cannot be equal."""
+    shared = tiles % programs
+    share = shared * PAIRS // programs
+    longer = shared * PAIRS % programs
     begin = program * share + gl.minimum(program, longer)
     end = begin + share + gl.where(program < longer, 1, 0)
-    tile = begin // STEPS
-    last = (end - 1) // STEPS
-    head = tile * STEPS
-    of_longer = longer * (share + 1)  # steps
+    tile = begin // PAIRS
+    last = (end - 1) // PAIRS
+    head = tile * PAIRS
+    of_longer = longer * (share + 1)  # pairs
     first_program = gl.where(
         head < of_longer, head // (share + 1), longer + (head - of_longer) // gl.maximum(share, 1)
     )
-    return Part(tile, begin - head, gl.where(end > begin, last, tile - 1), end - last * STEPS, program - first_program)
+    last = gl.where(end > begin, last, tile - 1)
+    return Part(tile, begin - head, last, end - last * PAIRS, program - first_program, shared, tiles // programs)
 
 
 @gluon.jit
-def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr):
+def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr):
     """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those in between let the
     next one start when they have them."""
-    units = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
-    return part_of(gl.program_id(0), gl.num_programs(0), units, STEPS)
+    count = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
+    return part_of(gl.program_id(0), gl.num_programs(0), count, PAIRS)
+
+
+@gluon.jit
+def first_of(part):
+    """The number of a program's first segment, for ``segment_of``."""
+    return gl.where(part.end > part.begin, 0, 1)
 
 
 @gluon.jit
 def segment_of(
-    index, part, parts, tiles, STEPS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
+    nth, part, parts, tiles, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
 ):  # fmt: skip
-    """The ``Segment`` of a program in the tile of an index; its tiles' indices go down from the part's end."""
+    """The ``nth`` segment of a program: 0 of the shared tile that it begins, then whole tiles, last the one that it ends."""
+    after = nth - part.waves
+    whole = part.shared + (nth - 1) * gl.num_programs(0) + gl.program_id(0)
+    index = gl.where(after > 0, part.begin, gl.where(nth == 0, part.end, whole))
     tile = _tile_at(gl.maximum(index, 0), parts, tiles, COLUMNS, GROUP, TOKENS)
-    here = index >= part.begin
-    first = gl.where(index == part.begin, part.first, 0)
-    stop = gl.where(index == part.end, part.stop, STEPS)
-    before = gl.where(index == part.begin, part.before, 0)
-    return Segment(gl.where(here, tile.column, -1), tile.row, tile.end, tile.expert, first, gl.where(here, stop, first), before)
+    none = (after > 1) | ((after == 1) & (part.end < part.begin))
+    first = gl.where(after == 1, part.first, 0)
+    stop = gl.where(index == part.end, part.stop, PAIRS)
+    before = gl.where(after == 1, part.before, 0)
+    return Segment(gl.where(none, -1, tile.column), tile.row, tile.end, tile.expert, first, gl.where(none, first, stop), before)
