@@ -46,11 +46,11 @@ def _rows_of(
 
 
 @gluon.jit
-def _scales_at(base, step, DEPTH: gl.constexpr):
+def _scales_at(scales, rows, step, DEPTH: gl.constexpr):
     """The e8m0 scales [ROWS, 4] of a step, int32. Past the end of a row the last one's, for weights that are 0. A row's first
     brings the 128 bytes around it to L2. Of ``gl.load`` four would be packed in a register, which waits for them."""
     group = gl.minimum(step * QUADS + gl.arange(0, QUADS, gl.SliceLayout(0, SCALES)), DEPTH // GROUP - 1)
-    pointers = base + gl.expand_dims(group, 0)
+    pointers = scales + (rows + gl.expand_dims(group, 0))
     return gl.inline_asm_elementwise("ld.global.L2::128B.u8 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
 
 
@@ -70,19 +70,18 @@ def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def multiply(acc, state, memory, scales, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
-    """The sums of a segment's pairs of steps. ``scales``: pointers [ROWS, 1] to those of each row."""
+def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+    """The sums of a segment's pairs of steps. ``scales``: the expert's, ``rows``: where those of each row begin."""
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
-    soon = _scales_at(scales, PAIR * segment.first, DEPTH)
-    later = _scales_at(scales, PAIR * segment.first + 1, DEPTH)
+    one = _scales_at(scales, rows, PAIR * segment.first, DEPTH)
+    two = _scales_at(scales, rows, PAIR * segment.first + 1, DEPTH)
     for pair in range(segment.first, segment.stop):
-        one, two = soon, later
-        soon = _scales_at(scales, PAIR * pair + 2, DEPTH)
-        later = _scales_at(scales, PAIR * pair + 3, DEPTH)
         before = state
         acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
+        one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH)
         state = advance(before, STAGES)
         acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
+        two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH)
         mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
         mbarrier.arrive(memory.empty.index(state.stage))
@@ -101,19 +100,18 @@ def _partial_at(partial, acc, program, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, partial, flags, CONSUMER: gl.constexpr):
-    """Write the sums of a tile whose end another program has, then the flag that says so."""
-    program = gl.program_id(0)
+def _leave(acc, partial, flags, program, CONSUMER: gl.constexpr):
+    """Write this program's sums of a tile whose end another one has, then the flag that says so."""
     gl.store(_partial_at(partial, acc, program, CONSUMER), acc)
     barrier()
     gl.atomic_add(flags + program * CONSUMERS + CONSUMER, 1, sem="release")
 
 
 @gluon.jit
-def _collect(acc, partial, flags, before, CONSUMER: gl.constexpr):
-    """The sums of a whole tile, of which the programs before this one have left theirs: this one's, then those in order."""
-    for nth in range(before):
-        program = gl.program_id(0) - before + nth
+def _collect(acc, partial, flags, first, CONSUMER: gl.constexpr):
+    """The sums of a whole tile, of which programs from ``first`` to before this one have left theirs: this one's, then those in
+    order."""
+    for program in range(first, gl.program_id(0)):
         flag = flags + program * CONSUMERS + CONSUMER
         written = gl.atomic_add(flag, 0, sem="acquire")
         while written == 0:
@@ -161,16 +159,15 @@ def consume(
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        first = scales + segment.expert.to(gl.int64) * STRIDE_E
-        of_scales = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, SCALES))
-        of_scales = first + gl.expand_dims(of_scales * STRIDE_N, 1)
+        rows = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, SCALES))
+        rows = gl.expand_dims(rows * STRIDE_N, 1)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-        acc, state = multiply(acc, state, memory, of_scales, segment, CONSUMER, DEPTH)
+        of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
+        acc, state = multiply(acc, state, memory, of_expert, rows, segment, CONSUMER, DEPTH)
         if segment.stop < PAIRS:
-            _leave(acc, partial, flags, CONSUMER)
+            _leave(acc, partial, flags, segment.program, CONSUMER)
         else:
-            if segment.before > 0:
-                acc = _collect(acc, partial, flags, segment.before, CONSUMER)
+            acc = _collect(acc, partial, flags, segment.program, CONSUMER)
             if bias is not None:
                 of_bias = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
                 biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)

@@ -35,7 +35,6 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS, make_memory
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import part_of_program
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -53,7 +52,6 @@ def flashmoe_moe_up_mxfp4_sm90(
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
     PAIRS: gl.constexpr = (DEPTH + 255) // 256
     COLUMNS: gl.constexpr = (WIDTH + 127) // 128
-    part = part_of_program(tables, pairs, tiles, EXPERTS, PAIRS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (
@@ -64,7 +62,7 @@ def flashmoe_moe_up_mxfp4_sm90(
                 scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 FUNCTION, ALPHA, LIMIT,
             )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],
@@ -82,7 +80,6 @@ def flashmoe_moe_down_mxfp4_sm90(
     memory = make_memory(w_desc, a_desc, out_desc, STAGES)
     PAIRS: gl.constexpr = (DEPTH + 255) // 256
     COLUMNS: gl.constexpr = (WIDTH + 255) // 256
-    part = part_of_program(tables, pairs, tiles, EXPERTS, PAIRS, COLUMNS)
     gl.warp_specialize(
         [
             (consume, (
@@ -91,7 +88,7 @@ def flashmoe_moe_down_mxfp4_sm90(
             (consume, (
                 scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
             )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, part, memory, EXPERTS, PAIRS, COLUMNS, GROUP, None)),
+            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, None)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

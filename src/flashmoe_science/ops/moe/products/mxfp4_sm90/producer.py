@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, PAIR, ROWS, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, segment_of
+from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, part_of_program, segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 
@@ -63,14 +63,15 @@ def _fill(
 
 @gluon.jit
 def produce(
-    a_desc, w_desc, tables, pairs, tiles, part, memory,
+    a_desc, w_desc, tables, pairs, tiles, memory,
     EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages of all segments of ``part``, this program's."""
+    """Fill the stages of all segments of this program."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
+    part = part_of_program(parts, PAIRS, COLUMNS)
     nth = first_of(part)
     segment = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, GROUP, TOKENS)
     # Weights and the tables are older than the kernel before this one, which may still write the tokens.

@@ -14,9 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashmoe_science.ops.gluon_bridge import as_gluon
-from flashmoe_science.ops.moe.rows import tables_of, tile_at
+from flashmoe_science.ops.moe.rows import tile_at
 
-_tables_of = as_gluon(tables_of)
 _tile_at = as_gluon(tile_at)
 
 
@@ -42,7 +41,7 @@ class Segment(NamedTuple):
     expert: Any
     first: Any
     stop: Any
-    before: Any
+    program: Any  # the first that has a part of a tile that this one ends; otherwise this one
 
 
 @gluon.jit
@@ -66,10 +65,10 @@ def part_of(program, programs, tiles, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def part_of_program(tables, pairs, tiles, EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr):
+def part_of_program(parts, PAIRS: gl.constexpr, COLUMNS: gl.constexpr):
     """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those in between let the
     next one start when they have them."""
-    count = gl.load(_tables_of(tables, pairs, EXPERTS, tiles).tile_count) * COLUMNS
+    count = gl.load(parts.tile_count) * COLUMNS
     return part_of(gl.program_id(0), gl.num_programs(0), count, PAIRS)
 
 
@@ -91,5 +90,5 @@ def segment_of(
     none = (after > 1) | ((after == 1) & (part.end < part.begin))
     first = gl.where(after == 1, part.first, 0)
     stop = gl.where(index == part.end, part.stop, PAIRS)
-    before = gl.where(after == 1, part.before, 0)
-    return Segment(gl.where(none, -1, tile.column), tile.row, tile.end, tile.expert, first, gl.where(none, first, stop), before)
+    program = gl.program_id(0) - gl.where((after == 1) & (stop == PAIRS), part.before, 0)
+    return Segment(gl.where(none, -1, tile.column), tile.row, tile.end, tile.expert, first, gl.where(none, first, stop), program)
