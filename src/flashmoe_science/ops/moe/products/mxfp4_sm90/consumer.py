@@ -162,16 +162,16 @@ def consume(
         rows = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, SCALES))
         rows = gl.expand_dims(rows * STRIDE_N, 1)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+        if bias is not None:
+            of_bias = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
+            biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
+            acc += gl.expand_dims(gl.where(segment.stop == PAIRS, biases, 0.0), 1)
         of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
         acc, state = multiply(acc, state, memory, of_expert, rows, segment, CONSUMER, DEPTH)
         if segment.stop < PAIRS:
             _leave(acc, partial, flags, segment.program, CONSUMER)
         else:
             acc = _collect(acc, partial, flags, segment.program, CONSUMER)
-            if bias is not None:
-                of_bias = _rows_of(segment, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
-                biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
-                acc = acc + gl.expand_dims(biases, 1)
             if FUNCTION is None:
                 column = (segment.column * CONSUMERS + CONSUMER) * ROWS
                 store(acc.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
