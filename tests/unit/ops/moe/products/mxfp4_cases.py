@@ -118,9 +118,9 @@ def main() -> None:
             continue
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
-        for config in kernel.KERNEL.configs(inputs.problem, H200)[:1]:
-            small = Config(**dict(config) | {"num_stages": 3})
-            found[str(case)] = wrong(inputs, kernel.KERNEL.run(inputs, small))
+        tile = dict(kernel.KERNEL.configs(inputs.problem, H200)[0])
+        of_both = (Config(**tile | {"num_stages": 3, "consumers": consumers}) for consumers in (2, 4))
+        found[str(case)] = [one for config in of_both for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
     print(json.dumps(found))
 
 

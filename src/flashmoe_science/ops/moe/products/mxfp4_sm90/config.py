@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
@@ -11,19 +13,30 @@ from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
-from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import padded
 from flashmoe_science.ops.moe.route.triton import routing_bytes
 from flashmoe_science.ops.moe.rows import RowCounts
 
 NAME = "moe_mxfp4_gluon_sm90"
-BLOCK_N = CONSUMERS.value * ROWS.value  # rows of weights of a tile
-THREADS = 384  # two consumers' and a producer's
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24  # a thread's at launch, then of both
+MOST_CONSUMERS = 4
 _STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4}  # of tiles of so many tokens, that shared memory has room for
+_FOR_FOUR = 8  # tokens of a tile up to which four consumers have enough registers
 MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
-FLAGS = CONSUMERS.value * MOST_PROGRAMS  # of a product: one for each consumer of each program
+FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
+
+
+class Registers(NamedTuple):
+    """A kernel's threads, and of each thread the registers at launch, then of consumers and of the producer."""
+
+    threads: int
+    at_launch: int
+    consumer: int
+    producer: int
+
+
+def registers_of(config: Config) -> Registers:
+    return Registers(384, 168, 240, 24) if config["consumers"] == 2 else Registers(640, 96, 112, 24)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
@@ -45,9 +58,11 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
 
 
-def tile_of(tokens: int) -> Config:
-    """The config whose tiles have so many tokens."""
-    return Config(block_m=tokens, block_n=BLOCK_N, block_k=STEP.value, num_stages=_STAGES[tokens], group=8)
+def tile_of(tokens: int, consumers: int | None = None) -> Config:
+    """The config whose tiles have so many tokens, for as many consumers as have the registers."""
+    consumers = consumers or (MOST_CONSUMERS if tokens <= _FOR_FOUR else 2)
+    tile = {"block_m": tokens, "block_n": BLOCK.value, "block_k": STEP.value}
+    return Config(**tile, num_stages=_STAGES[tokens], group=8, consumers=consumers)
 
 
 def check_inputs(inputs: MoEInputs) -> None:
@@ -87,7 +102,7 @@ def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:
     of tiles that programs share, and flags of both products."""
     counts, dtype = RowCounts.of(problem, config["block_m"]), torch.bfloat16
     of_rows = ((counts.pairs * width, dtype) for width in (padded(problem.dim), padded(problem.hidden), problem.dim))
-    sums = FLAGS * ROWS.value * config["block_m"]
+    sums = MOST_PROGRAMS * BLOCK.value * config["block_m"]
     return (counts.length, torch.int32), *of_rows, (sums, torch.float32), (2 * FLAGS, torch.int32)
 
 

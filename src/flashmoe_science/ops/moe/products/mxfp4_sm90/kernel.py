@@ -5,7 +5,8 @@ Shapes: x [T, H], w1 uint8 [E, 2I, H / 2] and its scales [E, 2I, H / 32], w2 uin
 interleaved; H and I multiples of 32. Compute capability 9.0 only.
 
 Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring
-bytes and tokens to a ring of stages 128 deep; two consumers take 128 rows of weights each from there to registers, where the
+bytes and tokens to a ring of stages 128 deep; two consumers take 128 rows of weights each from there to
+registers, or four 64 (few tokens: more warps to choose from), where the
 bytes become the instruction's operand without moving between threads (``operand.py``), as tokens have their K permuted: by a
 kernel before the first product (``permute.py``), and by its epilogue for the second. Few tokens are bound by the weights'
 bytes: all programs stream an equal part of them (``schedule.py``).
@@ -24,19 +25,67 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
     NAME,
-    THREADS,
     check_inputs,
     configs,
     programs,
+    registers_of,
     supports,
     workspace,
 )
 from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
-from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CONSUMERS, make_memory
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import make_memory
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
+
+
+@gluon.jit
+def _multiply_all(
+    a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
+    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, COLUMNS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    """Both products: a producer and its consumers, for ``COLUMNS`` tiles of weights an expert."""
+    memory = make_memory(w_desc, a_desc, out_desc, STAGES, CONSUMERS)
+    PAIRS: gl.constexpr = (DEPTH + 255) // 256
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (consume, (
+                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )),
+                (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+            ],
+            [4, 4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
@@ -45,54 +94,32 @@ def flashmoe_moe_up_mxfp4_sm90(
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product: out[row, place] = act(a[row] . w[expert, gate n], . w[expert, up n]), n being the column
     that the second product has at a place."""
-    memory = make_memory(w_desc, a_desc, out_desc, STAGES)
-    PAIRS: gl.constexpr = (DEPTH + 255) // 256
-    COLUMNS: gl.constexpr = (WIDTH + 127) // 128
-    gl.warp_specialize(
-        [
-            (consume, (
-                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
-                FUNCTION, ALPHA, LIMIT,
-            )),
-            (consume, (
-                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
-                FUNCTION, ALPHA, LIMIT,
-            )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )
+    _multiply_all(
+        a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT, (WIDTH + 127) // 128,
+        GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
     flags += CONSUMERS * gl.num_programs(0)
-    memory = make_memory(w_desc, a_desc, out_desc, STAGES)
-    PAIRS: gl.constexpr = (DEPTH + 255) // 256
-    COLUMNS: gl.constexpr = (WIDTH + 255) // 256
-    gl.warp_specialize(
-        [
-            (consume, (
-                scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
-            )),
-            (consume, (
-                scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, 0.0, 0.0,
-            )),
-            (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, None)),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )
+    _multiply_all(
+        a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, None, 0.0, 0.0, (WIDTH + 255) // 256,
+        GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
+    )  # fmt: skip
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
@@ -104,7 +131,7 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts, grid = RowCounts.of(problem, config["block_m"]), (programs(gpu), 1, 1)
     both = flashmoe_moe_up_mxfp4_sm90, flashmoe_moe_down_mxfp4_sm90
-    products = (Launch(f"^{one.__name__}$", grid, THREADS) for one in both)
+    products = (Launch(f"^{one.__name__}$", grid, registers_of(config).threads) for one in both)
     around = *route.launches_of(problem), *rows.launches(counts), permute.launch_of(counts, problem.dim)
     return *around, *products, *combine.launches(problem)
 

@@ -17,16 +17,14 @@ from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaun
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
-    CONSUMER_REGISTERS,
     FLAGS,
-    PRODUCER_REGISTERS,
-    REGISTERS,
     blocks_of_experts,
     parts,
     programs,
+    registers_of,
     rows_of_a_column,
 )
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, CHUNK, STEP
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _BYTES = STEP.value // 2
@@ -40,7 +38,7 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
     p, a, tensors = inputs.problem, inputs.activation, inputs.tensors
     (column, of_up), of_row, of_experts = rows_of_a_column(inputs), tensors.w1.stride(1), blocks_of_experts(inputs)
     tile = (
-        (4, 2, 2, 8, _BYTES),
+        (4, 4 // config["consumers"], 2, 8, _BYTES),
         ((p.experts - 1) * of_experts + p.hidden // 32, 4, 2, 8, p.dim // 2),
         (32 * column * of_row, 8 * column * of_row, of_up * of_row, column * of_row, 1),
     )
@@ -49,15 +47,15 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
-    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs)
+    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, STEP.value // config["consumers"])
 
 
 def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product."""
     p, tensors = inputs.problem, inputs.tensors
-    tile = (1, ROWS.value, _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
+    tile = (1, BLOCK.value // config["consumers"], _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
     constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_strides(tensors.down_scale)}
-    return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs)
+    return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs, CHUNK.value)
 
 
 def _strides(scale: torch.Tensor | None) -> dict[str, int]:
@@ -73,16 +71,19 @@ def _product(
     width: int,
     of_weights: tuple[torch.Tensor | None, torch.Tensor | None],
     constexprs: dict[str, Any],
+    columns: int,
 ) -> Product:
-    """One of the two, built; ``width`` of its result; ``of_weights``: scales and biases."""
+    """One of the two, built; ``width`` of its result, ``columns`` of a copy to it; ``of_weights``: scales and biases."""
     gpu, early = current_gpu(x.device), starts_early(x)
     tokens, depth = config["block_m"], permute.padded(constexprs["DEPTH"])
     assert gpu is not None
-    values = *constexprs.values(), config["group"], config["num_stages"], CONSUMER_REGISTERS, PRODUCER_REGISTERS
+    registers = registers_of(config)
+    of_config = *(config[name] for name in ("group", "num_stages", "consumers")), registers.consumer, registers.producer
+    values = *constexprs.values(), *of_config
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
-    out = template((1, 1, tokens, CHUNK.value), "bf16")
+    out = template((1, 1, tokens, columns), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
-    build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=REGISTERS, launch_pdl=early)
+    build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=registers.at_launch, launch_pdl=early)
     encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))
 
     @lru_cache(64)

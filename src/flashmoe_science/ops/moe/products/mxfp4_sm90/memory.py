@@ -12,7 +12,6 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
 from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
-CONSUMERS = gl.constexpr(2)
 CHUNKS = gl.constexpr(STEP.value // CHUNK.value)
 _NUMBERS = gl.constexpr(len(Segment._fields))
 
@@ -30,7 +29,7 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def make_memory(w_desc, a_desc, out_desc, STAGES: gl.constexpr):
+def make_memory(w_desc, a_desc, out_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     w = gl.allocate_shared_memory(gl.uint8, [CONSUMERS * STAGES] + w_desc.block_type.shape, w_desc.layout)
     a = gl.allocate_shared_memory(a_desc.dtype, [CHUNKS * STAGES] + a_desc.block_type.shape, a_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)

@@ -11,23 +11,23 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-ROWS = gl.constexpr(128)  # of weights, of one consumer: two matrix instructions'
+BLOCK = gl.constexpr(256)  # rows of weights of a tile, which consumers divide: 128 or 64, those of one or two matrix instructions
 STEP = gl.constexpr(128)  # K of one permutation, and of a stage
 PAIR = gl.constexpr(2)  # steps that are a tile's unit of work
 CHUNK = gl.constexpr(64)
 GROUP = gl.constexpr(32)  # weights to a scale
 
 
-def _layout(columns: int) -> gl.DistributedLinearLayout:
-    """Of [ROWS, 4, columns] bytes: a thread has the columns of one q in each of its rows, those of wgmma's operand."""
-    inside = [[0, 0, 1 << n] for n in range(columns.bit_length() - 1)]
-    rows = [[8, 0, 0], [64, 0, 0]], [[1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]]
-    return gl.DistributedLinearLayout(inside + rows[0], [[0, 1, 0], [0, 2, 0], *rows[1]], rows[2], [], [128, 4, columns])
+def _layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
+    """Of [rows, 4, columns] bytes: a thread has the columns of one q in each of its rows, those of wgmma's operand."""
+    inside = [[0, 0, 1 << n] for n in range(columns.bit_length() - 1)] + [[8, 0, 0], [64, 0, 0]][: rows // 64]
+    lanes, warps = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]]
+    return gl.DistributedLinearLayout(inside, lanes, warps, [], [rows, 4, columns])
 
 
-BYTES = gl.constexpr(_layout(16))
-CODES = gl.constexpr(_layout(8))  # of a chunk
-SCALES = gl.constexpr(gl.SliceLayout(2, CODES.value))  # [ROWS, 4]
+BYTES, BYTES_64 = gl.constexpr(_layout(128, 16)), gl.constexpr(_layout(64, 16))
+CODES, CODES_64 = gl.constexpr(_layout(128, 8)), gl.constexpr(_layout(64, 8))  # of a chunk
+SCALES, SCALES_64 = (gl.constexpr(gl.SliceLayout(2, one.value)) for one in (CODES, CODES_64))  # [rows, 4]
 
 # Of a code s e e m the sign goes to bit 15 and e e m to bits 8 to 6, which is the code times 2^-126 in bf16, and a subnormal
 # number for 0.5. Two codes 16 bits apart are shifted at once, then multiplied by 2^126 and their scale.
@@ -62,29 +62,33 @@ mul.rn.bf16x2 {to[1]}, {to[1]}, x;
 mul.rn.bf16x2 {to[2]}, {to[2]}, x;
 mul.rn.bf16x2 {to[3]}, {to[3]}, x;
 """
-_BYTES, _WORDS = 32, 8  # of a thread in a chunk: two words in each of four rows
 
 
-def _upcast() -> str:
-    """The assembly of a thread's chunk; its operands are _BYTES results, words, and for each byte a factor and a scale. A
-    branch goes past the second products, which hardly any weights need."""
-    first = _BYTES  # of the operands that are read
+def _upcast(words: int) -> str:
+    """The assembly of a thread's chunk, so many words of codes, two a row; its operands are results, a register for two weights,
+    then words, and for each byte of them a factor and a scale. A branch goes past the second products, which hardly any weights
+    need."""
+    codes = 4 * words  # the first of these operands
     places = [
         {
-            "to": [f"${half + 2 * word + n}" for half in (0, _BYTES // 2) for n in (0, 1)],
-            "codes": f"${first + word}",
-            "factor": f"${first + _WORDS + 4 * word}",
-            "scale": f"${first + _WORDS + _BYTES + 4 * word}",
+            "to": [f"${half + 2 * word + n}" for half in (0, 2 * words) for n in (0, 1)],
+            "codes": f"${codes + word}",
+            "factor": f"${codes + words + 4 * word}",
+            "scale": f"${codes + words + 4 * words + 4 * word}",
         }
-        for word in range(_WORDS)
+        for word in range(words)
     ]
     products, rest = ("".join(text.format(**place) for place in places) for text in (_WORD, _REST))
     any_scale = "mov.b32 x, 0;\n" + "".join(f"or.b32 x, x, {place['scale']};\n" for place in places[::2])
     return f"{{\n.reg .b32 even, odd, x, y;\n.reg .pred p;{products}{any_scale}setp.lt.u32 p, x, 128;\n@p bra DONE;{rest}DONE:\n}}"
 
 
-_UPCAST = gl.constexpr(_upcast())
-_OPERANDS = gl.constexpr(",".join(["=&r"] * _BYTES + ["r"] * (_WORDS + 2 * _BYTES)))
+def _operands(words: int) -> str:
+    return ",".join(["=&r"] * (4 * words) + ["r"] * (9 * words))
+
+
+_UPCAST, _OPERANDS = gl.constexpr(_upcast(8)), gl.constexpr(_operands(8))
+_UPCAST_64, _OPERANDS_64 = gl.constexpr(_upcast(4)), gl.constexpr(_operands(4))
 
 
 @gluon.jit
@@ -95,16 +99,22 @@ def factors(scales):
 
 @gluon.jit
 def chunks(codes):
-    """The two chunks [ROWS, 4, 8] of a stage's codes [ROWS, 4, 16]."""
+    """The two chunks [rows, 4, 8] of a stage's codes [rows, 4, 16]."""
+    ROWS: gl.constexpr = codes.shape[0]
+    layout: gl.constexpr = CODES if ROWS == 128 else CODES_64
     one, two = codes.reshape([ROWS, 4, 2, 8]).permute(0, 1, 3, 2).split()
-    return gl.convert_layout(one, CODES, assert_trivial=True), gl.convert_layout(two, CODES, assert_trivial=True)
+    return gl.convert_layout(one, layout, assert_trivial=True), gl.convert_layout(two, layout, assert_trivial=True)
 
 
 @gluon.jit
 def upcast(codes, scales, operand: gl.constexpr):
-    """bf16 [ROWS, CHUNK] of a chunk's codes and e8m0 ``scales`` [ROWS, 4]."""
-    scales = gl.expand_dims(scales, 2) + gl.zeros([ROWS, 4, 8], gl.int32, CODES)
-    x, y = gl.inline_asm_elementwise(_UPCAST, _OPERANDS, [codes, factors(scales), scales], (gl.bfloat16, gl.bfloat16), True, 32)
-    weights = gl.join(x, y).reshape([ROWS, 4, 2, 2, 2, 2])  # [ROWS, q, b, t, u, j]
+    """bf16 [rows, CHUNK] of a chunk's codes and e8m0 ``scales`` [rows, 4]."""
+    ROWS: gl.constexpr = codes.shape[0]
+    scales = gl.expand_dims(scales, 2) + gl.zeros([ROWS, 4, 8], gl.int32, CODES if ROWS == 128 else CODES_64)
+    assembly: gl.constexpr = _UPCAST if ROWS == 128 else _UPCAST_64
+    operands: gl.constexpr = _OPERANDS if ROWS == 128 else _OPERANDS_64
+    given = [codes, factors(scales), scales]
+    x, y = gl.inline_asm_elementwise(assembly, operands, given, (gl.bfloat16, gl.bfloat16), True, ROWS // 4)
+    weights = gl.join(x, y).reshape([ROWS, 4, 2, 2, 2, 2])  # [rows, q, b, t, u, j]
     weights = weights.permute(0, 2, 5, 3, 1, 4).reshape([ROWS, CHUNK])
     return gl.convert_layout(weights, operand, assert_trivial=True)

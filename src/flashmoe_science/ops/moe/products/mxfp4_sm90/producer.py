@@ -8,8 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
-from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS, CONSUMERS
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, PAIR, ROWS, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, CHUNK, PAIR, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, part_of_program, segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
@@ -21,16 +21,16 @@ _tables_of = as_gluon(tables_of)
 @gluon.jit
 def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.constexpr):
     """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has of 128 columns
-    of the result those of its chunk of 64 as the second product's K has them, gates and ups; of three, 128 rows that follow
-    each other."""
+    of the result those that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
     bar = memory.full.index(stage)
+    CONSUMERS: gl.constexpr = memory.out.shape[0]
     for c in gl.static_range(CONSUMERS):
         here = memory.w.index(CONSUMERS * stage + c)
         if EXPERT_BLOCKS is not None:
             first = segment.expert * EXPERT_BLOCKS + segment.column * 4
-            tma_load(w_desc, [first, 2 * c, 0, 0, step * (STEP // 2)], bar, here)
+            tma_load(w_desc, [first, c * w_desc.block_type.shape[1], 0, 0, step * (STEP // 2)], bar, here)
         else:
-            first = segment.column * (CONSUMERS * ROWS) + c * ROWS
+            first = segment.column * BLOCK + c * (BLOCK // CONSUMERS)
             tma_load(w_desc, [segment.expert, first, step * (STEP // 2)], bar, here)
 
 
@@ -48,6 +48,7 @@ def _fill(
     EXPERT_BLOCKS: gl.constexpr, WEIGHTS: gl.constexpr = True, TOKENS: gl.constexpr = True,
 ):  # fmt: skip
     """Fill stages with the steps of a segment from ``first`` to before ``stop``: with ``WEIGHTS``, with ``TOKENS``, or both."""
+    CONSUMERS: gl.constexpr = memory.out.shape[0]
     STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
     nbytes: gl.constexpr = CONSUMERS * w_desc.block_type.nbytes + CHUNKS * a_desc.block_type.nbytes
     for step in range(first, stop):
@@ -68,7 +69,7 @@ def produce(
 ):  # fmt: skip
     """Fill the stages of all segments of this program."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
-    STAGES: gl.constexpr = memory.w.shape[0] // CONSUMERS
+    STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
     part = part_of_program(parts, PAIRS, COLUMNS)
