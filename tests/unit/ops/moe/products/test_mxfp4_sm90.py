@@ -14,7 +14,6 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.products.mxfp4_sm90.kernel import KERNEL, configs, plan
-from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import natural
 
 GPU = GPUS["h200"]
 GPT_OSS = "moe t{} e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"
@@ -61,9 +60,3 @@ def test_tensors_that_it_leaves_to_the_portable_kernel(change: dict[str, Any], w
 def test_a_tile_has_as_many_tokens_as_most_experts(tokens: int, tile: int) -> None:
     problem = parse_problem(GPT_OSS.format(tokens))
     assert configs(problem, GPU)[0]["block_m"] == tile
-
-
-def test_a_permuted_row_has_every_column_once_and_inside_its_128() -> None:
-    places = [natural.fn(place) for place in range(512)]
-    assert sorted(places) == list(range(512))
-    assert all(place // 128 == k // 128 for place, k in enumerate(places))

@@ -19,10 +19,10 @@ _ROWS, _COLUMNS, _WARPS = 4, 1024, 4  # of a program
 
 
 @triton.jit
-def natural(place):
-    """The K of a weight at a place of its operand (``operand.py``)."""
-    of_bits = place // 64 % 2 * 16 + place // 32 % 2 * 8 + place // 16 % 2 * 2 + place // 8 % 2
-    return place // 128 * 128 + place // 2 % 4 * 32 + of_bits + place % 2 * 4
+def permuted(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows whose K is in the order of the operand (``operand.py``)."""
+    parts = tl.reshape(values, [ROWS * COLUMNS // 128, 4, 2, 2, 2, 2, 2])  # [, q, c, b, u, j, t]
+    return tl.reshape(tl.permute(parts, (0, 2, 3, 5, 6, 1, 4)), [ROWS, COLUMNS])  # [, c, b, j, t, q, u]
 
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
@@ -31,7 +31,7 @@ def flashmoe_moe_permute(
     FLAGS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, PADDED: tl.constexpr,
     STRIDE_X: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """out[row, place] = x[token of row, natural(place)], 0 from ``DEPTH`` on, and ``FLAGS`` flags of 0. The kernels after this
+    """out[row] = x[token of row], ``permuted``, 0 from ``DEPTH`` on, and ``FLAGS`` flags of 0. The kernels after this
     one may read tables before it ends: it lets them start only once it has them."""
     if EARLY_START:
         gdc_wait()
@@ -40,12 +40,11 @@ def flashmoe_moe_permute(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     exists = row < tl.load(parts.offsets + EXPERTS)
     token = tl.load(parts.pair_of_row + row, mask=exists, other=0) // TOP_K
-    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    k = natural(place)
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS], and its places
     inside = exists[:, None] & (k < DEPTH)[None, :]
     values = tl.load(x + token.to(tl.int64)[:, None] * STRIDE_X + k[None, :], mask=inside, other=0.0)  # [ROWS, COLUMNS]
-    written = exists[:, None] & (place < PADDED)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * PADDED + place[None, :], values, mask=written)
+    written = exists[:, None] & (k < PADDED)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * PADDED + k[None, :], permuted(values, ROWS, COLUMNS), mask=written)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         number = tl.arange(0, triton.next_power_of_2(FLAGS))
         tl.store(flags + number, 0, mask=number < FLAGS)
