@@ -21,7 +21,7 @@ from flashmoe_science.ops.moe.rows import RowCounts
 NAME = "moe_mxfp4_gluon_sm90"
 MOST_CONSUMERS = 4
 _STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4}  # of tiles of so many tokens, that shared memory has room for
-_FOR_FOUR = 8  # tokens of a tile up to which four consumers have enough registers
+_FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
 MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
 
@@ -36,7 +36,7 @@ class Registers(NamedTuple):
 
 
 def registers_of(config: Config) -> Registers:
-    return Registers(384, 168, 240, 24) if config["consumers"] == 2 else Registers(640, 96, 112, 24)
+    return Registers(384, 168, 240, 24) if config["consumers"] == 2 else Registers(640, 96, 112, 32)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:

@@ -1,4 +1,4 @@
-"""A consumer of the two kernels: it multiplies 64 or 128 rows of weights by a tile's tokens, and its epilogue activates and stores.
+"""A consumer of the two kernels: it multiplies 64 or 128 rows of weights by tokens; its epilogue activates and stores.
 
 Weights are the rows of a product and tokens its columns: few tokens then leave no rows of the matrix instruction empty.
 """

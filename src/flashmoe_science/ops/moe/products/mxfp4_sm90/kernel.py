@@ -56,12 +56,17 @@ def _multiply_all(
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
-                (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+                (produce, (
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                )),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -70,18 +75,25 @@ def _multiply_all(
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
-                (produce, (a_desc, w_desc, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS)),
+                (produce, (
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
+                )),
             ],
             [4, 4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],

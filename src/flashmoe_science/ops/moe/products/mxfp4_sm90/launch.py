@@ -47,7 +47,8 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
-    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, STEP.value // config["consumers"])
+    columns = STEP.value // config["consumers"]
+    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, columns)
 
 
 def down(function: Any, inputs: MoEInputs, config: Config) -> Product:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-BLOCK = gl.constexpr(256)  # rows of weights of a tile, which consumers divide: 128 or 64, those of one or two matrix instructions
+BLOCK = gl.constexpr(256)  # rows of weights of a tile, of which a consumer has 128 or 64
 STEP = gl.constexpr(128)  # K of one permutation, and of a stage
 PAIR = gl.constexpr(2)  # steps that are a tile's unit of work
 CHUNK = gl.constexpr(64)
@@ -65,9 +65,8 @@ mul.rn.bf16x2 {to[3]}, {to[3]}, x;
 
 
 def _upcast(words: int) -> str:
-    """The assembly of a thread's chunk, so many words of codes, two a row; its operands are results, a register for two weights,
-    then words, and for each byte of them a factor and a scale. A branch goes past the second products, which hardly any weights
-    need."""
+    """The assembly of a thread's chunk, so many words of codes, two a row. Its operands: results, two weights each, words, and
+    for each byte of them a factor and a scale. A branch goes past the second products, which hardly any weights need."""
     codes = 4 * words  # the first of these operands
     places = [
         {
@@ -80,7 +79,8 @@ def _upcast(words: int) -> str:
     ]
     products, rest = ("".join(text.format(**place) for place in places) for text in (_WORD, _REST))
     any_scale = "mov.b32 x, 0;\n" + "".join(f"or.b32 x, x, {place['scale']};\n" for place in places[::2])
-    return f"{{\n.reg .b32 even, odd, x, y;\n.reg .pred p;{products}{any_scale}setp.lt.u32 p, x, 128;\n@p bra DONE;{rest}DONE:\n}}"
+    registers = ".reg .b32 even, odd, x, y;\n.reg .pred p;"
+    return f"{{\n{registers}{products}{any_scale}setp.lt.u32 p, x, 128;\n@p bra DONE;{rest}DONE:\n}}"
 
 
 def _operands(words: int) -> str:

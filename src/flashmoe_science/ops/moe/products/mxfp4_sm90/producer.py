@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, CHUNK, PAIR, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, CHUNK, GROUP, PAIR, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, part_of_program, segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
@@ -20,8 +20,8 @@ _tables_of = as_gluon(tables_of)
 
 @gluon.jit
 def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.constexpr):
-    """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has of 128 columns
-    of the result those that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
+    """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has those columns of
+    128 that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
     bar = memory.full.index(stage)
     CONSUMERS: gl.constexpr = memory.out.shape[0]
     for c in gl.static_range(CONSUMERS):
@@ -63,18 +63,35 @@ def _fill(
 
 
 @gluon.jit
-def produce(
-    a_desc, w_desc, tables, pairs, tiles, memory,
-    EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
+def _touch_scales(
+    scales, segment, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, COLUMN: gl.constexpr,
+    UP: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages of all segments of this program."""
+    """Bring the first 128 bytes of each row's scales of a segment to L2, long before consumers load them."""
+    here = scales + segment.expert.to(gl.int64) * STRIDE_E + segment.first * (PAIR * STEP // GROUP)
+    for n in range(BLOCK // 32):
+        row = segment.column * BLOCK + n * 32 + gl.arange(0, 32, layout)
+        if COLUMN is None:
+            row = gl.minimum(row, WIDTH - 1)
+        else:
+            row = gl.minimum(row // 2, WIDTH - 1) * COLUMN + row % 2 * UP
+        gl.inline_asm_elementwise("ld.global.L2::128B.u8 $0, [$1];", "=r,l", [here + row * STRIDE_N], gl.int32, False, 1)
+
+
+@gluon.jit
+def produce(
+    a_desc, w_desc, scales, tables, pairs, tiles, memory,
+    EXPERTS: gl.constexpr, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, TILES: gl.constexpr, EXPERT_BLOCKS: gl.constexpr,
+    WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+):  # fmt: skip
+    """Fill the stages of all segments of this program; ``TILES``: the most of a group in ``tile_at``."""
     TOKENS: gl.constexpr = a_desc.block_type.shape[0]
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     parts = _tables_of(tables, pairs, EXPERTS, tiles)
     part = part_of_program(parts, PAIRS, COLUMNS)
     nth = first_of(part)
-    segment = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, GROUP, TOKENS)
+    segment = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, TILES, TOKENS)
     # Weights and the tables are older than the kernel before this one, which may still write the tokens.
     first = PAIR * segment.first
     early = gl.minimum(PAIR * segment.stop, first + STAGES)
@@ -90,7 +107,9 @@ def produce(
         late = gl.maximum(stop - LATE, early)
         state = _fill(w_desc, a_desc, memory, segment, state, early, late, EXPERT_BLOCKS)
         nth += 1
-        following = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, GROUP, TOKENS)
+        following = segment_of(nth, part, parts, tiles, PAIRS, COLUMNS, TILES, TOKENS)
+        if following.column >= 0:
+            _touch_scales(scales, following, WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP, one)
         state = _fill(w_desc, a_desc, memory, segment, state, late, stop, EXPERT_BLOCKS)
         segment = following
         early = PAIR * segment.first

@@ -1,9 +1,9 @@
 """The tile scheduler: whole tiles in waves of one for each program, and what is left over, less than a wave, by stream-K.
 
 The K of the tiles left over is one line of pairs of steps, of which each program has an equal part. The tile that it shares
-with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one that it
-shares with the programs before it comes last, and what they left is there by then. It adds that in the order of programs: results
-do not depend on which is fast. A program waits only for those of lower index, which are there when it is.
+with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one that
+it shares with the programs before it comes last, and what they left is there by then. It adds that in the order of programs:
+results do not depend on which is fast. A program waits only for those of lower index, which are there when it is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _tile_at = as_gluon(tile_at)
 
 
 class Part(NamedTuple):
-    """The tiles of a program: of the ``shared`` ones, which come first, the pairs of steps from ``first`` of the tile ``begin`` to
-    before ``stop`` of the tile ``end``; then one of each wave."""
+    """The tiles of a program: of the ``shared`` ones, the first, the pairs of steps from ``first`` of the tile ``begin`` to before
+    ``stop`` of the tile ``end``; of each wave one."""
 
     begin: Any
     first: Any
@@ -46,8 +46,8 @@ class Segment(NamedTuple):
 
 @gluon.jit
 def part_of(program, programs, tiles, PAIRS: gl.constexpr):
-    """The ``Part`` of a program of so many tiles; of none that are shared its end is before its begin. The first programs have a
-    pair more than the others where those cannot be equal."""
+    """The ``Part`` of a program of so many tiles; its end is before its begin if it shares none. The first programs have a pair
+    more than the others where those cannot be equal."""
     shared = tiles % programs
     share = shared * PAIRS // programs
     longer = shared * PAIRS % programs
@@ -91,4 +91,5 @@ def segment_of(
     first = gl.where(after == 1, part.first, 0)
     stop = gl.where(index == part.end, part.stop, PAIRS)
     program = gl.program_id(0) - gl.where((after == 1) & (stop == PAIRS), part.before, 0)
-    return Segment(gl.where(none, -1, tile.column), tile.row, tile.end, tile.expert, first, gl.where(none, first, stop), program)
+    column, stop = gl.where(none, -1, tile.column), gl.where(none, first, stop)
+    return Segment(column, tile.row, tile.end, tile.expert, first, stop, program)
