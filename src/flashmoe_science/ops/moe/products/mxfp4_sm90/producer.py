@@ -20,8 +20,8 @@ _tables_of = as_gluon(tables_of)
 
 @gluon.jit
 def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.constexpr):
-    """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has those columns of
-    128 that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
+    """Start to copy the bytes of a step, each consumer's rows. Of five dimensions (``launch.py``) a consumer has those of
+    128 columns that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
     bar = memory.full.index(stage)
     CONSUMERS: gl.constexpr = memory.out.shape[0]
     for c in gl.static_range(CONSUMERS):

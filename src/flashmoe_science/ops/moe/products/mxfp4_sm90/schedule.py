@@ -20,8 +20,8 @@ _tile_at = as_gluon(tile_at)
 
 
 class Part(NamedTuple):
-    """The tiles of a program: of the ``shared`` ones, the first, the pairs of steps from ``first`` of the tile ``begin`` to before
-    ``stop`` of the tile ``end``; of each wave one."""
+    """The tiles of a program: of the first ``shared`` ones the pairs of steps from ``first`` of the tile ``begin`` to
+    before ``stop`` of the tile ``end``; of each wave one."""
 
     begin: Any
     first: Any
