@@ -11,7 +11,7 @@ from flashmoe_science.ops.attention.problem.features import unsupported
 
 KEYS, QUERIES, ROWS = split.KEYS, split.QUERIES, split.ROWS  # of one of two consumers, of a step, of a program that sums rows
 WIDTH = 64  # columns of the tiles
-TOGETHER = 8  # heads whose tiles of keys start in turns: they wait for fewer before them, and share the L2 cache
+TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
 THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
 
 
@@ -30,3 +30,8 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
     """By name alone, until records say where it is the faster."""
     return False
+
+
+def heads_together(sizes: split.Sizes) -> int:
+    """Heads of keys of a set, whose tiles of keys start in turns."""
+    return max(TOGETHER // sizes.tiles, 2)

@@ -10,8 +10,13 @@ theirs: a counter of each tile of queries says whose turn it is. So equal calls 
 at 64 columns is worth more than a product: it would cross memory twice, 4 bytes a score, at 2 * 64 operations.
 
 No program waits for one that has not started: numbers are taken from a counter as programs start, and a program waits for lower
-numbers alone. Of those that run, the lowest waits for none, so that all of them end. Programs go over the queries from the last
-to the first: under a causal mask too the next tile of keys then follows the one before at its heels, the longest first.
+numbers alone. Of those that run, the lowest waits for none, so that all of them end.
+
+Under a causal mask programs that start together should neither meet nor leave SMs idle at the end, so heads take turns in two
+orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to a tile of queries
+a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
+next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
+together.
 """
 
 from __future__ import annotations
