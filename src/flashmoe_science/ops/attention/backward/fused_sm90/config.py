@@ -28,8 +28,8 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """By name alone, until records say where it is the faster."""
-    return False
+    """Where the split kernel does not."""
+    return split.suits_fused(problem)
 
 
 def heads_together(sizes: split.Sizes) -> int:

@@ -26,4 +26,4 @@ def ours() -> tuple[BackwardKernel, ...]:
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_gluon_sm90.KERNEL, bwd_fused_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+    return (bwd_fused_gluon_sm90.KERNEL, bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
