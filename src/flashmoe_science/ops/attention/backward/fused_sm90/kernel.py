@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.backward.fused_sm90.config import ROWS, THREADS, configs, suits, supports
+from flashmoe_science.ops.attention.backward.fused_sm90.config import QUERIES, THREADS, configs, suits, supports
 from flashmoe_science.ops.attention.backward.fused_sm90.launch import FINISH, FINISH_WARPS, FusedBackwardLauncher, parts_of
 from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS_WARPS, sizes_of
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
@@ -43,7 +43,7 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
     rows = problem.batch * problem.heads * sizes.padded
     tiles = problem.batch * problem.heads_kv * sizes.tiles
     return (
-        Launch("^flashmoe_bwd_rows_triton$", (rows // ROWS, 1, 1), 32 * ROWS_WARPS),
+        Launch("^flashmoe_bwd_rows_triton$", (rows // QUERIES, 1, 1), 32 * ROWS_WARPS),
         Launch("^flashmoe_bwd_fused_gluon_sm90$", (tiles, 1, 1), THREADS),
         Launch("^flashmoe_bwd_scaled_triton$", (rows // FINISH, 1, 1), 32 * FINISH_WARPS),
     )

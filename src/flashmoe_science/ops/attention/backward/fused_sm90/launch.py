@@ -16,7 +16,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     is_unfit,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, ROWS, WIDTH, heads_together
+from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, WIDTH, heads_together
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.config import Sizes, sizes_like
@@ -50,7 +50,7 @@ _REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a th
 
 def parts_of(rows: int) -> list[Part]:
     """Of the workspace of all query heads' rows: the log-sum-exp as it is taken, delta, dQ in fp32, and the counters."""
-    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // ROWS + 1, torch.int32)]
+    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // QUERIES + 1, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):

@@ -20,7 +20,7 @@ from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_st
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
 SIZES = ("heads_kv", "group", "heads", "together", "seqlen_k", "tiles_m", "tiles_n", "offset")
-_KEYS, _QUERIES, _ROWS = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES), gl.constexpr(config.ROWS)
+_KEYS, _QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
 _HALF = gl.constexpr(config.QUERIES // 2)  # queries of a product
 _SLOTS, _HALVES = gl.constexpr(2), gl.constexpr(4)  # slots of dQ, and of dS of half a tile of queries
 
@@ -220,8 +220,8 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
     phase = gl.to_tensor(0)
     for step in range(SLOT, _steps(work), _SLOTS):
         one, tile = _place(work, step)
-        row = ((work.first_head + one) * work.tiles_m + tile) * _QUERIES
-        counter, turn = turns + row // _ROWS, _turn(work, tile)
+        number = (work.first_head + one) * work.tiles_m + tile
+        row, counter, turn = number * _QUERIES, turns + number, _turn(work, tile)
         while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
         mbarrier.wait(full, phase)
@@ -246,7 +246,7 @@ def flashmoe_bwd_fused_gluon_sm90(
     """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
     turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
     first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py)."""
-    ticket = turns + heads * group * tiles_m * (_QUERIES // _ROWS)
+    ticket = turns + heads * group * tiles_m
     number = gl.atomic_add(ticket, 1, sem="relaxed")
     nth_set = number // (tiles_n * together)
     last_set = (heads - 1) // together
