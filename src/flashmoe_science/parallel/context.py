@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
@@ -214,8 +215,8 @@ def _check_workspace(workspace: object, k: torch.Tensor, v: torch.Tensor, call: 
         raise TypeError(f"workspace is {workspace!r}; it must be a ContextWorkspace or None")
     if call.exchange != "keys":
         raise ValueError(f"workspace is given and exchange is {call.exchange!r}; it must be 'keys'")
-    if workspace.group != cut.group:
-        raise ValueError("workspace is of another group")
+    if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(cut.group):
+        raise ValueError(f"workspace is of a group of ranks {ranks}, and group is another")
     if (size := sum(sizes_of([_tokens_first(k), _tokens_first(v)], cut))) > workspace.max_bytes:
         raise ValueError(f"k and v take {size} bytes on a rank; the workspace is for at most {workspace.max_bytes}")
 
