@@ -34,7 +34,7 @@ from flashmoe_science.ops.attention.front.choose import (
 )
 from flashmoe_science.ops.attention.front.flops import of_forward
 from flashmoe_science.ops.attention.front.lengths import with_check
-from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.front.pytorch import dropped_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.cache import MAX_CALLS, MAX_PLANS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
@@ -111,8 +111,11 @@ def attend(
     return _serve(every, options, softmax_scale, lse, key, store, out)
 
 
-def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
-    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out. Raises as ``attend``."""
+def attend_with_dropout(
+    tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out, and the weights as of
+    ``dropped_attention``. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
     check_probability(dropout_p, "dropout_p")
@@ -126,8 +129,10 @@ def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float |
             raise Explained(decision)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
-    result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
-    return tokens_first(result, every.cu_seqlens_q is not None) if options.tokens_first else result
+    out, lse, weights = dropped_attention(every, options, softmax_scale, float(dropout_p))
+    if options.tokens_first:
+        out, lse = tokens_first((out, lse), every.cu_seqlens_q is not None)
+    return out, lse, weights
 
 
 def append_and_attend(
