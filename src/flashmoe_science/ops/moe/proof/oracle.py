@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized_rows
+from flashmoe_science.ops.formats import dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
@@ -47,12 +47,13 @@ def _experts(
     dtype: torch.dtype,
     rounded: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> torch.Tensor:
-    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *scales = tensors
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_ = tensors
+    in_format = tensors.in_format() or (None, None)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert, tokens, place in assigned(tensors):
         first, second = (
-            one[expert].to(dtype) if scale is None else dequantized(Weights(one[expert], scale[expert]), dtype, halves)
-            for one, scale, halves in zip((w1, w2), scales, (activation.halves, False), strict=True)
+            one[expert].to(dtype) if coded is None else dequantized(coded.of(expert), dtype, halves)
+            for one, coded, halves in zip((w1, w2), in_format, (activation.halves, False), strict=True)
         )
         both = add_bias(rounded(x[tokens].to(dtype)) @ first.T, gate_up_bias, expert)  # [rows, 2 * hidden]
         row = add_bias(rounded(activate(both, activation)) @ second.T, down_bias, expert)  # [rows, dim]

@@ -33,6 +33,7 @@ WORDS = (
     "moe t5 e4 k2 d40 f72 fp16 w:fp8_channel relu",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32 gelu",
     "moe t5 e4 k2 d128 f256 fp16 w:int4_g128 relu interleaved",
+    "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero gelu logits",
 )
 FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zipf", "moe t9 e4 k4 d64 f32 bf16 logits")
 
@@ -142,7 +143,9 @@ def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
     )
     if problem.weight_format is not None:
         expected |= {"scale-moved"} | ({"nibbles-swapped"} if FORMATS[problem.weight_format].bits == 4 else set())
-        expected |= {"codes-signed"} if "int4" in problem.weight_format else set()
+        zero_points = {"zero-points-more", "zero-points-missing"}
+        expected |= zero_points if "zero" in problem.weight_format else set()
+        expected |= {"codes-signed"} if problem.weight_format in ("int4_g32", "int4_g128") else set()
     assert set(found) == expected
     for other in found.values():
         assert isinstance(other, torch.Tensor)
