@@ -94,6 +94,9 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
     floats = {name: 2.0 ** (one.float() - 127) for name, one in e8m0.items()}
     assert torch.equal(fm.fused_moe(**call | powers), fm.fused_moe(**call | floats))
     assert torch.equal(fm.fused_moe(**call | e8m0), fm.fused_moe(**call | floats))
+    narrow = {name: call[name].bfloat16() for name in e8m0}  # as Qwen3's have them
+    wide = {name: one.float() for name, one in narrow.items()}
+    assert torch.equal(fm.fused_moe(**call | narrow), fm.fused_moe(**call | wide))
 
 
 def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints() -> None:
@@ -111,6 +114,7 @@ def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints(
         "down_scale": whole["down_scale"][:, None].repeat(1, H),
     }
     right = fm.fused_moe(**call | rows)
+    assert torch.equal(fm.fused_moe(**call | whole | {"gate_up_scale": whole["gate_up_scale"][..., None]}), right)
     for down in (one[:, None], one[:, None, None], one):
         for _ in range(2):  # the second by the launch that the first stored
             assert torch.equal(fm.fused_moe(**call | whole | {"down_scale": down / 448}), right)
@@ -256,8 +260,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"down_scale": torch.zeros(E, 2)},
         "has shape (4, 2); it must be [4, 160, 1], or [4, 160], or [4], or [4, 1]",
     ),
-    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2]"),
+    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2], or [4, 2, 1]"),
     ("fp8_channel", {"interleaved": True, "gate_up_scale": torch.zeros(E, 2)}, "it must be [4, 192, 1], or [4, 192], or [4]"),
+    ("fp8_block", {"gate_up_scale": torch.zeros(E, 2, 2).half()}, "it must be float32 or bfloat16 or float8_e8m0fnu or uint8"),
     ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).half()}, "it must be float32 or bfloat16"),
     ("int4_g32", {"gate_up_scale": torch.zeros(E, 192, 4)}, "gate_up_scale has shape (4, 192, 4); it must be [4, 192, 5]"),
     ("int4_g32", {"weight_format": "int4_g128"}, "gate_up_proj has 160 columns; int4_g128 needs a multiple of 128"),

@@ -2,11 +2,11 @@
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
 [..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
-[..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16 [..., N], or
-[..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest four bits, 8
-more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero points: from such codes,
-from 0 to 15, that of their block is subtracted in place of 8; zero points int32 [..., ceil(N / 8), K / 32 or K / 128], those of
-eight rows, the first in the lowest four bits.
+[..., N, K]; scales fp32, bf16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16
+[..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest
+four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero points: from
+such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32 [..., ceil(N / 8), K / 32 or
+K / 128], those of eight rows, the first in the lowest four bits.
 
 Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as
 where a checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken
@@ -158,7 +158,8 @@ def _int4_from_zero(weight: torch.Tensor, group: int) -> Weights:
 def packed(integers: torch.Tensor) -> torch.Tensor:
     """int32 [..., K / 8] of integers from 0 to 15, the first in the lowest four bits."""
     places = integers.int().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32, device=integers.device)
-    return places.sum(-1, dtype=torch.int32)
+    words: torch.Tensor = places.sum(-1, dtype=torch.int32)
+    return words
 
 
 def unpacked(words: torch.Tensor) -> torch.Tensor:

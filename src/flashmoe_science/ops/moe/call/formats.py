@@ -100,7 +100,8 @@ def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, 
     """The shapes that the scales of codes may have."""
     (experts, rows), (high, wide) = codes.shape[:2], form.block
     if wide is None:
-        of_all, of_halves = [(experts,), (experts, 1), (experts, 1, 1)], [(experts, 2)] if halves else []
+        of_all = [(experts,), (experts, 1), (experts, 1, 1)]
+        of_halves = [(experts, 2), (experts, 2, 1)] if halves else []
         return [(experts, rows, 1), (experts, rows), *of_all, *of_halves]
     columns = -(-columns_of(codes) // wide)
     as_one = experts, -(-rows // high), columns

@@ -63,12 +63,9 @@ def _zero_points(
     zero_point, rows, k, DEPTH: tl.constexpr, STRIDES: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Those of ``BLOCK_K`` columns from k, from 0 to 15, as ``_scales``: a word has those of eight rows."""
-    if zero_point is None:
-        return None
-    else:
-        block = k // WIDE + tl.arange(0, max(BLOCK_K // WIDE, 1))[None, :]
-        words = zero_point + (rows // 8).to(tl.int64)[:, None] * STRIDES[1] + block * STRIDES[2]
-        return tl.load(words, mask=block < DEPTH // WIDE, other=0) >> (rows % 8 * 4)[:, None] & 15
+    block = k // WIDE + tl.arange(0, max(BLOCK_K // WIDE, 1))[None, :]
+    words = zero_point + (rows // 8).to(tl.int64)[:, None] * STRIDES[1] + block * STRIDES[2]
+    return tl.load(words, mask=block < DEPTH // WIDE, other=0) >> (rows % 8 * 4)[:, None] & 15
 
 
 @triton.jit
@@ -81,7 +78,7 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     elif scale.dtype == tl.uint8:
         return power(scale)
     else:
-        return scale
+        return scale.to(tl.float32)
 
 
 @triton.jit
@@ -117,7 +114,6 @@ def _multiply(
     FORMAT: tl.constexpr = SCALES[0]
     STRIDE_K: tl.constexpr = SCALES[3]
     WIDE: tl.constexpr = SCALES[6]
-    ZEROS: tl.constexpr = SCALES[7]
     rows_first, rows_second = _rows_of_scales(of_w, SCALES)
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
@@ -125,15 +121,19 @@ def _multiply(
     second = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)
     of_first, of_second, zero_first, zero_second, greatest = None, None, None, None, 0
     ALONG: tl.constexpr = FORMAT != "fp8_channel"  # whether scales differ along the depth
+    ZEROS: tl.constexpr = zero_point is not None
+    OF_ZEROS: tl.constexpr = SCALES[7]
     # Scales are read a step ahead: the compiler copies ahead no less than four bytes.
     if ALONG:
         of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
-        zero_first = _zero_points(zero_point, of_w, 0, DEPTH, ZEROS, WIDE, BLOCK_K)
+        if ZEROS:
+            zero_first = _zero_points(zero_point, of_w, 0, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         if FORMAT == "mxfp4":
             greatest = of_first
         if SECOND is not None:
             of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
-            zero_second = _zero_points(zero_point, of_w + SCALES[4], 0, DEPTH, ZEROS, WIDE, BLOCK_K)
+            if ZEROS:
+                zero_second = _zero_points(zero_point, of_w + SCALES[4], 0, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
         x = tl.trans(by_place(x, UNIT))
@@ -144,7 +144,8 @@ def _multiply(
             greatest = tl.maximum(greatest, of_first)
         if ALONG:
             of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
-            zero_first = _zero_points(zero_point, of_w, k + BLOCK_K, DEPTH, ZEROS, WIDE, BLOCK_K)
+            if ZEROS:
+                zero_first = _zero_points(zero_point, of_w, k + BLOCK_K, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         if SECOND is not None:
             units = tl.load(w_ptrs + SECOND, mask=inside, other=other)
             second = _add(units, of_second, zero_second, x, second, FORMAT, EXACT, INTERPRET)
@@ -152,7 +153,8 @@ def _multiply(
                 greatest = tl.maximum(greatest, of_second)
             if ALONG:
                 of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
-                zero_second = _zero_points(zero_point, of_w + SCALES[4], k + BLOCK_K, DEPTH, ZEROS, WIDE, BLOCK_K)
+                if ZEROS:
+                    zero_second = _zero_points(zero_point, of_w + SCALES[4], k + BLOCK_K, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K // UNIT
     return first, second, greatest
