@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
+from tests.unit.ops.moe.backward.traps import apart
 from tests.unit.ops.moe.cases import FORMAT_CASES, Case, changed, inputs_of, off
-from tests.unit.ops.moe.products.format_cases import named, on, saved, z_wrong
+from tests.unit.ops.moe.products.format_cases import DEPTHS, named, of_every_format, on, saved, z_wrong
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
@@ -32,7 +35,7 @@ def called(one: MoEInputs) -> torch.Tensor:
 @KERNELS
 def test_the_numbers_of_formats_are_right_with_every_config(kernel: AnyKernel) -> None:
     gpu, found, done = current_gpu(torch.device("cuda")), {}, 0
-    for name, inputs in named():
+    for name, inputs in chain(named(), of_every_format()):
         if kernel.cannot(inputs.problem, gpu) is None and kernel.name != MXFP4:  # which saves no z: its tests have such numbers
             done += 1
             moved = on(inputs, "cuda")
@@ -76,6 +79,14 @@ def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_l
     odd = torch.cat((w1.flatten(), w1.flatten()[:1]))[1:].view_as(w1)
     moved = changed(one, w1=odd.copy_(w1))
     assert off(called(moved), one) is None  # by PyTorch's operators: no codes begin at odd addresses
+
+
+@pytest.mark.parametrize("form", DEPTHS)
+def test_experts_past_the_reach_of_32_bits(form: str) -> None:
+    """Of tensors that are moved to a GPU it would be lost."""
+    one = inputs_of(Case(f"moe t9 e4 k2 d384 f128 bf16 w:{form}"), "cuda")
+    far = {name: apart(value) for name in ("w1", "w2", *OF_WEIGHTS) if (value := getattr(one.tensors, name)) is not None}
+    assert torch.equal(called(changed(one, **far)), called(one))
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"])
