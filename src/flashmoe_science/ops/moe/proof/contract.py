@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, unit_roundoff
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, arguments_of, unit_roundoff
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
@@ -28,59 +28,16 @@ from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
-from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
+from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_single_level, routing_oracle
+from flashmoe_science.ops.moe.proof.variants import SCALES, VARIANTS, ZERO_POINTS, Made
 from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
-Made = dict[str, torch.Tensor]
 Inputs = Mapping[str, torch.Tensor]
 
 BIASES = ("gate_up_bias", "down_bias")
-SCALES, ZERO_POINTS = OF_WEIGHTS[:2], OF_WEIGHTS[2:]
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
-
-
-def _any_sum(made: Made) -> Made:
-    """Routing weights twice to half as large, a token's each by another factor: a router need not normalise."""
-    factors = torch.linspace(0.5, 2.0, made["topk_weights"].numel(), device=made["topk_weights"].device)
-    return made | {"topk_weights": made["topk_weights"] * factors.view_as(made["topk_weights"])}
-
-
-def _twice(made: Made) -> Made:
-    """Each token's first expert in its last place too."""
-    made["topk_ids"][:, -1] = made["topk_ids"][:, 0]
-    return made
-
-
-def _one_is(number: Callable[[int], int]) -> Callable[[Made], Made]:
-    """Every other token's last expert replaced by ``number`` of how many there are."""
-
-    def change(made: Made) -> Made:
-        made["topk_ids"][::2, -1] = number(made["w1"].shape[0])
-        return made
-
-    return change
-
-
-def _wide(made: Made) -> Made:
-    return made | {"topk_ids": made["topk_ids"].long()}
-
-
-def _sliced(made: Made) -> Made:
-    """All but the weights of the experts as the first columns of tensors twice as wide."""
-    names = ("x", "topk_weights", "topk_ids")
-    return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
-
-
-_VARIANTS: Mapping[str, Callable[[Made], Made]] = {
-    "weights that do not sum to one": _any_sum,
-    "an expert named twice by a token": _twice,
-    "ids of -1 (no expert)": _one_is(lambda experts: -1),
-    "ids of E (no expert)": _one_is(lambda experts: experts),
-    "ids of int64": _wide,
-    "slices of larger tensors": _sliced,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +85,14 @@ class SharedContract(Contract):
         "SonicMoE": "quack|^token_gather_sum_kernel",
         "this project": "^flashmoe_",
     }
-    sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
+    sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
     constants: ClassVar[frozenset[str]] = frozenset(OF_WEIGHTS)
 
     def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
         self._changed = changed
 
     def variant(self, name: str) -> Self:
-        return type(self)(_VARIANTS[name])
+        return type(self)(VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
         return self.lists.DEFAULT  # type: ignore[no-any-return]
@@ -221,6 +178,10 @@ class SharedContract(Contract):
             swapped = {name: (one << 4 | one >> 4).view(inputs[name].dtype) for name, one in halves.items()}
             words = "it is right for codes whose even column is the high four bits"
             yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
+        elif FORMATS[problem.weight_format].bits == 8:
+            words = "it is right for sums of 14 bits, which tensor cores of 8 bits make of the whole depth at one level"
+            tensors = oracle_tensors(problem, inputs, torch.float64)
+            yield Mistake("single-level-sum", words, moe_single_level(tensors, activation_of(problem)))
         if ZERO_POINTS[0] in inputs:
             yield from self._mistakes_of_zero_points(problem, inputs)
         elif "int4" in problem.weight_format:
@@ -254,6 +215,11 @@ class MoEContract(SharedContract):
     """Experts, of routed tokens or with their router."""
 
     name: ClassVar[str] = "moe"
+
+    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
+        """With problems of what ``fn`` has an argument for, before the last."""
+        *plain, last = self.sweep()
+        return (*plain, *(text for name in arguments_of(fn) for text in suites.FEATURES.get(name, ())), last)
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         return moe_oracle(oracle_tensors(problem, inputs, torch.float64), activation_of(problem))

@@ -111,6 +111,18 @@ SWEEP = (
     *(f"moe {sizes} bf16" for sizes in _LARGE),
 )
 
+# Of what a function has arguments for beside those that it must have, by their names.
+FEATURES = {
+    "gate_up_scale": (
+        "moe t9 e4 k2 d96 f64 bf16 w:mxfp4",
+        "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+        "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
+        "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
+        "moe t5 e4 k2 d256 f128 bf16 w:int4_g128",
+    ),
+    "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
+}
+
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:
     """A problem of about the size of ``near``: other tokens, experts, widths and experts a token; no more weights, as those of
