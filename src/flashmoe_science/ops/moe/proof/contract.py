@@ -178,21 +178,20 @@ class SharedContract(Contract):
             swapped = {name: (one << 4 | one >> 4).view(inputs[name].dtype) for name, one in halves.items()}
             words = "it is right for codes whose even column is the high four bits"
             yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
-        elif FORMATS[problem.weight_format].bits == 8:
-            words = "it is right for sums of 14 bits, which tensor cores of 8 bits make of the whole depth at one level"
-            tensors = oracle_tensors(problem, inputs, torch.float64)
-            yield Mistake("single-level-sum", words, moe_single_level(tensors, activation_of(problem)))
         if ZERO_POINTS[0] in inputs:
             yield from self._mistakes_of_zero_points(problem, inputs)
         elif "int4" in problem.weight_format:
             signed = {name: (one ^ 0x88).view(torch.int32) for name, one in halves.items()}
             words = "it is right for codes that are two's complement"
             yield Mistake("codes-signed", words, self.reference(problem, {**inputs, **signed}))
+        words = "it is right for sums of 14 bits, which tensor cores of 8 bits make of the whole depth at one level"
+        tensors = oracle_tensors(problem, inputs, torch.float64)
+        yield Mistake("single-level-sum", words, moe_single_level(tensors, activation_of(problem)))
 
     def _mistakes_of_zero_points(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         zeros = {name: unpacked(inputs[name]) for name in ZERO_POINTS}
         more = {name: packed(one + 1 & 15) for name, one in zeros.items()}
-        words = "it is right for zero points that are one more, as GPTQ's first version has them"
+        words = "it is right for zero points that are one more, as where GPTQ's first version is read"
         yield Mistake("zero-points-more", words, self.reference(problem, {**inputs, **more}))
         none = {name: packed(torch.full_like(one, 8)) for name, one in zeros.items()}
         words = "it is right for zero points that are all 8"
@@ -217,9 +216,8 @@ class MoEContract(SharedContract):
     name: ClassVar[str] = "moe"
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """With problems of what ``fn`` has an argument for, before the last."""
-        *plain, last = self.sweep()
-        return (*plain, *(text for name in arguments_of(fn) for text in suites.FEATURES.get(name, ())), last)
+        """With problems of what ``fn`` has an argument for, the last of which has most."""
+        return (*self.sweep(), *(text for name in arguments_of(fn) for text in suites.FEATURES.get(name, ())))
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         return moe_oracle(oracle_tensors(problem, inputs, torch.float64), activation_of(problem))

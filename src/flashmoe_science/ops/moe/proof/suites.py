@@ -115,10 +115,10 @@ SWEEP = (
 FEATURES = {
     "gate_up_scale": (
         "moe t9 e4 k2 d96 f64 bf16 w:mxfp4",
-        "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
-        "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
         "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
         "moe t5 e4 k2 d256 f128 bf16 w:int4_g128",
+        "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
+        "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
     ),
     "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
 }

@@ -145,7 +145,7 @@ def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
     )
     if problem.weight_format is not None:
         expected |= {"scale-moved"} | ({"nibbles-swapped"} if FORMATS[problem.weight_format].bits == 4 else set())
-        expected |= {"single-level-sum"} if FORMATS[problem.weight_format].bits == 8 else set()
+        expected |= {"single-level-sum"}
         zero_points = {"zero-points-more", "zero-points-missing"}
         expected |= zero_points if "zero" in problem.weight_format else set()
         expected |= {"codes-signed"} if problem.weight_format in ("int4_g32", "int4_g128") else set()
