@@ -62,10 +62,11 @@ def _scales(
 def _zero_points(
     zero_point, rows, k, DEPTH: tl.constexpr, STRIDES: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Those of ``BLOCK_K`` columns from k, from 0 to 15, as ``_scales``: a word has those of eight rows."""
+    """Those of ``BLOCK_K`` columns from k, from 0 to 15, as ``_scales``: a word has those of eight rows, a byte of two."""
     block = k // WIDE + tl.arange(0, max(BLOCK_K // WIDE, 1))[None, :]
-    words = zero_point + (rows // 8).to(tl.int64)[:, None] * STRIDES[1] + block * STRIDES[2]
-    return tl.load(words, mask=block < DEPTH // WIDE, other=0) >> (rows % 8 * 4)[:, None] & 15
+    words = (zero_point + (rows // 8).to(tl.int64)[:, None] * STRIDES[1] + block * STRIDES[2]).to(tl.pointer_type(tl.uint8))
+    both = tl.load(words + (rows % 8 // 2)[:, None], mask=block < DEPTH // WIDE, other=0)
+    return both.to(tl.int32) >> (rows % 2 * 4)[:, None] & 15
 
 
 @triton.jit
