@@ -17,7 +17,6 @@ from flashmoe_science.ops.launch import (
     Part,
     address,
     allocator,
-    argument,
     can_start_early,
     stand_in,
     workspace_allocator,
@@ -85,10 +84,14 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
             z = None if of_z is None else allocate(*of_z)
-            of_w1 = argument(gate_up_scale), argument(gate_up_zero_point), argument(gate_up_bias)
-            up(address(x), address_of_weights(w1), *of_w1, active, argument(z), tables)
-            of_w2 = argument(down_scale), argument(down_zero_point), argument(down_bias)
-            down(active, address_of_weights(w2), *of_w2, products, tables)
+            bias = None if gate_up_bias is None else address(gate_up_bias)
+            scale = None if gate_up_scale is None else address(gate_up_scale)
+            zero = None if gate_up_zero_point is None else address(gate_up_zero_point)
+            up(address(x), address_of_weights(w1), scale, zero, bias, active, None if z is None else address(z), tables)
+            bias = None if down_bias is None else address(down_bias)
+            scale = None if down_scale is None else address(down_scale)
+            zero = None if down_zero_point is None else address(down_zero_point)
+            down(active, address_of_weights(w2), scale, zero, bias, products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out if z is None else (out, z)
