@@ -99,23 +99,15 @@ def _add(units, scale, zero_point, x, acc, FORMAT: tl.constexpr, EXACT: tl.const
 
 
 @triton.jit
-def _rows_of_scales(of_w, SCALES: tl.constexpr):
-    """Where the scales of rows begin [BLOCK_N], and those of the rows of the second half."""
-    HIGH: tl.constexpr = SCALES[5]
-    return (of_w // HIGH).to(tl.int64) * SCALES[2], ((of_w + SCALES[4]) // HIGH).to(tl.int64) * SCALES[2]
-
-
-@triton.jit
 def _multiply(
-    a_ptrs, w_ptrs, scale, zero_point, of_w, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr, SCALES: tl.constexpr,
-    BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr,
+    a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The sums, [BLOCK_N, BLOCK_M], of rows ``of_w`` of weights, and of those ``SECOND`` units further; the greatest scale of
     mxfp4. Of channels without their scales."""
     FORMAT: tl.constexpr = SCALES[0]
     STRIDE_K: tl.constexpr = SCALES[3]
     WIDE: tl.constexpr = SCALES[6]
-    rows_first, rows_second = _rows_of_scales(of_w, SCALES)
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     first = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)  # [BLOCK_N, BLOCK_M]
@@ -169,6 +161,7 @@ def multiply_in_format(
 ):  # fmt: skip
     """``tiles.multiply`` of weights in a format, whose strides are bytes. Rows past ``WIDTH`` are computed as the last."""
     FORMAT: tl.constexpr = SCALES[0]
+    HIGH: tl.constexpr = SCALES[5]
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2  # weights of two bytes
     UP: tl.constexpr = None if SECOND is None else SECOND * (STRIDE_N // 2)
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
@@ -179,17 +172,20 @@ def multiply_in_format(
     scale += tile.expert * SCALES[1]
     if zero_point is not None:
         zero_point += tile.expert * SCALES[7][0]
+    rows_first = (of_w // HIGH).to(tl.int64) * SCALES[2]  # [BLOCK_N]
+    rows_second = ((of_w + SCALES[4]) // HIGH).to(tl.int64) * SCALES[2]
     inside_a = (rows < tile.end)[:, None]
     first, second, greatest = _multiply(
-        a_ptrs, w_ptrs, scale, zero_point, of_w, inside_a, UP, DEPTH, SCALES, BLOCK_K, NUM_STAGES, False, INTERPRET
+        a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+        SCALES, BLOCK_K, NUM_STAGES, False, INTERPRET,
     )  # fmt: skip
     if FORMAT == "mxfp4":
         if tl.max(greatest.to(tl.int32)) > 128:
             first, second, greatest = _multiply(
-                a_ptrs, w_ptrs, scale, zero_point, of_w, inside_a, UP, DEPTH, SCALES, BLOCK_K, NUM_STAGES, True, INTERPRET
+                a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+                SCALES, BLOCK_K, NUM_STAGES, True, INTERPRET,
             )  # fmt: skip
     if FORMAT == "fp8_channel":
-        rows_first, rows_second = _rows_of_scales(of_w, SCALES)
         first *= tl.load(scale + rows_first).to(tl.float32)[:, None]
         if SECOND is not None:
             second *= tl.load(scale + rows_second).to(tl.float32)[:, None]
