@@ -94,6 +94,8 @@ BRANCHES = (
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
     "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32",
+    "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128_zero",
+    "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32_zero",
 )
 NEWEST_TOO = {MEASURED: BRANCHES, OLDER: UNEVEN}
 REST = (
