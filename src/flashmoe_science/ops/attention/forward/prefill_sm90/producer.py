@@ -36,7 +36,7 @@ def _fill(
     if bounds.prefix is not None:
         prefix = gl.load(bounds.prefix + batch)
         bounds = MaskBounds(bounds.seqlen_q, bounds.seqlen_k, bounds.diagonal, prefix, bounds.left)
-    low, high = key_tiles(first_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL, TRAITS.MIN_TILES)
+    low, high = key_tiles(first_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL)
     for consumer in gl.static_range(TRAITS.CONSUMERS):
         stage = iteration % STAGES_Q * TRAITS.CONSUMERS + consumer
         mbarrier.wait(barriers.q_empty.index(stage), (iteration // STAGES_Q & 1) ^ 1)
