@@ -119,6 +119,7 @@ FEATURES = {
         "moe t5 e4 k2 d256 f128 bf16 w:int4_g128",
         "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
         "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+        "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block",  # deep enough to show sums of few bits
     ),
     "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
 }

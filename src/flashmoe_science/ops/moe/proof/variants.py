@@ -40,11 +40,11 @@ def _wide(made: Made) -> Made:
 
 def _cancelling(made: Made) -> Made:
     """16-bit tokens whose first columns are large, and make products that those of the last columns cancel: what is added
-    between has its part only in a sum of more bits than the result's."""
+    between has its part only in a sum of more bits than the result's. Not so large that parts of a sum may not be bf16."""
     x, count = made["x"], min(32, made["x"].shape[1] // 4)
     if x.dtype == torch.float32 or not count:
         return made
-    x[:, :count] *= 2**10
+    x[:, :count] *= 2**7
     x[:, -count:] = -x[:, :count]
     for name in ("w1", SCALES[0], ZERO_POINTS[0]):
         if name in made and made[name].dim() == 3:
