@@ -146,7 +146,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize by a sample, before pytest would by all: one file has 600,000 cases."""
+    """Parametrize by a sample, before pytest would by all: a file has hundreds of thousands of cases."""
     marks = [mark for mark in metafunc.definition.own_markers if mark.name == "parametrize"]
     if not marks:
         return
