@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, barrier
@@ -30,6 +31,7 @@ from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
 QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
+FOR_SYNC = gl.constexpr(64)  # tokens of a tile up to which warps multiply apart
 
 
 @gluon.jit
@@ -77,23 +79,48 @@ def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_stage_sync(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
+    """The sums with those of a stage, by warps that do not wait for each other; the stage is released."""
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    ROWS: gl.constexpr = acc.shape[0]
+    mbarrier.wait(memory.full.index(stage), phase)
+    codes = memory.w.index(BLOCK // ROWS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(BYTES_64)
+    one, two = chunks(codes)
+    tokens = memory.a.index(CHUNKS * stage).permute((1, 0)).load(right)
+    acc = mma_v2(upcast(one, scales, left), tokens, acc)
+    tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0)).load(right)
+    mbarrier.arrive(memory.empty.index(stage))
+    return mma_v2(upcast(two, scales, left), tokens, acc)
+
+
+@gluon.jit
 def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
     """The sums of a segment's pairs of steps. ``scales``: the expert's, ``rows``: where those of each row begin."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
+    SYNC: gl.constexpr = acc.shape[1] <= FOR_SYNC
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
     one = _scales_at(scales, rows, PAIR * segment.first, DEPTH, layout)
     two = _scales_at(scales, rows, PAIR * segment.first + 1, DEPTH, layout)
     for pair in range(segment.first, segment.stop):
-        before = state
-        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
-        one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
-        state = advance(before, STAGES)
-        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
-        two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
-        mbarrier.arrive(memory.empty.index(before.stage))
-        acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
-        mbarrier.arrive(memory.empty.index(state.stage))
-        state = advance(state, STAGES)
+        if SYNC:
+            acc = _multiply_stage_sync(acc, state.stage, state.phase, memory, one, CONSUMER)
+            one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
+            state = advance(state, STAGES)
+            acc = _multiply_stage_sync(acc, state.stage, state.phase, memory, two, CONSUMER)
+            two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
+            state = advance(state, STAGES)
+        else:
+            before = state
+            acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
+            one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
+            state = advance(before, STAGES)
+            acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
+            two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
+            mbarrier.arrive(memory.empty.index(before.stage))
+            acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
+            mbarrier.arrive(memory.empty.index(state.stage))
+            state = advance(state, STAGES)
     return acc, state
 
 
@@ -165,7 +192,10 @@ def consume(
     TOKENS: gl.constexpr = memory.a.shape[1]
     ROWS: gl.constexpr = BLOCK // memory.out.shape[0]
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    if TOKENS <= FOR_SYNC:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
