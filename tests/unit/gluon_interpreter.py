@@ -237,13 +237,15 @@ def _copy_add(desc: Descriptor, place: list[Any], memory: Memory) -> None:
     there.add_(here)
 
 
-def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
-    a = a.tensor if isinstance(a, Memory) else a
-    return _values((acc if use_acc else 0.0) + a.float() @ b.tensor.float())
+def _product(a: Any, b: Any, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
+    a, b = (one.tensor if isinstance(one, Memory) else one for one in (a, b))
+    return _values((acc if use_acc else 0.0) + a.float() @ b.float())
 
 
 def _where(condition: Any, one: Any, other: Any) -> Any:
-    return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
+    if any(isinstance(given, torch.Tensor) for given in (condition, one, other)):
+        return torch.where(torch.as_tensor(condition), one, other)
+    return one if condition else other
 
 
 def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., int]) -> Callable[[Any, Any], Any]:
@@ -331,6 +333,7 @@ _NAMES = {
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
     "warpgroup_mma": _product,
+    "mma_v2": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
     **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
     "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),

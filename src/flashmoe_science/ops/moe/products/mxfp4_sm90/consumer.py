@@ -15,6 +15,7 @@ from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import sigmoid, store
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import (
+    APART,
     BLOCK,
     BYTES,
     BYTES_64,
@@ -31,7 +32,6 @@ from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
 QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
-FOR_SYNC = gl.constexpr(64)  # tokens of a tile up to which warps multiply apart
 
 
 @gluon.jit
@@ -62,14 +62,18 @@ def _scales_at(scales, rows, step, DEPTH: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _codes_of(memory, stage, ROWS: gl.constexpr, CONSUMER: gl.constexpr):
+    """A consumer's bytes of a stage, [rows, 4, 16]."""
+    layout: gl.constexpr = BYTES if ROWS == 128 else BYTES_64
+    return memory.w.index(memory.out.shape[0] * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(layout)
+
+
+@gluon.jit
 def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
     """The sums with those of a stage, whose second chunk may not be multiplied yet."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    ROWS: gl.constexpr = acc.shape[0]
-    layout: gl.constexpr = BYTES if ROWS == 128 else BYTES_64
     mbarrier.wait(memory.full.index(stage), phase)
-    codes = memory.w.index(BLOCK // ROWS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(layout)
-    one, two = chunks(codes)
+    one, two = chunks(_codes_of(memory, stage, acc.shape[0], CONSUMER))
     tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
     acc = warpgroup_mma(upcast(one, scales, operand), tokens, acc, is_async=True)
     acc = warpgroup_mma_wait(1, (acc,))
@@ -79,49 +83,55 @@ def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_stage_sync(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
-    """The sums with those of a stage, by warps that do not wait for each other; the stage is released."""
-    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
-    ROWS: gl.constexpr = acc.shape[0]
-    mbarrier.wait(memory.full.index(stage), phase)
-    codes = memory.w.index(BLOCK // ROWS * stage + CONSUMER).reshape([ROWS, QUADS, STEP // 2 // QUADS]).load(BYTES_64)
-    one, two = chunks(codes)
-    tokens = memory.a.index(CHUNKS * stage).permute((1, 0)).load(right)
-    acc = mma_v2(upcast(one, scales, left), tokens, acc)
-    tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0)).load(right)
-    mbarrier.arrive(memory.empty.index(stage))
-    return mma_v2(upcast(two, scales, left), tokens, acc)
-
-
-@gluon.jit
-def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
-    """The sums of a segment's pairs of steps. ``scales``: the expert's, ``rows``: where those of each row begin."""
+def _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+    """``multiply`` by warpgroups; a pair of steps is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
-    SYNC: gl.constexpr = acc.shape[1] <= FOR_SYNC
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
     one = _scales_at(scales, rows, PAIR * segment.first, DEPTH, layout)
     two = _scales_at(scales, rows, PAIR * segment.first + 1, DEPTH, layout)
     for pair in range(segment.first, segment.stop):
-        if SYNC:
-            acc = _multiply_stage_sync(acc, state.stage, state.phase, memory, one, CONSUMER)
-            one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
-            state = advance(state, STAGES)
-            acc = _multiply_stage_sync(acc, state.stage, state.phase, memory, two, CONSUMER)
-            two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
-            state = advance(state, STAGES)
-        else:
-            before = state
-            acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
-            one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
-            state = advance(before, STAGES)
-            acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
-            two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
-            mbarrier.arrive(memory.empty.index(before.stage))
-            acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
-            mbarrier.arrive(memory.empty.index(state.stage))
-            state = advance(state, STAGES)
+        before = state
+        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
+        one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
+        state = advance(before, STAGES)
+        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
+        two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
+        mbarrier.arrive(memory.empty.index(before.stage))
+        acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
+        mbarrier.arrive(memory.empty.index(state.stage))
+        state = advance(state, STAGES)
     return acc, state
+
+
+@gluon.jit
+def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+    """``multiply`` by warps that do not wait for each other: few tokens, so that a step is a unit of work."""
+    STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    one = _scales_at(scales, rows, segment.first, DEPTH, SCALES_64)
+    two = _scales_at(scales, rows, segment.first + 1, DEPTH, SCALES_64)
+    for step in range(segment.first, segment.stop):
+        mbarrier.wait(memory.full.index(state.stage), state.phase)
+        first, second = chunks(_codes_of(memory, state.stage, acc.shape[0], CONSUMER))
+        tokens = memory.a.index(CHUNKS * state.stage).permute((1, 0)).load(right)
+        acc = mma_v2(upcast(first, one, left), tokens, acc)
+        tokens = memory.a.index(CHUNKS * state.stage + 1).permute((1, 0)).load(right)
+        mbarrier.arrive(memory.empty.index(state.stage))
+        acc = mma_v2(upcast(second, one, left), tokens, acc)
+        one = two
+        two = _scales_at(scales, rows, step + 2, DEPTH, SCALES_64)
+        state = advance(state, STAGES)
+    return acc, state
+
+
+@gluon.jit
+def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+    """The sums of a segment. ``scales``: the expert's, ``rows``: where those of each row begin."""
+    if acc.shape[1] <= APART:
+        return _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
+    else:
+        return _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
 
 
 @gluon.jit
@@ -188,11 +198,12 @@ def consume(
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
     up."""
     ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
-    PAIRS: gl.constexpr = (DEPTH + PAIR * STEP - 1) // (PAIR * STEP)
     TOKENS: gl.constexpr = memory.a.shape[1]
+    UNIT: gl.constexpr = STEP if TOKENS <= APART else PAIR * STEP
+    UNITS: gl.constexpr = (DEPTH + UNIT - 1) // UNIT
     ROWS: gl.constexpr = BLOCK // memory.out.shape[0]
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    if TOKENS <= FOR_SYNC:
+    if TOKENS <= APART:
         layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     else:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
@@ -209,10 +220,10 @@ def consume(
         if bias is not None:
             of_bias = _rows_of(segment, ROWS, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
             biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
-            acc += gl.expand_dims(gl.where(segment.stop == PAIRS, biases, 0.0), 1)
+            acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
         of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
         acc, state = multiply(acc, state, memory, of_expert, rows, segment, CONSUMER, DEPTH)
-        if segment.stop < PAIRS:
+        if segment.stop < UNITS:
             _leave(acc, partial, flags, segment.program, CONSUMER)
         else:
             acc = _collect(acc, partial, flags, segment.program, CONSUMER)

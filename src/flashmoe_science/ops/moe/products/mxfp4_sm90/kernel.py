@@ -50,7 +50,6 @@ def _multiply_all(
 ):  # fmt: skip
     """Both products: a producer and its consumers, for ``COLUMNS`` tiles of weights an expert."""
     memory = make_memory(w_desc, a_desc, out_desc, STAGES, CONSUMERS)
-    PAIRS: gl.constexpr = (DEPTH + 255) // 256
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -63,7 +62,7 @@ def _multiply_all(
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
-                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, DEPTH, COLUMNS, GROUP, EXPERT_BLOCKS,
                     WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 )),
             ],
@@ -90,7 +89,7 @@ def _multiply_all(
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
-                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, DEPTH, COLUMNS, GROUP, EXPERT_BLOCKS,
                     WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 )),
             ],
