@@ -22,9 +22,11 @@ from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.moe.call import MoEInputs, Tensors, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel, launch
+from flashmoe_science.ops.moe.products.mxfp4_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle
 
 H200 = gpu_named("h200")
+WIDE = 64, 128, 256  # tokens of tiles that one case is put to too
 RMS = 2.0**-7  # the other kernels' interpreter truncates to bf16
 
 
@@ -119,8 +121,10 @@ def main() -> None:
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
         tile = dict(kernel.KERNEL.configs(inputs.problem, H200)[0])
-        of_both = (Config(**tile | {"num_stages": 3, "consumers": consumers}) for consumers in (2, 4))
-        found[str(case)] = [one for config in of_both for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
+        tiles = [Config(**tile | {"consumers": consumers}) for consumers in (2, 4)]
+        tiles += map(tile_of, WIDE if case == CASES[3] else ())
+        both = (Config(**dict(one) | {"num_stages": 3}) for one in tiles)
+        found[str(case)] = [one for config in both for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
     print(json.dumps(found))
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, barrier
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.products.gluon_sm90.consumer import sigmoid, store
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import halves, sigmoid, store
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import (
     APART,
@@ -36,19 +36,18 @@ QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
 
 @gluon.jit
 def _rows_of(
-    segment, ROWS: gl.constexpr, CONSUMER: gl.constexpr, ALL: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
-    layout: gl.constexpr,
+    block, part, ROWS: gl.constexpr, ALL: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """The rows of an expert's weights that a consumer has, the last one for those past the end: no one stores what they give.
+    """The rows of an expert's weights in a part of a block, the last one for those past the end: no one stores what they give.
     With ``COLUMN`` those of a step of the second product's K, eight gates and eight ups in turn."""
     row = gl.arange(0, ROWS, layout)
     if COLUMN is None:
-        return gl.minimum(segment.column * BLOCK + CONSUMER * ROWS + row, ALL - 1)
+        return gl.minimum(block * BLOCK + part * ROWS + row, ALL - 1)
     else:
         # A quarter of the rows is of each 32 columns: eight or sixteen that follow each other.
         QUARTER: gl.constexpr = ROWS // 4
         inside = row % QUARTER
-        column = segment.column * STEP + row // QUARTER * 32 + CONSUMER * (QUARTER // 2) + inside // 16 * 8 + row % 8
+        column = block * STEP + row // QUARTER * 32 + part * (QUARTER // 2) + inside // 16 * 8 + row % 8
         return gl.minimum(column * COLUMN + inside // 8 % 2 * UP, ALL - 1)
 
 
@@ -69,14 +68,17 @@ def _codes_of(memory, stage, ROWS: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_stage(acc, stage, phase, memory, scales, CONSUMER: gl.constexpr):
-    """The sums with those of a stage, whose second chunk may not be multiplied yet."""
+def _multiply_stage(acc, stage, phase, memory, scales, before, CONSUMER: gl.constexpr):
+    """The sums with those of a stage, whose second chunk may not be multiplied yet. A stage ``before`` is released when its
+    own second chunk has been."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     mbarrier.wait(memory.full.index(stage), phase)
     one, two = chunks(_codes_of(memory, stage, acc.shape[0], CONSUMER))
     tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
     acc = warpgroup_mma(upcast(one, scales, operand), tokens, acc, is_async=True)
     acc = warpgroup_mma_wait(1, (acc,))
+    if before is not None:
+        mbarrier.arrive(memory.empty.index(before))
     tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
     acc = warpgroup_mma(upcast(two, scales, operand), tokens, acc, is_async=True)
     return warpgroup_mma_wait(1, (acc,))
@@ -91,12 +93,11 @@ def _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER: gl.c
     two = _scales_at(scales, rows, PAIR * segment.first + 1, DEPTH, layout)
     for pair in range(segment.first, segment.stop):
         before = state
-        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, CONSUMER)
+        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, None, CONSUMER)
         one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
         state = advance(before, STAGES)
-        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, CONSUMER)
+        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, before.stage, CONSUMER)
         two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
-        mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
         mbarrier.arrive(memory.empty.index(state.stage))
         state = advance(state, STAGES)
@@ -135,34 +136,34 @@ def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, 
 
 
 @gluon.jit
-def _partial_at(partial, acc, program, CONSUMER: gl.constexpr):
+def _partial_at(partial, acc, program, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Pointers to what a program leaves of a consumer's sums."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, layout)), 0)
-    return partial + (program * BLOCK + CONSUMER * ROWS) * TOKENS + row * TOKENS + column
+    return partial + ((program * CONSUMERS + CONSUMER) * ROWS + row) * TOKENS + column
 
 
 @gluon.jit
-def _leave(acc, partial, flags, program, CONSUMER: gl.constexpr):
+def _leave(acc, partial, flags, program, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Write this program's sums of a tile whose end another one has, then the flag that says so."""
-    gl.store(_partial_at(partial, acc, program, CONSUMER), acc)
+    gl.store(_partial_at(partial, acc, program, CONSUMER, CONSUMERS), acc)
     barrier()
-    gl.atomic_add(flags + program * (BLOCK // acc.shape[0]) + CONSUMER, 1, sem="release")
+    gl.atomic_add(flags + program * CONSUMERS + CONSUMER, 1, sem="release")
 
 
 @gluon.jit
-def _collect(acc, partial, flags, first, CONSUMER: gl.constexpr):
+def _collect(acc, partial, flags, first, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """The sums of a whole tile, of which programs from ``first`` to before this one have left theirs: this one's, then those in
     order."""
     for program in range(first, gl.program_id(0)):
-        flag = flags + program * (BLOCK // acc.shape[0]) + CONSUMER
+        flag = flags + program * CONSUMERS + CONSUMER
         written = gl.atomic_add(flag, 0, sem="acquire")
         while written == 0:
             written = gl.atomic_add(flag, 0, sem="acquire")
-        acc += gl.load(_partial_at(partial, acc, program, CONSUMER))
+        acc += gl.load(_partial_at(partial, acc, program, CONSUMER, CONSUMERS))
     return acc
 
 
@@ -188,6 +189,25 @@ def _activate(acc, column, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: g
 
 
 @gluon.jit
+def _store_tile(
+    acc, out_desc, row, end, block, part, buffers,
+    WIDTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Write the sums of a part of a block, activated with ``FUNCTION``, as many tokens at a time as a copy has."""
+    ROWS: gl.constexpr = acc.shape[0]
+    HALF: gl.constexpr = acc.shape[1] // 2
+    if HALF >= out_desc.block_type.shape[2]:
+        left, right = halves(acc)
+        _store_tile(left, out_desc, row, end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
+        _store_tile(right, out_desc, row + HALF, end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
+    elif FUNCTION is None:
+        store(acc.permute((1, 0)), out_desc, row, end, block * BLOCK + part * ROWS, buffers, 0)
+    else:
+        active = _activate(acc, block * STEP, FUNCTION, ALPHA, LIMIT, WIDTH)
+        store(active, out_desc, row, end, block * STEP + part * (ROWS // 2), buffers, 0)
+
+
+@gluon.jit
 def consume(
     scales, bias, out_desc, partial, flags, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
@@ -201,7 +221,9 @@ def consume(
     TOKENS: gl.constexpr = memory.a.shape[1]
     UNIT: gl.constexpr = STEP if TOKENS <= APART else PAIR * STEP
     UNITS: gl.constexpr = (DEPTH + UNIT - 1) // UNIT
-    ROWS: gl.constexpr = BLOCK // memory.out.shape[0]
+    CONSUMERS: gl.constexpr = memory.out.shape[0]
+    ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
+    PARTS: gl.constexpr = BLOCK // ROWS
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
     if TOKENS <= APART:
         layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -214,25 +236,21 @@ def consume(
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        rows = _rows_of(segment, ROWS, CONSUMER, ALL, COLUMN, UP, of_scales)
+        part = segment.column * CONSUMERS + CONSUMER
+        block, part = part // PARTS, part % PARTS
+        rows = _rows_of(block, part, ROWS, ALL, COLUMN, UP, of_scales)
         rows = gl.expand_dims(rows * STRIDE_N, 1)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
         if bias is not None:
-            of_bias = _rows_of(segment, ROWS, CONSUMER, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
+            of_bias = _rows_of(block, part, ROWS, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
             biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
             acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
         of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
         acc, state = multiply(acc, state, memory, of_expert, rows, segment, CONSUMER, DEPTH)
         if segment.stop < UNITS:
-            _leave(acc, partial, flags, segment.program, CONSUMER)
+            _leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
         else:
-            acc = _collect(acc, partial, flags, segment.program, CONSUMER)
-            if FUNCTION is None:
-                column = segment.column * BLOCK + CONSUMER * ROWS
-                store(acc.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
-            else:
-                active = _activate(acc, segment.column * STEP, FUNCTION, ALPHA, LIMIT, WIDTH)
-                column = segment.column * STEP + CONSUMER * (ROWS // 2)
-                store(active, out_desc, segment.row, segment.end, column, buffers, 0)
+            acc = _collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+            _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
         segment = Segment(*receive(memory.mailbox, iteration, one))
     tma.store_wait(0)

@@ -34,6 +34,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
 from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import make_memory
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -44,12 +45,15 @@ def _multiply_all(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, COLUMNS: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Both products: a producer and its consumers, for ``COLUMNS`` tiles of weights an expert."""
+    """Both products: a producer and its consumers."""
     memory = make_memory(w_desc, a_desc, out_desc, STAGES, CONSUMERS)
+    ROWS: gl.constexpr = CONSUMERS * memory.w.numel // memory.w.shape[0] // (STEP // 2)
+    # Tiles of weights an expert. Of the first product a block of gates and ups has one or two, which both have a part of all.
+    COLUMNS: gl.constexpr = (WIDTH + ROWS - 1) // ROWS if UP is None else (WIDTH + STEP - 1) // STEP * (BLOCK // ROWS)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -111,7 +115,7 @@ def flashmoe_moe_up_mxfp4_sm90(
     that the second product has at a place."""
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT, (WIDTH + 127) // 128,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 
@@ -127,7 +131,7 @@ def flashmoe_moe_down_mxfp4_sm90(
     flags += CONSUMERS * gl.num_programs(0)
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, None, 0.0, 0.0, (WIDTH + 255) // 256,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, None, 0.0, 0.0,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 

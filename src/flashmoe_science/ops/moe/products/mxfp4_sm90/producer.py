@@ -24,14 +24,15 @@ def _load_weights(w_desc, memory, segment, stage, step, EXPERT_BLOCKS: gl.conste
     128 columns that follow each other in the second product's K, gates and ups; of three, rows that follow each other."""
     bar = memory.full.index(stage)
     CONSUMERS: gl.constexpr = memory.out.shape[0]
+    ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
+    PARTS: gl.constexpr = BLOCK // ROWS
     for c in gl.static_range(CONSUMERS):
-        here = memory.w.index(CONSUMERS * stage + c)
+        here, part = memory.w.index(CONSUMERS * stage + c), segment.column * CONSUMERS + c
         if EXPERT_BLOCKS is not None:
-            first = segment.expert * EXPERT_BLOCKS + segment.column * 4
-            tma_load(w_desc, [first, c * w_desc.block_type.shape[1], 0, 0, step * (STEP // 2)], bar, here)
+            first = segment.expert * EXPERT_BLOCKS + part // PARTS * 4
+            tma_load(w_desc, [first, part % PARTS * w_desc.block_type.shape[1], 0, 0, step * (STEP // 2)], bar, here)
         else:
-            first = segment.column * BLOCK + c * (BLOCK // CONSUMERS)
-            tma_load(w_desc, [segment.expert, first, step * (STEP // 2)], bar, here)
+            tma_load(w_desc, [segment.expert, part * ROWS, step * (STEP // 2)], bar, here)
 
 
 @gluon.jit
