@@ -110,8 +110,9 @@ def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.cons
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
-    one = _scales_at(scales, rows, segment.first, DEPTH, SCALES_64)
-    two = _scales_at(scales, rows, segment.first + 1, DEPTH, SCALES_64)
+    layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
+    one = _scales_at(scales, rows, segment.first, DEPTH, layout)
+    two = _scales_at(scales, rows, segment.first + 1, DEPTH, layout)
     for step in range(segment.first, segment.stop):
         mbarrier.wait(memory.full.index(state.stage), state.phase)
         first, second = chunks(_codes_of(memory, state.stage, acc.shape[0], CONSUMER))
@@ -121,7 +122,7 @@ def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.cons
         mbarrier.arrive(memory.empty.index(state.stage))
         acc = mma_v2(upcast(second, one, left), tokens, acc)
         one = two
-        two = _scales_at(scales, rows, step + 2, DEPTH, SCALES_64)
+        two = _scales_at(scales, rows, step + 2, DEPTH, layout)
         state = advance(state, STAGES)
     return acc, state
 
