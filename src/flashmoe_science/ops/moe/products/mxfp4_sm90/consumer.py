@@ -31,6 +31,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
+NARROW = gl.constexpr(64)  # tokens up to which a tile for more is multiplied as one for these, by mma.sync
 QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
 
 
@@ -111,14 +112,15 @@ def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.cons
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
-    one = _scales_at(scales, rows, segment.first, DEPTH, layout)
-    two = _scales_at(scales, rows, segment.first + 1, DEPTH, layout)
-    for step in range(segment.first, segment.stop):
+    UNIT: gl.constexpr = 1 if memory.a.shape[1] <= APART else PAIR  # steps
+    one = _scales_at(scales, rows, UNIT * segment.first, DEPTH, layout)
+    two = _scales_at(scales, rows, UNIT * segment.first + 1, DEPTH, layout)
+    for step in range(UNIT * segment.first, UNIT * segment.stop):
         mbarrier.wait(memory.full.index(state.stage), state.phase)
         first, second = chunks(_codes_of(memory, state.stage, acc.shape[0], CONSUMER))
-        tokens = memory.a.index(CHUNKS * state.stage).permute((1, 0)).load(right)
+        tokens = memory.a.index(CHUNKS * state.stage).slice(0, acc.shape[1], 0).permute((1, 0)).load(right)
         acc = mma_v2(upcast(first, one, left), tokens, acc)
-        tokens = memory.a.index(CHUNKS * state.stage + 1).permute((1, 0)).load(right)
+        tokens = memory.a.index(CHUNKS * state.stage + 1).slice(0, acc.shape[1], 0).permute((1, 0)).load(right)
         mbarrier.arrive(memory.empty.index(state.stage))
         acc = mma_v2(upcast(second, one, left), tokens, acc)
         one = two
@@ -128,9 +130,11 @@ def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.cons
 
 
 @gluon.jit
-def multiply(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+def multiply(
+    acc, state, memory, scales, rows, segment, SYNC: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+):  # fmt: skip
     """The sums of a segment. ``scales``: the expert's, ``rows``: where those of each row begin."""
-    if acc.shape[1] <= APART:
+    if SYNC:
         return _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
     else:
         return _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
@@ -209,6 +213,46 @@ def _store_tile(
 
 
 @gluon.jit
+def _consume_segment(
+    scales, bias, out_desc, partial, flags, memory, segment, state,
+    TOKENS: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """The state of the pipeline after a segment, of whose tile the first ``TOKENS`` are multiplied."""
+    ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
+    UNIT: gl.constexpr = STEP if memory.a.shape[1] <= APART else PAIR * STEP
+    UNITS: gl.constexpr = (DEPTH + UNIT - 1) // UNIT
+    CONSUMERS: gl.constexpr = memory.out.shape[0]
+    ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
+    PARTS: gl.constexpr = BLOCK // ROWS
+    of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
+    SYNC: gl.constexpr = TOKENS <= APART or TOKENS < memory.a.shape[1]
+    if SYNC:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    part = segment.column * CONSUMERS + CONSUMER
+    block, part = part // PARTS, part % PARTS
+    rows = _rows_of(block, part, ROWS, ALL, COLUMN, UP, of_scales)
+    rows = gl.expand_dims(rows * STRIDE_N, 1)
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    if bias is not None:
+        of_bias = _rows_of(block, part, ROWS, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
+        biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
+        acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
+    of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
+    acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, CONSUMER, DEPTH)
+    if segment.stop < UNITS:
+        _leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+    else:
+        acc = _collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+        buffers = (memory.out.index(CONSUMER),)
+        _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
+    return state
+
+
+@gluon.jit
 def consume(
     scales, bias, out_desc, partial, flags, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
@@ -217,41 +261,29 @@ def consume(
 ):  # fmt: skip
     """The rows of weights of one consumer in every segment of this program; the strides are the scales'. Without ``FUNCTION``
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
-    up."""
-    ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
+    up. An expert's last tile may have few of the tokens that it could."""
     TOKENS: gl.constexpr = memory.a.shape[1]
-    UNIT: gl.constexpr = STEP if TOKENS <= APART else PAIR * STEP
-    UNITS: gl.constexpr = (DEPTH + UNIT - 1) // UNIT
-    CONSUMERS: gl.constexpr = memory.out.shape[0]
-    ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
-    PARTS: gl.constexpr = BLOCK // ROWS
-    of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    if TOKENS <= APART:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
-    buffers = (memory.out.index(CONSUMER),)
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        part = segment.column * CONSUMERS + CONSUMER
-        block, part = part // PARTS, part % PARTS
-        rows = _rows_of(block, part, ROWS, ALL, COLUMN, UP, of_scales)
-        rows = gl.expand_dims(rows * STRIDE_N, 1)
-        acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-        if bias is not None:
-            of_bias = _rows_of(block, part, ROWS, ALL, COLUMN, UP, gl.SliceLayout(1, layout))
-            biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
-            acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
-        of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
-        acc, state = multiply(acc, state, memory, of_expert, rows, segment, CONSUMER, DEPTH)
-        if segment.stop < UNITS:
-            _leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+        if TOKENS > NARROW:
+            if segment.end - segment.row > NARROW:
+                state = _consume_segment(
+                    scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
+                    STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )  # fmt: skip
+            else:
+                state = _consume_segment(
+                    scales, bias, out_desc, partial, flags, memory, segment, state, NARROW, CONSUMER, DEPTH, WIDTH,
+                    STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                )  # fmt: skip
         else:
-            acc = _collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
-            _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
+            state = _consume_segment(
+                scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
+                STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+            )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, one))
     tma.store_wait(0)
