@@ -31,7 +31,6 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
-NARROW = gl.constexpr(64)  # tokens up to which a tile for more is multiplied as one for these, by mma.sync
 QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
 
 
@@ -263,13 +262,14 @@ def consume(
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
     up. An expert's last tile may have few of the tokens that it could."""
     TOKENS: gl.constexpr = memory.a.shape[1]
+    NARROW: gl.constexpr = 64 if TOKENS == 256 else 32  # as so many rows a wider tile's are multiplied if they are no more
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        if TOKENS > NARROW:
+        if TOKENS > APART:
             if segment.end - segment.row > NARROW:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
