@@ -200,7 +200,7 @@ def _store_tile(
     """Write the sums of a part of a block, activated with ``FUNCTION``, as many tokens at a time as a copy has."""
     ROWS: gl.constexpr = acc.shape[0]
     HALF: gl.constexpr = acc.shape[1] // 2
-    if HALF >= out_desc.block_type.shape[2]:
+    if out_desc.block_type.shape[2] <= HALF:
         left, right = halves(acc)
         _store_tile(left, out_desc, row, end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
         _store_tile(right, out_desc, row + HALF, end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
@@ -226,11 +226,10 @@ def _consume_segment(
     ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
     PARTS: gl.constexpr = BLOCK // ROWS
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    SYNC: gl.constexpr = TOKENS <= APART or TOKENS < memory.a.shape[1]
-    if SYNC:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    SYNC: gl.constexpr = TOKENS <= APART or memory.a.shape[1] > TOKENS
+    VERSION: gl.constexpr = [2, 0] if SYNC else [3, 0]
+    INSTRUCTION: gl.constexpr = [16, 8] if SYNC else [16, TOKENS, 16]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [4, 1], INSTRUCTION)
     part = segment.column * CONSUMERS + CONSUMER
     block, part = part // PARTS, part % PARTS
     rows = _rows_of(block, part, ROWS, ALL, COLUMN, UP, of_scales)
@@ -262,14 +261,14 @@ def consume(
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
     up. An expert's last tile may have few of the tokens that it could."""
     TOKENS: gl.constexpr = memory.a.shape[1]
-    NARROW: gl.constexpr = 64 if TOKENS == 256 else 32  # as so many rows a wider tile's are multiplied if they are no more
+    NARROW: gl.constexpr = TOKENS // 4  # no more rows than these are multiplied as a tile of so many
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        if TOKENS > APART:
+        if TOKENS > 64:
             if segment.end - segment.row > NARROW:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,

@@ -87,7 +87,7 @@ def _product(
     of_config = *(config[name] for name in ("group", "num_stages", "consumers")), registers.consumer, registers.producer
     values = *constexprs.values(), *of_config
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
-    at_once = min(tokens, 32) if tokens <= 128 else 2048 // columns  # stages of 256 leave little memory
+    at_once = tokens if tokens <= 64 else 2048 // columns  # stages of wider tiles leave little memory
     out = template((1, 1, at_once, columns), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
     build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=registers.at_launch, launch_pdl=early)
