@@ -4,11 +4,12 @@ Shapes: x [T, H], w1 uint8 [E, 2I, H / 2] and its scales [E, 2I, H / 32], w2 uin
 ``ops/formats.py``), biases [E, 2I] and [E, H]; weights and ids [T, K] -> out [T, H]. Gated activations, gates and ups joined or
 interleaved; H and I multiples of 32. Compute capability 9.0 only.
 
-Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring
-bytes and tokens to a ring of stages 128 deep. Four consumers take 64 rows of weights each from there to registers, or two 128
-(many tokens). There the bytes become the instruction's operand without moving between threads (``operand.py``), as tokens have
-their K permuted: by a kernel before the first product (``permute.py``), and by its epilogue for the second. Programs take whole
-tiles in an order by expert, and share what is left over (``schedule.py``).
+Weights are the rows of the matrix instruction and tokens its columns, 8 to 256 of a tile. A warp has the copy engine bring
+bytes and tokens to a ring of stages 128 deep. Four consumers take 64 rows of weights each from there to registers, or two 128,
+or, of 256 tokens, two 64. There the bytes become the instruction's operand without moving between threads (``operand.py``), as
+tokens have their K permuted: by a kernel before the first product (``permute.py``), and by its epilogue for the second. Few
+tokens are multiplied by mma.sync, a warp at a time, more by wgmma. Programs take whole tiles in an order by expert, and share
+what is left over (``schedule.py``).
 """
 
 from __future__ import annotations
