@@ -140,34 +140,35 @@ def multiply(
 
 
 @gluon.jit
-def _partial_at(partial, acc, program, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Pointers to what a program leaves of a consumer's sums."""
+def _partial_at(partial, acc, program, memory, CONSUMER: gl.constexpr):
+    """Pointers to what a program leaves of a consumer's sums, which has room for a whole tile's: some are of fewer tokens."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, layout)), 0)
-    return partial + ((program * CONSUMERS + CONSUMER) * ROWS + row) * TOKENS + column
+    place = program * memory.out.shape[0] + CONSUMER
+    return partial + place * (ROWS * memory.a.shape[1]) + row * TOKENS + column
 
 
 @gluon.jit
-def _leave(acc, partial, flags, program, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def _leave(acc, partial, flags, program, memory, CONSUMER: gl.constexpr):
     """Write this program's sums of a tile whose end another one has, then the flag that says so."""
-    gl.store(_partial_at(partial, acc, program, CONSUMER, CONSUMERS), acc)
+    gl.store(_partial_at(partial, acc, program, memory, CONSUMER), acc)
     barrier()
-    gl.atomic_add(flags + program * CONSUMERS + CONSUMER, 1, sem="release")
+    gl.atomic_add(flags + program * memory.out.shape[0] + CONSUMER, 1, sem="release")
 
 
 @gluon.jit
-def _collect(acc, partial, flags, first, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def _collect(acc, partial, flags, first, memory, CONSUMER: gl.constexpr):
     """The sums of a whole tile, of which programs from ``first`` to before this one have left theirs: this one's, then those in
     order."""
     for program in range(first, gl.program_id(0)):
-        flag = flags + program * CONSUMERS + CONSUMER
+        flag = flags + program * memory.out.shape[0] + CONSUMER
         written = gl.atomic_add(flag, 0, sem="acquire")
         while written == 0:
             written = gl.atomic_add(flag, 0, sem="acquire")
-        acc += gl.load(_partial_at(partial, acc, program, CONSUMER, CONSUMERS))
+        acc += gl.load(_partial_at(partial, acc, program, memory, CONSUMER))
     return acc
 
 
@@ -242,9 +243,9 @@ def _consume_segment(
     of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
     acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, CONSUMER, DEPTH)
     if segment.stop < UNITS:
-        _leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+        _leave(acc, partial, flags, segment.program, memory, CONSUMER)
     else:
-        acc = _collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS)
+        acc = _collect(acc, partial, flags, segment.program, memory, CONSUMER)
         buffers = (memory.out.index(CONSUMER),)
         _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
     return state
