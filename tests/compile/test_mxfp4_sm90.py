@@ -49,8 +49,7 @@ def test_bytes_become_the_operand_without_moving_between_threads(
     consumers, of_a_step = 4, 8  # matrix instructions deep
     assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == consumers * together * of_a_step
     assert ptx.count("mma.sync.aligned.m16n8k16") == consumers * apart * of_a_step
-    loop = ptx.split("mma.sync" if apart else "wgmma.fence")[1]
-    assert "shfl" not in loop
     rows = consumers * 2 * (apart + together)  # of all consumers' threads
+    assert ptx.count("shfl") == 1 + rows  # the number of a warp, and scales
     assert ptx.count("ld.shared.v4.b32") >= rows
     assert ptx.count("mul.rn.bf16x2") == rows * 2 * 16  # by a factor, and by what it lacks, two weights each

@@ -252,14 +252,16 @@ def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., 
     return lambda a, b: of_tensors(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else of_numbers(a, b)
 
 
-_ASSEMBLY = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
+_ASSEMBLY = {"mov.b32": lambda values: values, "ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
 
 
 def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: Any, is_pure: bool, pack: int) -> Any:
     if text.startswith("{"):
+        given = [one.int() if one.dtype == torch.int64 else one for one in given]  # whole numbers of a program are of 32 bits
         return tuple(map(_values, run_block(text, given, dtypes, pack)))
     if text.startswith("ld.global"):
-        return _load(given[0]).to(dtypes)
+        nbytes = int(text.split()[0].rpartition(".u")[2]) // 8
+        return sum(_load(given[0] + n).to(dtypes) << 8 * n for n in range(nbytes))
     return _ASSEMBLY[text.split()[0]](*given)
 
 
@@ -307,6 +309,7 @@ _LANGUAGE = SimpleNamespace(
     max=lambda values, dim: _values(values.amax(dim)),
     expand_dims=torch.unsqueeze,
     join=lambda *two: torch.stack(two, -1),
+    gather=lambda values, index, axis: torch.gather(values, axis, index.long()),
     convert_layout=lambda values, layout, assert_trivial=False: values,
     to_tensor=Int,
     inline_asm_elementwise=_assembly,

@@ -22,7 +22,7 @@ NAME = "moe_mxfp4_gluon_sm90"
 MOST_CONSUMERS = 4
 _STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}  # of tiles of so many tokens, that shared memory has room for
 _FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
-_WIDEST = 256  # tokens of a tile that has half a block of weights
+WIDEST = 256  # tokens of a tile that has half a block of weights
 MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
 
@@ -53,16 +53,17 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
+    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest only
+    where experts fill them: they have half the weights of the others."""
     mean = problem.rows_per_expert()
-    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), _WIDEST)
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST if mean >= WIDEST else WIDEST // 2)
     return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
 
 
 def tile_of(tokens: int, consumers: int | None = None) -> Config:
     """The config whose tiles have so many tokens, for as many consumers as have the registers."""
     consumers = consumers or (MOST_CONSUMERS if tokens <= _FOR_FOUR else 2)
-    rows = BLOCK.value if tokens < _WIDEST else BLOCK.value // 2
+    rows = BLOCK.value if tokens < WIDEST else BLOCK.value // 2
     tile = {"block_m": tokens, "block_n": rows, "block_k": STEP.value}
     return Config(**tile, num_stages=_STAGES[tokens], group=8, consumers=consumers)
 

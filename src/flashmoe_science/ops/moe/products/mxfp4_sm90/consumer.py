@@ -31,6 +31,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
+NARROW = gl.constexpr(64)  # tokens: an expert's last tile of 256 that has no more is multiplied as a tile of so many
 QUADS = gl.constexpr(STEP.value // GROUP.value)  # groups of a step
 
 
@@ -52,12 +53,34 @@ def _rows_of(
 
 
 @gluon.jit
-def _scales_at(scales, rows, step, DEPTH: gl.constexpr, layout: gl.constexpr):
-    """The e8m0 scales [rows, 4] of a step, int32. Past the end of a row the last one's, for weights that are 0. A row's first
-    brings the 128 bytes around it to L2. Of ``gl.load`` four would be packed in a register, which waits for them."""
-    group = gl.minimum(step * QUADS + gl.arange(0, QUADS, gl.SliceLayout(0, layout)), DEPTH // GROUP - 1)
-    pointers = scales + (rows + gl.expand_dims(group, 0))
-    return gl.inline_asm_elementwise("ld.global.L2::128B.u8 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
+def _quads_of(layout: gl.constexpr):
+    """0 to 3, [1, 4], by an instruction that stays here: what is computed of a thread's takes registers of the producer else."""
+    quads = gl.expand_dims(gl.arange(0, QUADS, gl.SliceLayout(0, layout)), 0)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [quads], gl.int32, False, 1)
+
+
+@gluon.jit
+def _two_scales(scales, rows, quads, pair, EVEN: gl.constexpr, DEPTH: gl.constexpr):
+    """The e8m0 scales of a pair of steps, two of a row's eight to a thread, int32 [rows, 4]; of rows that are ``EVEN`` a single
+    load. Past the end of a row others of it, for weights that are 0. A row's first brings the 128 bytes around it to L2. Of
+    ``gl.load`` values would be packed in a register, which waits for them."""
+    first = PAIR * (pair * QUADS + quads)
+    if EVEN:
+        pointers = scales + (rows + gl.minimum(first, DEPTH // GROUP - 2))
+        return gl.inline_asm_elementwise("ld.global.L2::128B.u16 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
+    else:
+        one = scales + (rows + gl.minimum(first, DEPTH // GROUP - 1))
+        two = scales + (rows + gl.minimum(first + 1, DEPTH // GROUP - 1))
+        load: gl.constexpr = "ld.global.L2::128B.u8 $0, [$1];"
+        one = gl.inline_asm_elementwise(load, "=r,l", [one], gl.int32, True, 1)
+        return one | gl.inline_asm_elementwise(load, "=r,l", [two], gl.int32, True, 1) << 8
+
+
+@gluon.jit
+def _scales_of(two, quads, step, layout: gl.constexpr):
+    """The scales [rows, 4] of the first or the second step of a pair, from the threads that have them."""
+    given = gl.gather(two, gl.zeros(two.shape, gl.int32, layout) + ((step & 1) * 2 + quads // 2), 1)
+    return given >> quads % 2 * 8 & 255
 
 
 @gluon.jit
@@ -68,36 +91,46 @@ def _codes_of(memory, stage, ROWS: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def _tokens_of(memory, stage, NTH: gl.constexpr, TOKENS: gl.constexpr):
+    """The first tokens of the ``NTH`` chunk of a stage, [CHUNK, TOKENS]."""
+    return memory.a.index(CHUNKS * stage + NTH).slice(0, TOKENS, 0).permute((1, 0))
+
+
+@gluon.jit
 def _multiply_stage(acc, stage, phase, memory, scales, before, CONSUMER: gl.constexpr):
     """The sums with those of a stage, whose second chunk may not be multiplied yet. A stage ``before`` is released when its
     own second chunk has been."""
+    TOKENS: gl.constexpr = acc.shape[1]
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     mbarrier.wait(memory.full.index(stage), phase)
     one, two = chunks(_codes_of(memory, stage, acc.shape[0], CONSUMER))
-    tokens = memory.a.index(CHUNKS * stage).permute((1, 0))
-    acc = warpgroup_mma(upcast(one, scales, operand), tokens, acc, is_async=True)
+    acc = warpgroup_mma(upcast(one, scales, operand), _tokens_of(memory, stage, 0, TOKENS), acc, is_async=True)
     acc = warpgroup_mma_wait(1, (acc,))
     if before is not None:
         mbarrier.arrive(memory.empty.index(before))
-    tokens = memory.a.index(CHUNKS * stage + 1).permute((1, 0))
-    acc = warpgroup_mma(upcast(two, scales, operand), tokens, acc, is_async=True)
+    acc = warpgroup_mma(upcast(two, scales, operand), _tokens_of(memory, stage, 1, TOKENS), acc, is_async=True)
     return warpgroup_mma_wait(1, (acc,))
 
 
 @gluon.jit
-def _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+def _multiply_together(
+    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+):  # fmt: skip
     """``multiply`` by warpgroups; a pair of steps is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
-    one = _scales_at(scales, rows, PAIR * segment.first, DEPTH, layout)
-    two = _scales_at(scales, rows, PAIR * segment.first + 1, DEPTH, layout)
+    EARLY: gl.constexpr = memory.a.shape[1] > 128  # tokens whose stages are few
+    quads = _quads_of(layout)
+    of_pair = _two_scales(scales, rows, quads, segment.first, EVEN, DEPTH)
     for pair in range(segment.first, segment.stop):
         before = state
-        acc = _multiply_stage(acc, before.stage, before.phase, memory, one, None, CONSUMER)
-        one = _scales_at(scales, rows, PAIR * pair + 2, DEPTH, layout)
+        acc = _multiply_stage(acc, before.stage, before.phase, memory, _scales_of(of_pair, quads, 0, layout), None, CONSUMER)
         state = advance(before, STAGES)
-        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, before.stage, CONSUMER)
-        two = _scales_at(scales, rows, PAIR * pair + 3, DEPTH, layout)
+        two = _scales_of(of_pair, quads, 1, layout)
+        of_pair = _two_scales(scales, rows, quads, pair + 1, EVEN, DEPTH)
+        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, before.stage if EARLY else None, CONSUMER)
+        if not EARLY:
+            mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
         mbarrier.arrive(memory.empty.index(state.stage))
         state = advance(state, STAGES)
@@ -105,38 +138,40 @@ def _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER: gl.c
 
 
 @gluon.jit
-def _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER: gl.constexpr, DEPTH: gl.constexpr):
+def _multiply_apart(
+    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+):  # fmt: skip
     """``multiply`` by warps that do not wait for each other: few tokens, so that a step is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
-    UNIT: gl.constexpr = 1 if memory.a.shape[1] <= APART else PAIR  # steps
-    one = _scales_at(scales, rows, UNIT * segment.first, DEPTH, layout)
-    two = _scales_at(scales, rows, UNIT * segment.first + 1, DEPTH, layout)
-    for step in range(UNIT * segment.first, UNIT * segment.stop):
+    TOKENS: gl.constexpr = acc.shape[1]
+    quads = _quads_of(layout)
+    of_pair = _two_scales(scales, rows, quads, segment.first // PAIR, EVEN, DEPTH)
+    for step in range(segment.first, segment.stop):
+        given = _scales_of(of_pair, quads, step, layout)
+        if step & 1 != 0:
+            of_pair = _two_scales(scales, rows, quads, step // PAIR + 1, EVEN, DEPTH)
         mbarrier.wait(memory.full.index(state.stage), state.phase)
         first, second = chunks(_codes_of(memory, state.stage, acc.shape[0], CONSUMER))
-        tokens = memory.a.index(CHUNKS * state.stage).slice(0, acc.shape[1], 0).permute((1, 0)).load(right)
-        acc = mma_v2(upcast(first, one, left), tokens, acc)
-        tokens = memory.a.index(CHUNKS * state.stage + 1).slice(0, acc.shape[1], 0).permute((1, 0)).load(right)
+        acc = mma_v2(upcast(first, given, left), _tokens_of(memory, state.stage, 0, TOKENS).load(right), acc)
+        tokens = _tokens_of(memory, state.stage, 1, TOKENS).load(right)
         mbarrier.arrive(memory.empty.index(state.stage))
-        acc = mma_v2(upcast(second, one, left), tokens, acc)
-        one = two
-        two = _scales_at(scales, rows, step + 2, DEPTH, layout)
+        acc = mma_v2(upcast(second, given, left), tokens, acc)
         state = advance(state, STAGES)
     return acc, state
 
 
 @gluon.jit
 def multiply(
-    acc, state, memory, scales, rows, segment, SYNC: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
     """The sums of a segment. ``scales``: the expert's, ``rows``: where those of each row begin."""
-    if SYNC:
-        return _multiply_apart(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
+    if memory.a.shape[1] <= APART:
+        return _multiply_apart(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
     else:
-        return _multiply_together(acc, state, memory, scales, rows, segment, CONSUMER, DEPTH)
+        return _multiply_together(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
 
 
 @gluon.jit
@@ -216,7 +251,7 @@ def _store_tile(
 def _consume_segment(
     scales, bias, out_desc, partial, flags, memory, segment, state,
     TOKENS: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, EVEN: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The state of the pipeline after a segment, of whose tile the first ``TOKENS`` are multiplied."""
@@ -227,9 +262,8 @@ def _consume_segment(
     ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
     PARTS: gl.constexpr = BLOCK // ROWS
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    SYNC: gl.constexpr = TOKENS <= APART or memory.a.shape[1] > TOKENS
-    VERSION: gl.constexpr = [2, 0] if SYNC else [3, 0]
-    INSTRUCTION: gl.constexpr = [16, 8] if SYNC else [16, TOKENS, 16]
+    VERSION: gl.constexpr = [2, 0] if TOKENS <= APART else [3, 0]
+    INSTRUCTION: gl.constexpr = [16, 8] if TOKENS <= APART else [16, TOKENS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [4, 1], INSTRUCTION)
     part = segment.column * CONSUMERS + CONSUMER
     block, part = part // PARTS, part % PARTS
@@ -241,7 +275,7 @@ def _consume_segment(
         biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
         acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
     of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
-    acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, CONSUMER, DEPTH)
+    acc, state = multiply(acc, state, memory, of_expert, rows, segment, EVEN, CONSUMER, DEPTH)
     if segment.stop < UNITS:
         _leave(acc, partial, flags, segment.program, memory, CONSUMER)
     else:
@@ -255,35 +289,34 @@ def _consume_segment(
 def consume(
     scales, bias, out_desc, partial, flags, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    COLUMN: gl.constexpr, UP: gl.constexpr,
+    EVEN: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The rows of weights of one consumer in every segment of this program; the strides are the scales'. Without ``FUNCTION``
     products are stored as they are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its
     up. An expert's last tile may have few of the tokens that it could."""
     TOKENS: gl.constexpr = memory.a.shape[1]
-    NARROW: gl.constexpr = TOKENS // 4  # no more rows than these are multiplied as a tile of so many
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        if TOKENS > 64:
+        if TOKENS > 128:
             if segment.end - segment.row > NARROW:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                    STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )  # fmt: skip
             else:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, NARROW, CONSUMER, DEPTH, WIDTH,
-                    STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )  # fmt: skip
         else:
             state = _consume_segment(
                 scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                STRIDE_E, STRIDE_N, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
             )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, one))
     tma.store_wait(0)

@@ -18,6 +18,7 @@ from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
     FLAGS,
+    WIDEST,
     blocks_of_experts,
     parts,
     programs,
@@ -44,7 +45,7 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         (32 * column * of_row, 8 * column * of_row, of_up * of_row, column * of_row, 1),
     )
     constexprs = {
-        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_strides(tensors.gate_up_scale), "EXPERT_BLOCKS": of_experts,
+        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_of_scales(tensors.gate_up_scale), "EXPERT_BLOCKS": of_experts,
         "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
@@ -55,7 +56,7 @@ def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product."""
     p, tensors = inputs.problem, inputs.tensors
     tile = (1, _rows(config), _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
-    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_strides(tensors.down_scale)}
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_of_scales(tensors.down_scale)}
     return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs, CHUNK.value)
 
 
@@ -64,9 +65,10 @@ def _rows(config: Config) -> int:
     return config["block_n"] // config["consumers"]
 
 
-def _strides(scale: torch.Tensor | None) -> dict[str, int]:
+def _of_scales(scale: torch.Tensor | None) -> dict[str, Any]:
     assert scale is not None
-    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1)}
+    even = not any(number % 2 for number in (scale.data_ptr(), *scale.shape[2:], *scale.stride()[:2]))
+    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1), "EVEN": even}
 
 
 def _product(
@@ -87,7 +89,7 @@ def _product(
     of_config = *(config[name] for name in ("group", "num_stages", "consumers")), registers.consumer, registers.producer
     values = *constexprs.values(), *of_config
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
-    at_once = tokens if tokens <= 64 else 2048 // columns  # stages of wider tiles leave little memory
+    at_once = tokens if tokens < WIDEST else 2048 // columns  # the widest tiles' stages leave little memory
     out = template((1, 1, at_once, columns), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
     build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=registers.at_launch, launch_pdl=early)
