@@ -141,15 +141,16 @@ def _multiply_together(
 def _multiply_apart(
     acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
-    """``multiply`` by warps that do not wait for each other: few tokens, so that a step is a unit of work."""
+    """``multiply`` by warps that do not wait for each other. Of tiles of few tokens a step is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
     TOKENS: gl.constexpr = acc.shape[1]
     quads = _quads_of(layout)
-    of_pair = _two_scales(scales, rows, quads, segment.first // PAIR, EVEN, DEPTH)
-    for step in range(segment.first, segment.stop):
+    UNIT: gl.constexpr = 1 if memory.a.shape[1] <= APART else PAIR  # steps
+    of_pair = _two_scales(scales, rows, quads, UNIT * segment.first // PAIR, EVEN, DEPTH)
+    for step in range(UNIT * segment.first, UNIT * segment.stop):
         given = _scales_of(of_pair, quads, step, layout)
         if step & 1 != 0:
             of_pair = _two_scales(scales, rows, quads, step // PAIR + 1, EVEN, DEPTH)
@@ -165,10 +166,11 @@ def _multiply_apart(
 
 @gluon.jit
 def multiply(
-    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+    acc, state, memory, scales, rows, segment, SYNC: gl.constexpr, EVEN: gl.constexpr, CONSUMER: gl.constexpr,
+    DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The sums of a segment. ``scales``: the expert's, ``rows``: where those of each row begin."""
-    if memory.a.shape[1] <= APART:
+    if SYNC:
         return _multiply_apart(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
     else:
         return _multiply_together(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
@@ -262,8 +264,9 @@ def _consume_segment(
     ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // (STEP // 2)
     PARTS: gl.constexpr = BLOCK // ROWS
     of_scales: gl.constexpr = gl.SliceLayout(1, SCALES if ROWS == 128 else SCALES_64)
-    VERSION: gl.constexpr = [2, 0] if TOKENS <= APART else [3, 0]
-    INSTRUCTION: gl.constexpr = [16, 8] if TOKENS <= APART else [16, TOKENS, 16]
+    SYNC: gl.constexpr = TOKENS <= APART or memory.a.shape[1] > TOKENS  # two loops of wgmma in a kernel would be serialised
+    VERSION: gl.constexpr = [2, 0] if SYNC else [3, 0]
+    INSTRUCTION: gl.constexpr = [16, 8] if SYNC else [16, TOKENS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [4, 1], INSTRUCTION)
     part = segment.column * CONSUMERS + CONSUMER
     block, part = part // PARTS, part % PARTS
@@ -275,7 +278,7 @@ def _consume_segment(
         biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
         acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
     of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
-    acc, state = multiply(acc, state, memory, of_expert, rows, segment, EVEN, CONSUMER, DEPTH)
+    acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, EVEN, CONSUMER, DEPTH)
     if segment.stop < UNITS:
         _leave(acc, partial, flags, segment.program, memory, CONSUMER)
     else:
