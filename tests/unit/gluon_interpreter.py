@@ -255,7 +255,7 @@ def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., 
 _ASSEMBLY = {"mov.b32": lambda values: values, "ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
 
 
-def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: Any, is_pure: bool, pack: int) -> Any:
+def _assembly(text: str, constraints: str, given: list[Any], dtypes: Any, is_pure: bool, pack: int) -> Any:
     if text.startswith("{"):
         given = [one.int() if one.dtype == torch.int64 else one for one in given]  # whole numbers of a program are of 32 bits
         return tuple(map(_values, run_block(text, given, dtypes, pack)))

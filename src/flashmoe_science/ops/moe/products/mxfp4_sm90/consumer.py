@@ -54,33 +54,31 @@ def _rows_of(
 
 @gluon.jit
 def _quads_of(layout: gl.constexpr):
-    """0 to 3, [1, 4], by an instruction that stays here: what is computed of a thread's takes registers of the producer else."""
+    """0 to 3, [1, 4], by an instruction that stays here: else what follows of them is computed once, in all warps' registers."""
     quads = gl.expand_dims(gl.arange(0, QUADS, gl.SliceLayout(0, layout)), 0)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [quads], gl.int32, False, 1)
 
 
 @gluon.jit
-def _two_scales(scales, rows, quads, pair, EVEN: gl.constexpr, DEPTH: gl.constexpr):
-    """The e8m0 scales of a pair of steps, two of a row's eight to a thread, int32 [rows, 4]; of rows that are ``EVEN`` a single
-    load. Past the end of a row others of it, for weights that are 0. A row's first brings the 128 bytes around it to L2. Of
+def _load_scales(scales, rows, quads, step, PAIRED: gl.constexpr, DEPTH: gl.constexpr):
+    """The e8m0 scales [rows, 4] of a step, int32. ``PAIRED``: those of its pair, two of a row's eight to a thread. Past the
+    end of a row others of it, for weights that are 0. A row's first brings the 128 bytes around it to L2. Of
     ``gl.load`` values would be packed in a register, which waits for them."""
-    first = PAIR * (pair * QUADS + quads)
-    if EVEN:
-        pointers = scales + (rows + gl.minimum(first, DEPTH // GROUP - 2))
+    if PAIRED:
+        pointers = scales + (rows + gl.minimum(PAIR * (step // PAIR * QUADS + quads), DEPTH // GROUP - PAIR))
         return gl.inline_asm_elementwise("ld.global.L2::128B.u16 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
     else:
-        one = scales + (rows + gl.minimum(first, DEPTH // GROUP - 1))
-        two = scales + (rows + gl.minimum(first + 1, DEPTH // GROUP - 1))
-        load: gl.constexpr = "ld.global.L2::128B.u8 $0, [$1];"
-        one = gl.inline_asm_elementwise(load, "=r,l", [one], gl.int32, True, 1)
-        return one | gl.inline_asm_elementwise(load, "=r,l", [two], gl.int32, True, 1) << 8
+        pointers = scales + (rows + gl.minimum(step * QUADS + quads, DEPTH // GROUP - 1))
+        return gl.inline_asm_elementwise("ld.global.L2::128B.u8 $0, [$1];", "=r,l", [pointers], gl.int32, True, 1)
 
 
 @gluon.jit
-def _scales_of(two, quads, step, layout: gl.constexpr):
-    """The scales [rows, 4] of the first or the second step of a pair, from the threads that have them."""
-    given = gl.gather(two, gl.zeros(two.shape, gl.int32, layout) + ((step & 1) * 2 + quads // 2), 1)
-    return given >> quads % 2 * 8 & 255
+def _scales_of(loaded, quads, step, PAIRED: gl.constexpr, layout: gl.constexpr):
+    """The scales [rows, 4] of a step, from the threads that have them if ``PAIRED``."""
+    if PAIRED:
+        source = (step & 1) * 2 + quads // 2
+        loaded = gl.gather(loaded, gl.zeros(loaded.shape, gl.int32, layout) + source, 1) >> quads % 2 * 8 & 255
+    return loaded
 
 
 @gluon.jit
@@ -114,21 +112,24 @@ def _multiply_stage(acc, stage, phase, memory, scales, before, CONSUMER: gl.cons
 
 @gluon.jit
 def _multiply_together(
-    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+    acc, state, memory, scales, rows, segment, PAIRED: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
     """``multiply`` by warpgroups; a pair of steps is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     layout: gl.constexpr = SCALES if acc.shape[0] == 128 else SCALES_64
     EARLY: gl.constexpr = memory.a.shape[1] > 128  # tokens whose stages are few
     quads = _quads_of(layout)
-    of_pair = _two_scales(scales, rows, quads, segment.first, EVEN, DEPTH)
+    one = _load_scales(scales, rows, quads, PAIR * segment.first, PAIRED, DEPTH)
+    two = one if PAIRED else _load_scales(scales, rows, quads, PAIR * segment.first + 1, PAIRED, DEPTH)
     for pair in range(segment.first, segment.stop):
         before = state
-        acc = _multiply_stage(acc, before.stage, before.phase, memory, _scales_of(of_pair, quads, 0, layout), None, CONSUMER)
+        given = _scales_of(one, quads, 0, PAIRED, layout)
+        acc = _multiply_stage(acc, before.stage, before.phase, memory, given, None, CONSUMER)
+        given = _scales_of(two, quads, 1, PAIRED, layout)
+        one = _load_scales(scales, rows, quads, PAIR * pair + 2, PAIRED, DEPTH)
         state = advance(before, STAGES)
-        two = _scales_of(of_pair, quads, 1, layout)
-        of_pair = _two_scales(scales, rows, quads, pair + 1, EVEN, DEPTH)
-        acc = _multiply_stage(acc, state.stage, state.phase, memory, two, before.stage if EARLY else None, CONSUMER)
+        acc = _multiply_stage(acc, state.stage, state.phase, memory, given, before.stage if EARLY else None, CONSUMER)
+        two = one if PAIRED else _load_scales(scales, rows, quads, PAIR * pair + 3, PAIRED, DEPTH)
         if not EARLY:
             mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
@@ -139,7 +140,7 @@ def _multiply_together(
 
 @gluon.jit
 def _multiply_apart(
-    acc, state, memory, scales, rows, segment, EVEN: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
+    acc, state, memory, scales, rows, segment, PAIRED: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr
 ):  # fmt: skip
     """``multiply`` by warps that do not wait for each other. Of tiles of few tokens a step is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
@@ -149,11 +150,11 @@ def _multiply_apart(
     TOKENS: gl.constexpr = acc.shape[1]
     quads = _quads_of(layout)
     UNIT: gl.constexpr = 1 if memory.a.shape[1] <= APART else PAIR  # steps
-    of_pair = _two_scales(scales, rows, quads, UNIT * segment.first // PAIR, EVEN, DEPTH)
+    loaded = _load_scales(scales, rows, quads, UNIT * segment.first, PAIRED, DEPTH)
     for step in range(UNIT * segment.first, UNIT * segment.stop):
-        given = _scales_of(of_pair, quads, step, layout)
-        if step & 1 != 0:
-            of_pair = _two_scales(scales, rows, quads, step // PAIR + 1, EVEN, DEPTH)
+        given = _scales_of(loaded, quads, step, PAIRED, layout)
+        if (step & 1 != 0) if PAIRED else True:
+            loaded = _load_scales(scales, rows, quads, step + 1, PAIRED, DEPTH)
         mbarrier.wait(memory.full.index(state.stage), state.phase)
         first, second = chunks(_codes_of(memory, state.stage, acc.shape[0], CONSUMER))
         acc = mma_v2(upcast(first, given, left), _tokens_of(memory, state.stage, 0, TOKENS).load(right), acc)
@@ -166,14 +167,14 @@ def _multiply_apart(
 
 @gluon.jit
 def multiply(
-    acc, state, memory, scales, rows, segment, SYNC: gl.constexpr, EVEN: gl.constexpr, CONSUMER: gl.constexpr,
+    acc, state, memory, scales, rows, segment, SYNC: gl.constexpr, PAIRED: gl.constexpr, CONSUMER: gl.constexpr,
     DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The sums of a segment. ``scales``: the expert's, ``rows``: where those of each row begin."""
     if SYNC:
-        return _multiply_apart(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
+        return _multiply_apart(acc, state, memory, scales, rows, segment, PAIRED, CONSUMER, DEPTH)
     else:
-        return _multiply_together(acc, state, memory, scales, rows, segment, EVEN, CONSUMER, DEPTH)
+        return _multiply_together(acc, state, memory, scales, rows, segment, PAIRED, CONSUMER, DEPTH)
 
 
 @gluon.jit
@@ -253,7 +254,7 @@ def _store_tile(
 def _consume_segment(
     scales, bias, out_desc, partial, flags, memory, segment, state,
     TOKENS: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, EVEN: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, PAIRED: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The state of the pipeline after a segment, of whose tile the first ``TOKENS`` are multiplied."""
@@ -278,7 +279,7 @@ def _consume_segment(
         biases = gl.load(bias + segment.expert.to(gl.int64) * ALL + of_bias).to(gl.float32)
         acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
     of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
-    acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, EVEN, CONSUMER, DEPTH)
+    acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, PAIRED, CONSUMER, DEPTH)
     if segment.stop < UNITS:
         _leave(acc, partial, flags, segment.program, memory, CONSUMER)
     else:
@@ -292,7 +293,7 @@ def _consume_segment(
 def consume(
     scales, bias, out_desc, partial, flags, memory,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EVEN: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    PAIRED: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The rows of weights of one consumer in every segment of this program; the strides are the scales'. Without ``FUNCTION``
@@ -309,17 +310,17 @@ def consume(
             if segment.end - segment.row > NARROW:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                    STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    STRIDE_E, STRIDE_N, PAIRED, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )  # fmt: skip
             else:
                 state = _consume_segment(
                     scales, bias, out_desc, partial, flags, memory, segment, state, NARROW, CONSUMER, DEPTH, WIDTH,
-                    STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                    STRIDE_E, STRIDE_N, PAIRED, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )  # fmt: skip
         else:
             state = _consume_segment(
                 scales, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                STRIDE_E, STRIDE_N, EVEN, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+                STRIDE_E, STRIDE_N, PAIRED, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
             )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, one))
     tma.store_wait(0)

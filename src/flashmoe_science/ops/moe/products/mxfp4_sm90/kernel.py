@@ -45,7 +45,7 @@ from flashmoe_science.ops.moe.rows import RowCounts
 def _multiply_all(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EVEN: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    PAIRED: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -59,11 +59,11 @@ def _multiply_all(
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
@@ -78,19 +78,19 @@ def _multiply_all(
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN,
+                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
@@ -107,7 +107,7 @@ def _multiply_all(
 def flashmoe_moe_up_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EVEN: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    PAIRED: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -116,7 +116,7 @@ def flashmoe_moe_up_mxfp4_sm90(
     that the second product has at a place."""
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 
@@ -125,14 +125,14 @@ def flashmoe_moe_up_mxfp4_sm90(
 def flashmoe_moe_down_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EVEN: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PAIRED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
     flags += CONSUMERS * gl.num_programs(0)
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EVEN, None, None, None, None, 0.0, 0.0,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED, None, None, None, None, 0.0, 0.0,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 

@@ -45,8 +45,8 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
         (32 * column * of_row, 8 * column * of_row, of_up * of_row, column * of_row, 1),
     )
     constexprs = {
-        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_of_scales(tensors.gate_up_scale), "EXPERT_BLOCKS": of_experts,
-        "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
+        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_of_scales(tensors.gate_up_scale, config),
+        "EXPERT_BLOCKS": of_experts, "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
     return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, rows // 2)
@@ -56,7 +56,7 @@ def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product."""
     p, tensors = inputs.problem, inputs.tensors
     tile = (1, _rows(config), _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
-    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_of_scales(tensors.down_scale)}
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_of_scales(tensors.down_scale, config)}
     return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs, CHUNK.value)
 
 
@@ -65,10 +65,11 @@ def _rows(config: Config) -> int:
     return config["block_n"] // config["consumers"]
 
 
-def _of_scales(scale: torch.Tensor | None) -> dict[str, Any]:
+def _of_scales(scale: torch.Tensor | None, config: Config) -> dict[str, Any]:
     assert scale is not None
     even = not any(number % 2 for number in (scale.data_ptr(), *scale.shape[2:], *scale.stride()[:2]))
-    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1), "EVEN": even}
+    paired = even and config["block_m"] != 128  # whose sums leave no registers for it
+    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1), "PAIRED": paired}
 
 
 def _product(
