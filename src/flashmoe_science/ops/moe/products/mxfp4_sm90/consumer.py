@@ -54,7 +54,7 @@ def _rows_of(
 
 @gluon.jit
 def _quads_of(layout: gl.constexpr):
-    """0 to 3, [1, 4], by an instruction that stays here: else what follows of them is computed once, in all warps' registers."""
+    """0 to 3, [1, 4], by an instruction that stays here: else what follows of them takes registers of all warps."""
     quads = gl.expand_dims(gl.arange(0, QUADS, gl.SliceLayout(0, layout)), 0)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [quads], gl.int32, False, 1)
 
