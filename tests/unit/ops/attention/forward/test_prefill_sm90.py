@@ -35,11 +35,12 @@ from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 
 @pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class
-def test_a_diagonal_at_any_place_leaves_the_registers_for_its_second_mask(lengths: str) -> None:
-    """128 keys beside 160 columns would spill 144 bytes."""
-    one, h200 = parse_problem(f"attn b4 h16 {lengths} d160 bf16 causal"), gpu_named("h200")
-    config = select(one, h200, committed_table(), [kernel.KERNEL], None).config
-    assert config["block_n"] == 64
+@pytest.mark.parametrize("width", ["d160", "d192 dv128"])
+def test_a_diagonal_at_any_place_has_tiles_of_128_keys(lengths: str, width: str) -> None:
+    """A window's second loop would spill more."""
+    for words, block_n in (("", 128), (" left1000", 64)):
+        one, h200 = parse_problem(f"attn b4 h16 {lengths} {width} bf16 causal{words}"), gpu_named("h200")
+        assert select(one, h200, committed_table(), [kernel.KERNEL], None).config["block_n"] == block_n
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,9 @@ def test_a_diagonal_at_any_place_leaves_the_registers_for_its_second_mask(length
         ("attn b2 h32 q8192 d64 bf16 causal", 3),
         ("attn b4 h1 q5120 d64 bf16 causal", 1),  # fewer tiles of three than processors
         ("attn b1 h32 q9590 k12618 d64 bf16", 3),
+        ("attn b28 h32 q577 d64 bf16", 2),  # tiles of three would have a quarter of their rows empty
+        ("attn b10 h32 q1500 d64 bf16", 3),
+        ("attn b32 h8 q256 d64 bf16", 1),  # short
         ("attn b4 h4 q2048 d64 bf16", 1),  # 176 tiles of three: two rounds, the second for a third of the processors
         ("attn b1 h16 q20536 d128 bf16", 2),
         ("attn b1 h2 q1272 k2098 d128 bf16", 1),
@@ -278,7 +282,9 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b3 h8 hk1 q150 k600 d256 bf16 bshd packed page128",
         "attn b4 h5 q100 k300 d96 fp16 causal bshd softcap30 packed page8",
         "attn b2 h6 hk2 q200 k500 d192 bf16 bshd left90 right20 packed page32",
-        *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
+        *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in (*WIDE, "d192 dv128")),
+        "attn b8 h32 q577 d64 bf16 bshd",
+        "attn b8 h32 q1500 d64 bf16",
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
 )

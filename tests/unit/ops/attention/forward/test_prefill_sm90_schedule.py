@@ -137,6 +137,7 @@ def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem
         ("attn b8 h8 q2048 d256 bf16 causal", variant.PAIRED),  # 3.9 rounds of pairs
         ("attn b10 h8 q1600 d256 bf16 causal", variant.PAIRED_TAIL),  # 4.2 rounds, and one tile of 13 stands alone
         ("attn b40 h8 q1100 d256 bf16 causal", variant.PAIRED),  # few tiles
+        ("attn b8 h16 q1900 d128 bf16 causal", variant.PAIRED),  # 8 rounds, in which each program has a middle tile
         ("attn b4 h32 q4096 d64 bf16 causal", variant.PAIRED_TAIL),  # three consumers
         ("attn b8 h4 q1364 k9717 d64 bf16 causal", variant.PAIRED_TAIL),  # that cost about the same
         ("attn b8 h4 q1364 k2100 d64 bf16 causal", variant.PAIRED),

@@ -26,7 +26,7 @@ FULL_HEAD = 512  # queries
 MANY_KEYS, MANY_ROUNDS = 3072, 8
 # By how much a program of more consumers is faster a row than one of fewer, where both have work for the whole GPU: if the rows
 # of the busiest processor differ by more, they decide.
-TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
+DUO_GAIN, TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.03, 1.1, 1.15, 1.3, 1.5
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on more stages are worth their memory
 SOME_KEYS = 768  # in a window, up to which small tiles are faster
 
@@ -69,10 +69,9 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 def _narrow_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[Shape, ...]:
     lone, thin = shape_of(1, 128, 2, 2, occupancy=2), shape_of(1, 64, 2, 3, occupancy=3)
-    duo, trio = shape_of(2, 128, 2, 2), shape_of(3, 128, 1, 2)
+    duo, trio = shape_of(2, 128, 2, 2), shape_of(3, 128, 2, 2)
     many = problem.seqlen_k >= MANY_KEYS and _tiles_each(problem, gpu, trio) >= MANY_ROUNDS
     if _ragged(problem):
-        trio = shape_of(3, 128, 2, 2)
         if problem.causal:
             return (trio, duo) if many or problem.seqlen_k < 1024 else (duo, trio)
         return (duo, trio) if _rows_ratio(problem, gpu, trio, duo) > RAGGED_GAIN else (trio, duo)
@@ -80,9 +79,12 @@ def _narrow_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[Shape, ...]:
         return trio, lone, thin
     if problem.causal:
         return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
-    if problem.seqlen_q < 2048:
-        return lone, duo, thin
-    return (lone, trio, thin) if _rows_ratio(problem, gpu, trio, lone) > TRIO_GAIN else (trio, lone, thin)
+    first, medium = lone, FULL_HEAD <= problem.seqlen_q <= 2 * FULL_HEAD and problem.features.bias == "none"
+    if problem.seqlen_q >= FULL_HEAD and _rows_ratio(problem, gpu, trio, lone) <= TRIO_GAIN:
+        first = trio
+    elif medium and _rows_ratio(problem, gpu, duo, lone) <= DUO_GAIN:
+        first = duo
+    return first, *(shape for shape in (lone, duo, trio, thin) if shape is not first)
 
 
 def _middle_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[Shape, ...]:
@@ -113,8 +115,10 @@ def _rows_ratio(problem: AttentionProblem, gpu: Gpu, shape: Shape, other: Shape)
 def _wide_shapes(problem: AttentionProblem) -> tuple[Shape, ...]:
     short, deep = shape_of(2, 64, 1, 2, own_out=0), shape_of(2, 64, 2, 3, stages_v=2, own_out=0)
     long, lone = shape_of(2, 128, 1, 2, own_out=0), shape_of(1, 64, 1, 2, occupancy=2, own_out=0)
-    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32; a second mask spills then.
-    if sum(head_parts(problem.head_dim_v)) <= 160 and _one_masked(problem) and tile_bytes(problem, long) <= SHARED_BYTES:
+    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32; a window's second loop
+    # spills then. Packed causal sequences have not been timed so.
+    plain = not problem.features.window and not (problem.causal and is_packed(problem))
+    if plain and sum(head_parts(problem.head_dim_v)) <= 160 and tile_bytes(problem, long) <= SHARED_BYTES:
         if tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
         return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
@@ -170,14 +174,6 @@ def _biased_shapes(problem: AttentionProblem, shapes: tuple[Shape, ...]) -> tupl
 def _ragged(problem: AttentionProblem) -> bool:
     """Whether rows do not begin at whole sectors of 32 bytes. Copies cost more then, so that tiles of more queries win."""
     return problem.head_dim % 16 > 0 or problem.head_dim_v % 16 > 0
-
-
-def _one_masked(problem: AttentionProblem) -> bool:
-    """Whether no tile of keys but the first needs a mask, whatever the lengths that share a config with these: of unequal ones
-    some have the diagonal where it crosses two, and a window begins in others."""
-    if problem.features.window:
-        return False
-    return not problem.causal or (problem.causal_offset == 0 and not is_packed(problem))
 
 
 def shape_of(

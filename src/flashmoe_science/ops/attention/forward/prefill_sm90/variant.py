@@ -95,8 +95,10 @@ def schedule_of(problem: AttentionProblem | ProblemShape, config: Config, gpu: G
         return LINEAR
     tiles_m = tiles_of_head(problem, config)
     pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
-    # Of processors: programs that share one even out each other's share.
-    waste = 2 * cdiv(pairs, gpu.sm_count) * gpu.sm_count / (problem.batch * problem.heads * tiles_m) - 1.0
+    # Of processors: programs that share one even out each other's share. Of an odd number of tiles one is a pair by itself.
+    rounds = cdiv(pairs, gpu.sm_count)
+    most = 2 * rounds - tiles_m % 2 * (rounds // cdiv(tiles_m, 2))
+    waste = most * gpu.sm_count / (problem.batch * problem.heads * tiles_m) - 1.0
     if waste > MAX_WASTE and pairs <= FEW_ROUNDS * gpu.sm_count:
         return PAIRED_TAIL
     some = config["consumers"] == 3 or (waste > MUCH_WASTE and (config["occupancy"] == 1 or _even(problem)))
