@@ -36,11 +36,10 @@ from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 @pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class
 @pytest.mark.parametrize("width", ["d160", "d192 dv128"])
-def test_a_diagonal_at_any_place_has_tiles_of_128_keys(lengths: str, width: str) -> None:
-    """A window's second loop would spill more."""
-    for words, block_n in (("", 128), (" left1000", 64)):
-        one, h200 = parse_problem(f"attn b4 h16 {lengths} {width} bf16 causal{words}"), gpu_named("h200")
-        assert select(one, h200, committed_table(), [kernel.KERNEL], None).config["block_n"] == block_n
+def test_a_diagonal_at_any_place_has_tiles_of_64_keys(lengths: str, width: str) -> None:
+    """128 keys beside a second mask have not run on a GPU."""
+    one, h200 = parse_problem(f"attn b4 h16 {lengths} {width} bf16 causal"), gpu_named("h200")
+    assert select(one, h200, committed_table(), [kernel.KERNEL], None).config["block_n"] == 64
 
 
 @pytest.mark.parametrize(
