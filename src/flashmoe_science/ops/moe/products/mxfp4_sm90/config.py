@@ -53,8 +53,8 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest, which have
-    half the weights of the others, are the last guess, and only where experts fill them."""
+    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest have half
+    the weights of the others: they are the last guess, and only where experts fill them."""
     mean = problem.rows_per_expert()
     fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST // 2)
     most = WIDEST if mean >= WIDEST else WIDEST // 2
