@@ -33,8 +33,8 @@ _run = SimpleNamespace()  # of the program that runs: its indices, the grid, the
 class Int(int):
     """A number of a program. Divisions round towards 0, as Triton's do."""
 
-    def to(self, dtype: Any) -> Int:
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return _values(torch.tensor(int(self), dtype=torch.int32).view(dtype)) if bitcast else self
 
     def __floordiv__(self, other: int) -> Int:
         assert other > 0
@@ -48,7 +48,7 @@ def _arithmetic(whole: Callable[..., Any]) -> Callable[..., Any]:
     return lambda one, other: found if (found := whole(one, other)) is NotImplemented else Int(found)
 
 
-for _name in ("add", "sub", "mul", "and", "xor"):
+for _name in ("add", "sub", "mul", "and", "xor", "lshift"):
     for _each in (f"__{_name}__", f"__r{_name}__"):
         setattr(Int, _each, _arithmetic(getattr(int, _each)))
 
@@ -243,7 +243,10 @@ def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async
 
 
 def _where(condition: Any, one: Any, other: Any) -> Any:
-    return torch.where(condition, one, other) if isinstance(condition, torch.Tensor) else one if condition else other
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, one, other)
+    found = one if condition else other
+    return Int(found) if type(found) is int else found
 
 
 def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., int]) -> Callable[[Any, Any], Any]:
@@ -301,9 +304,13 @@ _LANGUAGE = SimpleNamespace(
     where=_where,
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
+    abs=torch.abs,
     sum=lambda values, dim: _values(values.sum(dim)),
     max=lambda values, dim: _values(values.amax(dim)),
     expand_dims=torch.unsqueeze,
+    broadcast_to=torch.broadcast_to,
+    math=SimpleNamespace(div_rn=torch.div),
+    float8e4nv=torch.float8_e4m3fn,
     join=lambda *two: torch.stack(two, -1),
     convert_layout=lambda values, layout, assert_trivial=False: values,
     to_tensor=Int,

@@ -1,4 +1,4 @@
-"""The tile scheduler of grouped products: whole tiles in waves of one for each program, and what is left over, less than a wave, by stream-K.
+"""The tile scheduler of grouped products: tiles in waves of one a program; what is left over, less than a wave, by stream-K.
 
 The K of the tiles left over is one line of pairs of steps, of which each program has an equal part. The tile that it shares
 with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one that
