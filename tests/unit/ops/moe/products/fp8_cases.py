@@ -21,6 +21,7 @@ from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.moe.call import MoEInputs, Tensors, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.fp8_sm90 import kernel, launch, quantize
+from flashmoe_science.ops.moe.products.fp8_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_scheme
 
 RMS = 2.0**-7  # the other kernels' interpreter truncates to bf16
@@ -30,6 +31,7 @@ CASES = (
     Case("moe t1 e1 k1 d128 f128 bf16 w:fp8_block", programs=5),  # fewer steps than programs
     Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_block clamped"),  # sizes that blocks do not divide
     Case("moe t40 e4 k2 d16 f144 bf16 w:fp8_block gelu"),
+    Case("moe t170 e2 k1 d128 f128 bf16 w:fp8_block"),  # with 128 tokens a tile one of few and one of many
     Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block", "foreign"),
     Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block", "slices of larger tensors"),
     Case("moe t9 e4 k2 d512 f256 bf16 w:fp8_block", "blocks 2^20 apart"),
@@ -92,8 +94,9 @@ def main() -> None:
             continue
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
-        config = Config(**dict(kernel.KERNEL.configs(inputs.problem, H200)[0]) | {"num_stages": 3})
-        found[str(case)] = wrong(inputs, kernel.KERNEL.run(inputs, config))
+        tiles = kernel.KERNEL.configs(inputs.problem, H200)[0], tile_of(128)
+        configs = (Config(**dict(one) | {"num_stages": 3}) for one in tiles)
+        found[str(case)] = [one for config in configs for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
     print(json.dumps(found))
 
 

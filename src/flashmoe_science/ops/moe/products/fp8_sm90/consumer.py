@@ -48,7 +48,7 @@ def multiply(
         after_second = _scale_at(of_two, step + 1, STEPS, STRIDE_K)
         mbarrier.wait(memory.full.index(state.stage), state.phase)
         w = memory.w.index(CONSUMERS * state.stage + CONSUMER).reshape([2 * HALF, STEP])
-        a = memory.a.index(state.stage).permute((1, 0))
+        a = memory.a.index(state.stage).slice(0, TOKENS, 0).permute((1, 0))
         scales = memory.of_a.index(state.stage).slice(0, TOKENS, 0)
         fresh = warpgroup_mma(w.slice(0, HALF, 0), a, fresh, use_acc=False, is_async=True)
         if TOKENS <= _BOTH:
@@ -85,14 +85,54 @@ def _activate(gate, up, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.c
 @gluon.jit
 def _quantize(active, memory, meeting, CONSUMER: gl.constexpr):
     """Codes of 64 columns [64, TOKENS] and the scales of their tokens, which the other consumer's 64 columns share."""
+    TOKENS: gl.constexpr = active.shape[1]
     own = gl.max(gl.abs(active), 0)  # [TOKENS]
     slot = CONSUMERS * (meeting % 2)
-    memory.largest.index(slot + CONSUMER).store(own)
+    memory.largest.index(slot + CONSUMER).slice(0, TOKENS, 0).store(own)
     mbarrier.arrive(memory.met.index(0))
     mbarrier.wait(memory.met.index(0), meeting % 2)
-    largest = gl.maximum(own, memory.largest.index(slot + 1 - CONSUMER).load(own.type.layout))
+    largest = gl.maximum(own, memory.largest.index(slot + 1 - CONSUMER).slice(0, TOKENS, 0).load(own.type.layout))
     scale = gl.maximum(largest * (1.0 / LARGEST), LEAST)
     return active * gl.expand_dims(1.0 / scale, 0), scale
+
+
+@gluon.jit
+def _tile(
+    scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, TOKENS: gl.constexpr,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """One consumer's rows of a segment, whose tile has at most ``TOKENS`` tokens."""
+    STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
+    MOST: gl.constexpr = memory.a.shape[1]
+    PARTS: gl.constexpr = BLOCK // HALF
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    buffers = (memory.out.index(CONSUMER),)
+    block = segment.column if FUNCTION is not None else CONSUMERS * segment.column + CONSUMER
+    of_one = scales + segment.expert.to(gl.int64) * STRIDE_E + gl.minimum(block, (WIDTH - 1) // STEP) * STRIDE_N
+    one = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    two = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    one, two, state = multiply(one, two, state, memory, of_one, of_one + UPS * STRIDE_N, segment, CONSUMER, STEPS, STRIDE_K)
+    if segment.stop < STEPS:
+        leave(one, partial, flags, segment.program, 2 * CONSUMER, PARTS, MOST)
+        leave(two, partial, flags, segment.program, 2 * CONSUMER + 1, PARTS, MOST)
+    else:
+        one = collect(one, partial, flags, segment.program, 2 * CONSUMER, PARTS, MOST)
+        two = collect(two, partial, flags, segment.program, 2 * CONSUMER + 1, PARTS, MOST)
+        if FUNCTION is None:
+            column = segment.column * BLOCK + CONSUMER * (2 * HALF)
+            store(one.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
+            store(two.permute((1, 0)), out_desc, segment.row, segment.end, column + HALF, buffers, 0)
+        else:
+            active, scale = _quantize(_activate(one, two, FUNCTION, ALPHA, LIMIT), memory, meeting, CONSUMER)
+            meeting += 1
+            column = segment.column * STEP + CONSUMER * HALF
+            store(active.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
+            if CONSUMER == 0:
+                row = segment.row + gl.arange(0, TOKENS, scale.type.layout)
+                gl.store(out_scales + segment.column * stride + row, scale, mask=row < segment.end)
+    return state, meeting
 
 
 @gluon.jit
@@ -105,40 +145,22 @@ def consume(
     """The rows of weights of one consumer in every segment of this program; the strides are those of the weights' scales,
     ``stride`` that of the result's. Without ``FUNCTION`` products are stored as they are; with it one half of the rows are gates
     and the other their ups, whose scales are ``UPS`` rows after."""
-    STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
-    TOKENS: gl.constexpr = memory.a.shape[1]
-    PARTS: gl.constexpr = BLOCK // HALF
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32])
+    MOST: gl.constexpr = memory.a.shape[1]
     numbers: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration, meeting = gl.to_tensor(0), gl.to_tensor(0)
-    buffers = (memory.out.index(CONSUMER),)
     segment = Segment(*receive(memory.mailbox, iteration, numbers))
     while segment.column >= 0:
         iteration += 1
-        one = gl.zeros([HALF, TOKENS], gl.float32, layout)
-        two = gl.zeros([HALF, TOKENS], gl.float32, layout)
-        block = segment.column if FUNCTION is not None else CONSUMERS * segment.column + CONSUMER
-        of_one = scales + segment.expert.to(gl.int64) * STRIDE_E + gl.minimum(block, (WIDTH - 1) // STEP) * STRIDE_N
-        one, two, state = multiply(one, two, state, memory, of_one, of_one + UPS * STRIDE_N, segment, CONSUMER, STEPS, STRIDE_K)
-        if segment.stop < STEPS:
-            leave(one, partial, flags, segment.program, 2 * CONSUMER, PARTS, TOKENS)
-            leave(two, partial, flags, segment.program, 2 * CONSUMER + 1, PARTS, TOKENS)
+        if MOST > _BOTH and segment.end - segment.row <= _BOTH:  # as in the last tile of an expert
+            state, meeting = _tile(
+                scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, _BOTH,
+                CONSUMER, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, FUNCTION, ALPHA, LIMIT,
+            )  # fmt: skip
         else:
-            one = collect(one, partial, flags, segment.program, 2 * CONSUMER, PARTS, TOKENS)
-            two = collect(two, partial, flags, segment.program, 2 * CONSUMER + 1, PARTS, TOKENS)
-            if FUNCTION is None:
-                column = segment.column * BLOCK + CONSUMER * (2 * HALF)
-                store(one.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
-                store(two.permute((1, 0)), out_desc, segment.row, segment.end, column + HALF, buffers, 0)
-            else:
-                active = _activate(one, two, FUNCTION, ALPHA, LIMIT)  # [HALF, TOKENS]
-                active, scale = _quantize(active, memory, meeting, CONSUMER)
-                meeting += 1
-                column = segment.column * STEP + CONSUMER * HALF
-                store(active.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
-                if CONSUMER == 0:
-                    row = segment.row + gl.arange(0, TOKENS, scale.type.layout)
-                    gl.store(out_scales + segment.column * stride + row, scale, mask=row < segment.end)
+            state, meeting = _tile(
+                scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, MOST,
+                CONSUMER, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, FUNCTION, ALPHA, LIMIT,
+            )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, numbers))
     tma.store_wait(0)
