@@ -127,11 +127,11 @@ def _tile(
         else:
             active, scale = _quantize(_activate(one, two, FUNCTION, ALPHA, LIMIT), memory, meeting, CONSUMER)
             meeting += 1
-            column = segment.column * STEP + CONSUMER * HALF
-            store(active.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
             if CONSUMER == 0:
                 row = segment.row + gl.arange(0, TOKENS, scale.type.layout)
                 gl.store(out_scales + segment.column * stride + row, scale, mask=row < segment.end)
+            column = segment.column * STEP + CONSUMER * HALF
+            store(active.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
     return state, meeting
 
 
