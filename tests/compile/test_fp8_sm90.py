@@ -15,7 +15,7 @@ from flashmoe_science.ops.moe.products.fp8_sm90 import kernel as fp8
 from flashmoe_science.ops.moe.products.fp8_sm90.config import AT_LAUNCH, THREADS, tile_of
 
 GPU = GPUS["h200"]
-QWEN3, UNEVEN = "moe t16 e128 k8 d2048 f768 bf16 w:fp8_block", "moe t700 e16 k3 d400 f272 bf16 w:fp8_block clamped"
+QWEN3, UNEVEN = "moe t16 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8", "moe t700 e16 k3 d400 f272 bf16 w:fp8_block clamped"
 PRODUCTS = ("up", "down")
 
 

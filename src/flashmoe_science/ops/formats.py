@@ -1,7 +1,7 @@
 """Weights in a format of ``formats.py`` as tensors: exact dequantisation and reference quantisers, by PyTorch's operators.
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
-[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
+[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes e4m3fn
 [..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16 [..., N], or
 [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest four bits, 8
 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128].

@@ -12,14 +12,17 @@ from collections.abc import Callable
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
-from flashmoe_science.ops.formats import SIDE, columns_of
+from flashmoe_science.ops.formats import columns_of
 
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 _E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
-_CODES = {"mxfp4": _BYTES, "fp8_block": _E4M3, "fp8_channel": _E4M3, "int4_g32": _INT4, "int4_g128": _INT4}
+_CODES = {
+    "mxfp4": _BYTES, "fp8_block": _E4M3, "fp8_block_w8a8": _E4M3, "fp8_channel": _E4M3, "int4_g32": _INT4, "int4_g128": _INT4,
+}  # fmt: skip
 _SCALES = {
-    "mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_channel": _FLOATS[:2], "int4_g32": _FLOATS, "int4_g128": _FLOATS
+    "mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_block_w8a8": (torch.float32, *_E8M0),
+    "fp8_channel": _FLOATS[:2], "int4_g32": _FLOATS, "int4_g128": _FLOATS,
 }  # fmt: skip
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
@@ -90,7 +93,7 @@ def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, 
         return [(experts, rows, 1), (experts, rows), *of_all, *of_halves]
     columns = -(-columns_of(codes) // wide)
     as_one = experts, -(-rows // high), columns
-    return [as_one, (experts, 2 * -(-rows // 2 // high), columns)] if halves and high == SIDE else [as_one]
+    return [as_one, (experts, 2 * -(-rows // 2 // high), columns)] if halves and form.in_blocks else [as_one]
 
 
 def codes_of(codes: torch.Tensor) -> torch.Tensor:

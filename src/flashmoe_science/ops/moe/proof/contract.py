@@ -340,7 +340,7 @@ def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generato
     differ."""
     form, halves, made = FORMATS[str(problem.weight_format)], activation_of(problem).halves, Made()
     for name, named, weights, split in (("w1", SCALES[0], w1, halves), ("w2", SCALES[1], w2, False)):
-        split &= form.name == "fp8_block"
+        split &= form.in_blocks
         codes, scale = map(torch.stack, zip(*(quantized(one, form, split) for one in weights), strict=True))
         by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
         scale = (

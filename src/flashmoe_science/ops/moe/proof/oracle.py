@@ -4,13 +4,14 @@ fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized_rows
+from flashmoe_science.ops.formats import Weights, dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
-from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -19,13 +20,8 @@ def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 
 def moe_scheme(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
-    """The oracle of products whose rows are e4m3 too, as ``quantized_rows`` gives them: of x, and of what is activated. By how
-    much it differs from ``moe_oracle`` is what the scheme costs, whoever computes it."""
-    return _experts(tensors, activation, torch.float64, _through_e4m3)
-
-
-def _through_e4m3(rows: torch.Tensor) -> torch.Tensor:
-    return dequantized_rows(quantized_rows(rows), rows.dtype)
+    """The oracle of ``w8a8``. By how much it differs from the one without is what the scheme costs, whoever computes it."""
+    return _experts(tensors, replace(activation, w8a8=True), torch.float64)
 
 
 def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -41,12 +37,7 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
         torch.set_float32_matmul_precision(precision)
 
 
-def _experts(
-    tensors: Tensors,
-    activation: Activation,
-    dtype: torch.dtype,
-    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
-) -> torch.Tensor:
+def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
     x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *scales = tensors
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert, tokens, place in assigned(tensors):
@@ -54,8 +45,8 @@ def _experts(
             one[expert].to(dtype) if scale is None else dequantized(Weights(one[expert], scale[expert]), dtype, halves)
             for one, scale, halves in zip((w1, w2), scales, (activation.halves, False), strict=True)
         )
-        both = add_bias(rounded(x[tokens].to(dtype)) @ first.T, gate_up_bias, expert)  # [rows, 2 * hidden]
-        row = add_bias(rounded(activate(both, activation)) @ second.T, down_bias, expert)  # [rows, dim]
+        both = add_bias(as_multiplied(x[tokens].to(dtype), activation) @ first.T, gate_up_bias, expert)  # [rows, 2 * hidden]
+        row = add_bias(as_multiplied(activate(both, activation), activation) @ second.T, down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 

@@ -20,6 +20,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _FORMATS = (
     "e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",  # gpt-oss-20b
     "e128 k8 d2048 f768 bf16 w:fp8_block",  # qwen3-30b-a3b
+    "e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
 )
 
 
@@ -58,6 +59,7 @@ BUILD = (
     "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t1024 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
@@ -78,6 +80,7 @@ SMALL = (
     "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
     "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved logits",
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+    "moe t5 e4 k2 d200 f72 bf16 w:fp8_block_w8a8",
     "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
 )

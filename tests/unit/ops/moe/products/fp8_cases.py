@@ -27,24 +27,24 @@ from flashmoe_science.ops.moe.proof.oracle import moe_scheme
 RMS = 2.0**-7  # the other kernels' interpreter truncates to bf16
 
 CASES = (
-    Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block", programs=7),  # tiles that several programs share
-    Case("moe t1 e1 k1 d128 f128 bf16 w:fp8_block", programs=5),  # fewer steps than programs
-    Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_block clamped"),  # sizes that blocks do not divide
-    Case("moe t40 e4 k2 d16 f144 bf16 w:fp8_block gelu"),
-    Case("moe t170 e2 k1 d128 f128 bf16 w:fp8_block"),  # with 128 tokens a tile one of few and one of many
-    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block", "foreign"),
-    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block", "slices of larger tensors"),
-    Case("moe t9 e4 k2 d512 f256 bf16 w:fp8_block", "blocks 2^20 apart"),
-    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block", "scales of e8m0"),
-    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block", "NaN in one token"),
-    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block", "zeros in one token"),
+    Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block_w8a8", programs=7),  # tiles that several programs share
+    Case("moe t1 e1 k1 d128 f128 bf16 w:fp8_block_w8a8", programs=5),  # fewer steps than programs
+    Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_block_w8a8 clamped"),  # sizes that blocks do not divide
+    Case("moe t40 e4 k2 d16 f144 bf16 w:fp8_block_w8a8 gelu"),
+    Case("moe t170 e2 k1 d128 f128 bf16 w:fp8_block_w8a8"),  # with 128 tokens a tile one of few and one of many
+    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block_w8a8", "foreign"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block_w8a8", "slices of larger tensors"),
+    Case("moe t9 e4 k2 d512 f256 bf16 w:fp8_block_w8a8", "blocks 2^20 apart"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block_w8a8", "scales of e8m0"),
+    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block_w8a8", "NaN in one token"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block_w8a8", "zeros in one token"),
 )
 
 
 def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     problem = parse_problem(case.problem)
     assert isinstance(problem, MoEProblem)
-    draw, form = torch.Generator().manual_seed(0), FORMATS["fp8_block"]
+    draw, form = torch.Generator().manual_seed(0), FORMATS["fp8_block_w8a8"]
     e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
     x = torch.randn(t, h, generator=draw).bfloat16()
     w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))

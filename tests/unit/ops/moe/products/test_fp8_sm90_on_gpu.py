@@ -12,10 +12,10 @@ from flashmoe_science.ops.moe.products.fp8_sm90.kernel import KERNEL
 
 pytestmark = pytest.mark.gpu
 LARGER = (
-    Case("moe t1 e16 k8 d2048 f768 bf16 w:fp8_block"),
-    Case("moe t300 e16 k8 d2048 f768 bf16 w:fp8_block"),
-    Case("moe t3 e16 k8 d2048 f768 bf16 w:fp8_block", "foreign"),
-    Case("moe t700 e4 k2 d7168 f2048 bf16 w:fp8_block"),
+    Case("moe t1 e16 k8 d2048 f768 bf16 w:fp8_block_w8a8"),
+    Case("moe t300 e16 k8 d2048 f768 bf16 w:fp8_block_w8a8"),
+    Case("moe t3 e16 k8 d2048 f768 bf16 w:fp8_block_w8a8", "foreign"),
+    Case("moe t700 e4 k2 d7168 f2048 bf16 w:fp8_block_w8a8"),
 )
 
 

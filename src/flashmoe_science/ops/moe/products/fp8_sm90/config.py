@@ -29,8 +29,8 @@ _MOST_SCALES = 2**31  # their index is counted in 32 bits
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_hopper(device):
         return reason
-    if problem.weight_format != "fp8_block":
-        return f"its weights are fp8_block, and the problem's {problem.weight_format or problem.dtype}"
+    if problem.weight_format != "fp8_block_w8a8":
+        return f"its weights are fp8_block_w8a8, and the problem's {problem.weight_format or problem.dtype}"
     if problem.dtype != "bf16":
         return f"serves bf16, not {problem.dtype}"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):

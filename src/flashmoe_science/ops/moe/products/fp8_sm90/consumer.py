@@ -143,8 +143,8 @@ def consume(
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The rows of weights of one consumer in every segment of this program; the strides are those of the weights' scales,
-    ``stride`` that of the result's. Without ``FUNCTION`` products are stored as they are; with it one half of the rows are gates
-    and the other their ups, whose scales are ``UPS`` rows after."""
+    ``stride`` that of the result's. Without ``FUNCTION`` products are stored as they are; with it half of the rows are gates,
+    the others their ups, whose scales are ``UPS`` rows after."""
     MOST: gl.constexpr = memory.a.shape[1]
     numbers: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()

@@ -5,10 +5,10 @@ rounded up (the format: ``ops/formats.py``); weights and ids [T, K] -> out [T, H
 and I multiples of 16. Compute capability 9.0 only.
 
 Rows of both products are e4m3 too, with an fp32 scale to 128 columns: those of x by a kernel before the first product
-(``quantize.py``), what is activated by its epilogue, whose tile has 128 columns. Weights are the rows of the matrix instruction
-and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring codes, and the scales of tokens, to a ring of stages
-128 deep; each of two consumers multiplies 128 rows of weights (``consumer.py``). Programs take whole tiles in an order by
-expert, and share what is left over (``stream_k.py``).
+(``quantize.py``), what is activated by its epilogue, whose tile has 128 columns. Weights are the rows of the matrix
+instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring codes, and the scales of tokens, to a
+ring of stages 128 deep; each of two consumers multiplies 128 rows of weights (``consumer.py``). Programs take whole tiles in an
+order by expert, and share what is left over (``stream_k.py``).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ _tables_of = as_gluon(tables_of)
 
 @gluon.jit
 def _load_weights(w_desc, memory, segment, stage, step):
-    """Start to copy the codes of a step, each consumer's rows. Of four dimensions (``launch.py``) a consumer has the gates of 64
-    columns, then their ups; of three, rows that follow each other."""
+    """Start to copy the codes of a step, each consumer's rows. Of four dimensions (``launch.py``) a consumer has the gates of
+    64 columns, then their ups; of three, rows that follow each other."""
     bar = memory.full.index(stage)
     for c in gl.static_range(CONSUMERS):
         here = memory.w.index(CONSUMERS * stage + c)
