@@ -24,7 +24,8 @@ from flashmoe_science.ops.moe.products.fp8_sm90 import kernel, launch, quantize
 from flashmoe_science.ops.moe.products.fp8_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_scheme
 
-RMS = 2.0**-7  # the other kernels' interpreter truncates to bf16
+RMS = 2.0**-8  # of which a result rounded to bf16 takes half; sums of a depth of 7168 in 14 bits are off by twice as much
+INTERPRETED = 2.0**-7  # the other kernels' interpreter truncates to bf16
 
 CASES = (
     Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block_w8a8", programs=7),  # tiles that several programs share
@@ -69,14 +70,14 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     return MoEInputs(problem, moved, activation_of(problem))
 
 
-def wrong(inputs: MoEInputs, out: torch.Tensor) -> list[str]:
-    """What is wrong with a result, in words."""
+def wrong(inputs: MoEInputs, out: torch.Tensor, most: float = RMS) -> list[str]:
+    """What is wrong with a result, in words; its error may be ``most`` of the RMS."""
     right, got = moe_scheme(inputs.tensors, inputs.activation), out.double()
     finite = right.isfinite()
     found = [] if torch.equal(got.isnan(), right.isnan()) else ["NaN elsewhere than in the reference"]
     if not got[finite].isfinite().all():
         found.append("it is not finite where the reference is")
-    elif (error := (got - right)[finite].square().mean().sqrt() / right[finite].square().mean().sqrt()) > RMS:
+    elif (error := (got - right)[finite].square().mean().sqrt() / right[finite].square().mean().sqrt()) > most:
         found.append(f"its error is {error:.1e} of the RMS")
     return found
 
@@ -96,7 +97,7 @@ def main() -> None:
         inputs = inputs_of(case)
         tiles = kernel.KERNEL.configs(inputs.problem, H200)[0], tile_of(128)
         configs = (Config(**dict(one) | {"num_stages": 3}) for one in tiles)
-        found[str(case)] = [one for config in configs for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
+        found[str(case)] = [one for config in configs for one in wrong(inputs, kernel.KERNEL.run(inputs, config), INTERPRETED)]
     print(json.dumps(found))
 
 

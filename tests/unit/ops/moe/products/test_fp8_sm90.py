@@ -8,11 +8,12 @@ import pytest
 import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.cases import changed
-from tests.unit.ops.moe.products.fp8_cases import CASES, Case, inputs_of
+from tests.unit.ops.moe.products.fp8_cases import CASES, Case, inputs_of, wrong
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.formats import SIDE, Weights, quantized_rows
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.fp8_sm90.kernel import KERNEL, configs, plan
 
@@ -25,6 +26,40 @@ def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
     found = interpreted("ops/moe/products/fp8_cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert set(found) == set(map(str, CASES))
+
+
+def _cut(sums: torch.Tensor) -> torch.Tensor:
+    """The sums in the 14 bits that Hopper's fp8 instructions keep."""
+    mantissa, exponent = torch.frexp(sums)
+    return torch.ldexp((mantissa * 2**14).trunc(), exponent - 14)
+
+
+def _product(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, two_levels: bool) -> torch.Tensor:
+    """Rows times weights by instructions of 32, whose sums are of 128 columns, or else of all of them."""
+    row_codes, of_rows = quantized_rows(rows)
+    total = torch.zeros(rows.shape[0], codes.shape[0])
+    for block, (one, two) in enumerate(zip(row_codes.split(SIDE, 1), codes.split(SIDE, 1), strict=True)):
+        by = of_rows[:, block, None] * scale[:, block].repeat_interleave(SIDE)
+        sums = torch.zeros_like(total)
+        for left, right in zip(one.float().split(32, 1), two.float().split(32, 1), strict=True):
+            if two_levels:
+                sums = _cut(sums + left @ right.T)
+            else:
+                total = _cut(total + by * (left @ right.T))
+        total = total + by * sums
+    return total
+
+
+@pytest.mark.parametrize("two_levels", [True, False])
+def test_sums_of_a_whole_depth_in_tensor_cores_are_found(two_levels: bool) -> None:
+    """A mistake planted in the sums alone: DeepSeek-V3's depth of 7168, in the bounds of the cases."""
+    inputs = inputs_of(Case("moe t8 e1 k1 d7168 f256 bf16 w:fp8_block_w8a8"))
+    x, w1, w2, weights, *_, s1, s2 = inputs.tensors
+    assert s1 is not None
+    assert s2 is not None
+    gate, up = _product(x, *Weights(w1[0], s1[0]), two_levels).chunk(2, 1)
+    out = weights * _product(torch.nn.functional.silu(gate) * up, *Weights(w2[0], s2[0]), two_levels)
+    assert (wrong(inputs, out.bfloat16()) == []) is two_levels
 
 
 @pytest.mark.parametrize(
