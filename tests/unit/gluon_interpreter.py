@@ -13,7 +13,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from itertools import product
 from math import prod
-from threading import Condition, Thread
+from threading import Condition, Thread, local
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
 from flashmoe_science.ops.launch import Pointer
 
 WAIT_S = 60
-_CP_ASYNC_THREADS = 128  # of a producer that copies by cp.async
+_partition = local()  # its threads
 _run = SimpleNamespace()  # of the program that runs: its indices, the grid, the condition of all barriers, what failed
 
 
@@ -134,6 +134,7 @@ class Descriptor:
         """Of a tile at a place, which shared memory is for, what is in the tensor: there, and in shared memory."""
         first, size = list(map(int, place)), self.dtype.itemsize
         assert memory.shape == self.block_type.shape
+        assert first[-1] * size % 16 == 0, "the copy engine begins at a multiple of 16 bytes"
         assert self._shape[0] != MOST_ROWS or first[0] == RAGGED_ROWS.value
         low = [max(one, 0) for one in first]
         ends = [min(one + count, most) for one, count, most in zip(first, memory.shape, self._shape, strict=True)]
@@ -265,7 +266,8 @@ def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: An
 
 
 def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
-    def run(function: Any, arguments: Any) -> None:
+    def run(function: Any, arguments: Any, warps: int) -> None:
+        _partition.threads = 32 * warps
         try:
             function(*arguments)
         except BaseException as error:
@@ -273,7 +275,7 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
                 _run.failed.append(error)
                 _run.changed.notify_all()
 
-    threads = [Thread(target=run, args=one) for one in partitions]
+    threads = [Thread(target=run, args=(*one, count)) for one, count in zip(partitions, (4, *warps), strict=True)]
     for one in threads:
         one.start()
     for one in threads:
@@ -336,7 +338,7 @@ _NAMES = {
     "tma_store": _copy_out,
     "tma_add": _copy_add,
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
-    "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
+    "cp_async_arrive": lambda barrier, increment_count: barrier.add(_partition.threads, 0),
     "warpgroup_mma": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
     **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
