@@ -98,7 +98,7 @@ def _quantize(active, memory, meeting, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _tile(
-    scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, TOKENS: gl.constexpr,
+    scales, out_desc, out_scales, partial, flags, memory, pairs, segment, state, meeting, TOKENS: gl.constexpr,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -129,7 +129,7 @@ def _tile(
             meeting += 1
             if CONSUMER == 0:
                 row = segment.row + gl.arange(0, TOKENS, scale.type.layout)
-                gl.store(out_scales + segment.column * stride + row, scale, mask=row < segment.end)
+                gl.store(out_scales + segment.column * pairs + row, scale, mask=row < segment.end)
             column = segment.column * STEP + CONSUMER * HALF
             store(active.permute((1, 0)), out_desc, segment.row, segment.end, column, buffers, 0)
     return state, meeting
@@ -137,14 +137,14 @@ def _tile(
 
 @gluon.jit
 def consume(
-    scales, out_desc, out_scales, partial, flags, memory, stride,
+    scales, out_desc, out_scales, partial, flags, memory, pairs,
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The rows of weights of one consumer in every segment of this program; the strides are those of the weights' scales,
-    ``stride`` that of the result's. Without ``FUNCTION`` products are stored as they are; with it half of the rows are gates,
-    the others their ups, whose scales are ``UPS`` rows after."""
+    """The rows of weights of one consumer in every segment of this program; the strides are those of the weights' scales.
+    Without ``FUNCTION`` products are stored as they are; with it half of the rows are gates, the others their ups, whose scales
+    are ``UPS`` rows after."""
     MOST: gl.constexpr = memory.a.shape[1]
     numbers: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
@@ -154,12 +154,12 @@ def consume(
         iteration += 1
         if MOST > _BOTH and segment.end - segment.row <= _BOTH:  # as in the last tile of an expert
             state, meeting = _tile(
-                scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, _BOTH,
+                scales, out_desc, out_scales, partial, flags, memory, pairs, segment, state, meeting, _BOTH,
                 CONSUMER, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, FUNCTION, ALPHA, LIMIT,
             )  # fmt: skip
         else:
             state, meeting = _tile(
-                scales, out_desc, out_scales, partial, flags, memory, stride, segment, state, meeting, MOST,
+                scales, out_desc, out_scales, partial, flags, memory, pairs, segment, state, meeting, MOST,
                 CONSUMER, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, FUNCTION, ALPHA, LIMIT,
             )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, numbers))

@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.descriptors import ragged, template, vector
+from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.launch import Build, Encoder, Pointer, address, allocator, stand_in, workspace_allocator
 from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
@@ -29,9 +29,8 @@ from flashmoe_science.ops.moe.products.fp8_sm90.memory import STEP
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.rows import RowCounts
 
-_LEAST_SCALES = 32  # of a copy: what shared memory takes begins at a multiple of 128 bytes
 Tile = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of the copy engine: a consumer's codes, shape and strides
-# bind(counts) of a product: launch(a, scales of a, w, out, scales of w, scales of out, partial, flags, tables)
+# bind(counts) of a product: launch(a, w, out, scales of a, of w, of out, partial, flags, tables)
 Product = Callable[[RowCounts], KernelLaunch]
 
 
@@ -75,25 +74,24 @@ def _product(
     gpu, early = current_gpu(x.device), starts_early(x)
     assert gpu is not None
     values = *constexprs.values(), config["group"], config["num_stages"], CONSUMER_REGISTERS, PRODUCER_REGISTERS
-    a, of_a, w = template((tokens, STEP.value), "e4m3"), vector(max(tokens, _LEAST_SCALES)), template(tile[0], "e4m3")
+    a, w = template((tokens, STEP.value), "e4m3"), template(tile[0], "e4m3")
     out = template((1, 1, tokens, HALF.value), result)
-    pointers = stand_in(scale), *map(Pointer, (torch.float32, torch.float32, torch.int32, torch.int32))
-    arguments = a, of_a, w, out, *pointers, 2, 2, *values
+    of_a, *others = map(Pointer, (torch.float32, torch.float32, torch.float32, torch.int32, torch.int32))
+    arguments = a, w, out, of_a, stand_in(scale), *others, 2, 2, *values
     build = Build(function, arguments, num_warps=4, maxnreg=AT_LAUNCH, launch_pdl=early)
-    encode_w, encode_out = build.encoder(2, w, *tile[1:]), build.encoder(3, out, *ragged((0, width), (width, 1)))
+    encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))
 
     @lru_cache(64)
-    def encoders_of_a(of_rows: int) -> tuple[Encoder, Encoder]:
-        """Maps of more rows would let the copy engine read past the end of their memory."""
-        scales = quantize.scales_of(of_rows, depth)
-        return build.encoder(0, a, (of_rows, depth), (depth, 1)), build.encoder(1, of_a, (scales,), (1,))
+    def encoder_of_a(of_rows: int) -> Encoder:
+        """A map of more rows would let the copy engine read past the end of their memory."""
+        return build.encoder(0, a, (of_rows, depth), (depth, 1))
 
     def bind(counts: RowCounts) -> KernelLaunch:
-        encode_a, encode_scales = encoders_of_a(counts.pairs)
+        encode_a = encoder_of_a(counts.pairs)
         start = build.bound((programs(gpu), 1, 1), counts.pairs, counts.tiles, *values)
 
-        def launch(a: Any, of_a: Any, w: Any, out: Any, *pointers: Any) -> None:
-            start(*encode_a(a), *encode_scales(of_a), *encode_w(w), *encode_out(out), *pointers)
+        def launch(a: Any, w: Any, out: Any, *pointers: Any) -> None:
+            start(*encode_a(a), *encode_w(w), *encode_out(out), *pointers)
 
         return launch
 
@@ -120,8 +118,8 @@ def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Pro
             memory, tables, tokens, active, of_tokens, of_active, products, sums, flags = take()  # kept to the end of this call
             sort(address(ids), tables)
             quantise(address(x), tokens, of_tokens, flags, tables)
-            up(tokens, of_tokens, address(w1), active, address(gate_up_scale), of_active, sums, flags, tables)
-            down(active, of_active, address(w2), products, address(down_scale), of_active, sums, flags, tables)
+            up(tokens, address(w1), active, of_tokens, address(gate_up_scale), of_active, sums, flags, tables)
+            down(active, address(w2), products, of_active, address(down_scale), of_active, sums, flags, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out

@@ -15,12 +15,13 @@ BLOCK = gl.constexpr(256)  # rows of weights of a tile
 STEP = gl.constexpr(128)  # K of a stage, which a block of weights and one of tokens share a scale in
 CONSUMERS = gl.constexpr(2)
 _NUMBERS = gl.constexpr(len(Segment._fields))
+_ARRIVALS = gl.constexpr(1 + 32)  # at a full stage: of the copy engine, and of each thread that copies scales
 
 
 class Memory(NamedTuple):
-    """``w`` [stages * consumers, *a consumer's codes of a stage], ``a`` [stages, tokens, STEP], ``of_a`` [stages, scales of a
-    copy], ``out`` [consumers, *a store], ``largest`` [2 * consumers, tokens]; barriers [stages, 1] of full and of empty stages,
-    and [1, 1] of consumers that meet; the mailbox by which the producer publishes segments."""
+    """``w`` [stages * consumers, *a consumer's codes of a stage], ``a`` [stages, tokens, STEP], ``of_a`` [stages, tokens],
+    ``out`` [consumers, *a store], ``largest`` [2 * consumers, tokens]; barriers [stages, 1] of full and of empty stages, and
+    [1, 1] of consumers that meet; the mailbox by which the producer publishes segments."""
 
     w: Any
     a: Any
@@ -34,16 +35,16 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def make_memory(a_desc, of_a_desc, w_desc, out_desc, STAGES: gl.constexpr, MEET: gl.constexpr):
+def make_memory(a_desc, w_desc, out_desc, STAGES: gl.constexpr, MEET: gl.constexpr):
     """``MEET``: whether consumers tell each other numbers of their tokens."""
-    TOKENS: gl.constexpr = a_desc.block_type.shape[0] if MEET else 1
+    TOKENS: gl.constexpr = a_desc.block_type.shape[0]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     w = gl.allocate_shared_memory(w_desc.dtype, [CONSUMERS * STAGES] + w_desc.block_type.shape, w_desc.layout)
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)
-    of_a = gl.allocate_shared_memory(gl.float32, [STAGES] + of_a_desc.block_type.shape, of_a_desc.layout)
+    of_a = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], plain)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    largest = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, TOKENS], plain)
-    full, empty = make_barriers(STAGES, CONSUMERS)
+    largest = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, TOKENS if MEET else 1], plain)
+    full, empty = make_barriers(STAGES, CONSUMERS, _ARRIVALS)
     met = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(met.index(0), count=CONSUMERS)
     mailbox = make_mailbox(_NUMBERS, CONSUMERS)

@@ -1,6 +1,6 @@
 """The tokens of fp8 products: e4m3 with an fp32 scale to 128 columns, in the order of ``rows.py``.
 
-Shapes: x [T, H] -> codes [P, H], scales [H / 128 rounded up, P rounded up to 4], those of a step's rows beside each other.
+Shapes: x [T, H] -> codes [P, H], scales [H / 128 rounded up, P], those of a step's rows beside each other.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def flashmoe_moe_quantize(
     quotients = tl.math.div_rn(values, tl.broadcast_to(scale[:, None], [BLOCKS, BLOCK]))
     made = quotients.to(tl.float8e4nv)
     row_of_pair = tables_of(tables, pairs, EXPERTS, tiles).row_of_pair
-    stride = (pairs + 3) // 4 * 4
     for place in tl.static_range(TOP_K):
         row = tl.load(row_of_pair + token * TOP_K + place)
         tl.store(codes + row.to(tl.int64) * DEPTH + k, made, mask=(row >= 0) & (k < DEPTH))
-        tl.store(scales + block * stride + row, scale, mask=(row >= 0) & (block * BLOCK < DEPTH))
+        tl.store(scales + block * pairs + row, scale, mask=(row >= 0) & (block * BLOCK < DEPTH))
     if (token == 0) & (tl.program_id(1) == 0):
         number = tl.arange(0, triton.next_power_of_2(FLAGS))
         tl.store(flags + number, 0, mask=number < FLAGS)
@@ -53,7 +52,7 @@ def flashmoe_moe_quantize(
 
 def scales_of(rows: int, depth: int) -> int:
     """Elements of the scales of rows that have been quantised."""
-    return cdiv(depth, BLOCK.value) * (cdiv(rows, 4) * 4)
+    return cdiv(depth, BLOCK.value) * rows
 
 
 def build(x: torch.Tensor, experts: int, top_k: int, flags: int, early_start: bool) -> Callable[[RowCounts], KernelLaunch]:
