@@ -18,6 +18,7 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.moe import fused_moe as fused_moe
     from flashmoe_science.moe import grouped_moe as grouped_moe
     from flashmoe_science.moe import quantize_experts as quantize_experts
+    from flashmoe_science.moe import repack_experts as repack_experts
     from flashmoe_science.moe import route as route
     from flashmoe_science.moe import z_loss as z_loss
     from flashmoe_science.nn import FlashMoELayer as FlashMoELayer
@@ -51,6 +52,7 @@ _MODULES = {  # of each public name
     "grouped_moe": "moe",
     "merge_attention": "attention",
     "quantize_experts": "moe",
+    "repack_experts": "moe",
     "route": "moe",
     "scaled_dot_product_attention": "attention",
     "warmup": "ahead",

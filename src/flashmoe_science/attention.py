@@ -136,7 +136,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     kernel: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Attention with the signature and the semantics of FlashAttention 2's ``flash_attn_func``.
 
     Args:
@@ -144,7 +144,7 @@ def flash_attn_func(
         k, v: [batch, seqlen_k, heads_kv, head_dim] (v may have another head_dim); heads_kv divides heads.
         softmax_scale: of the scores; head_dim ** -0.5 by default.
         causal: the last query sees the last key (aligned bottom-right); a query that sees no key gets zeros.
-        return_attn_probs: also return the log-sum-exp, and None in the place of the dropout mask.
+        return_attn_probs: also return the log-sum-exp, and with ``dropout_p`` the weights, for tests.
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
@@ -153,7 +153,9 @@ def flash_attn_func(
         deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
 
     Returns:
-        out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
+        out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32,
+        weights): with ``dropout_p`` the softmax [batch, heads, seqlen_q, seqlen_k] in q's dtype, negative where it is left out,
+        else None.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
@@ -178,11 +180,12 @@ def flash_attn_func(
         options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
         if alibi_slopes is not None:
             tensors = Tensors(*views, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
+    weights = None
     if dropout_p != 0.0:
-        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+        out, lse, weights = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
     else:
         out, lse = attend(tensors, options, softmax_scale)
-    return (out, lse, None) if lse is not None else out
+    return (out, lse, weights) if lse is not None else out
 
 
 def merge_attention(

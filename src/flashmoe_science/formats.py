@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["mxfp4", "fp8_block", "fp8_block_w8a8", "fp8_channel", "int4_g32", "int4_g128"]
+WeightFormat = Literal[
+    "mxfp4", "fp8_block", "fp8_block_w8a8", "fp8_channel", "int4_g32", "int4_g128", "int4_g32_zero", "int4_g128_zero"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +15,16 @@ class Format:
     """A weight is its code's value times the scale of its block, ``block`` rows by columns of a matrix [out, in], None of which
     are all.
 
-    ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter. ``w8a8``:
-    what weights are multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row.
+    ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter.
+    ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 where there is none. ``w8a8``: what weights are
+    multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row.
     """
 
     name: WeightFormat
     bits: int
     block: tuple[int, int | None]
     scale_bits: int
+    zero_bits: int = 0
     w8a8: bool = False
 
     @property
@@ -34,9 +38,9 @@ class Format:
         return self.block[1] if self.block[0] == 1 else None
 
     def bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix, scales included."""
+        """Bytes of a matrix, scales and zero points included."""
         blocks = -(-rows // self.block[0]) * -(-columns // (self.block[1] or columns))
-        return (rows * columns * self.bits + blocks * self.scale_bits) // 8
+        return (rows * columns * self.bits + blocks * (self.scale_bits + self.zero_bits)) // 8
 
 
 FORMATS: dict[str, Format] = {
@@ -47,4 +51,7 @@ FORMATS: dict[str, Format] = {
     # Integers from -8 to 7 with a 16-bit scale to 32 or 128, as compressed-tensors packs them.
     "int4_g32": Format("int4_g32", 4, (1, 32), 16),
     "int4_g128": Format("int4_g128", 4, (1, 128), 16),
+    # From 0 to 15, less a zero point, which is of 4 bits too.
+    "int4_g32_zero": Format("int4_g32_zero", 4, (1, 32), 16, 4),
+    "int4_g128_zero": Format("int4_g128_zero", 4, (1, 128), 16, 4),
 }

@@ -120,7 +120,7 @@ class Kernel(Generic[P, I, O]):
     workspace: Callable[[P, Config], int] = field(default=lambda problem, config: 0)
     suits: Callable[[P, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
-    slow: bool = False  # a peer that is measured only when asked for: the plain maths, or minutes of compilation
+    slow: bool = False  # a peer that is measured only when asked for: the plain maths, a slower mode, minutes of compilation
     on_cpu: bool = False  # a peer that is worth timing on a CPU
     absent: Callable[[], str | None] = field(default=lambda: None)
     # Whether an automatic choice takes a peer where records have it faster; "if allowed": where FLASHMOE_PEERS is 1.

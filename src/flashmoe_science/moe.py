@@ -14,15 +14,15 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.adapted import experts_adapted
-from flashmoe_science.ops.moe.front.formats import in_format, out_of_format
+from flashmoe_science.ops.moe.front.formats import Layout, in_format, out_of_format, out_of_layout
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
 from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
 __all__ = [
-    "balance_loss", "dequantize_experts", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "quantize_experts", "route",
-    "z_loss",
+    "balance_loss", "dequantize_experts", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "quantize_experts",
+    "repack_experts", "route", "z_loss",
 ]  # fmt: skip
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]
@@ -48,6 +48,8 @@ def fused_moe(
     adapters: tuple[Adapter | None, Adapter | None] | None = None,
     gate_up_scale: torch.Tensor | None = None,
     down_scale: torch.Tensor | None = None,
+    gate_up_zero_point: torch.Tensor | None = None,
+    down_zero_point: torch.Tensor | None = None,
     weight_format: str | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
@@ -83,17 +85,21 @@ def fused_moe(
             sum is not formed, nor a gradient of the weights; a and b have gradients. Served by PyTorch's grouped products.
         weight_format: None for weights of the dtype of ``hidden_states``; else the checkpoint's tensors as they lie:
             "mxfp4", codes [E, N, K / 2] or [E, N, K / 32, 16] of bytes (the low four bits are the even column), scales
-            [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, e8m0 or its
-            bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
+            [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, bf16, e8m0 or
+            its bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
             ceil(H / 128)]: where both are as many, and 128 does not divide I, the latter; "fp8_block_w8a8", the same, and what
             they are multiplied by is quantised in the call: hidden_states, and what is activated, are e4m3 with an fp32 scale
             to 128 columns, as in DeepSeek-V3, which changes a result by some 4% of the RMS; nothing has a gradient then;
             "fp8_channel", such codes, scales fp32 or bf16, [E, N] or [E, N, 1] of rows, [E], [E, 1] or [E, 1, 1] of a matrix,
-            [E, 2] of gates and of ups; "int4_g32" and "int4_g128", codes int32 [E, N, K / 8], eight integers plus 8 with the
-            first in the lowest four bits, scales bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128], as compressed-tensors'
-            weight_packed without zero points or g_idx; a weight is rounded to the dtype. Such weights have no gradients; those
-            of the rest are computed by PyTorch's operators, of dequantised weights.
+            [E, 2] or [E, 2, 1] of gates and of ups;
+            "int4_g32" and "int4_g128", codes int32 [E, N, K / 8], eight integers plus 8 with the first in the lowest four bits,
+            scales bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128], as compressed-tensors' weight_packed without g_idx; a
+            weight is rounded to the dtype; "int4_g32_zero" and "int4_g128_zero", the same with zero points. Such weights have
+            no gradients; those of the rest are computed by PyTorch's operators, of dequantised weights. ``repack_experts``
+            makes int4 of GPTQ's and AWQ's layouts.
         gate_up_scale, down_scale: the scales of such weights.
+        gate_up_zero_point, down_zero_point: int32 [E, N / 8, K / 32] or [E, N / 8, K / 128], those of eight rows, the first in
+            the lowest four bits, as compressed-tensors' weight_zero_point: what is subtracted from the bits of a weight.
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -102,8 +108,8 @@ def fused_moe(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     # In the order of Tensors and Options, which a cached call does not make.
-    scales = gate_up_scale, down_scale
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *scales)
+    of_weights = gate_up_scale, down_scale, gate_up_zero_point, down_zero_point
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *of_weights)
     options = (activation, transposed, interleaved, alpha, limit, kernel, recompute, weight_format)
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)
@@ -124,7 +130,7 @@ def quantize_experts(
 
     Codes are the nearest, ties to even. The scales of mxfp4 are OCP's, 2^(floor(log2 of a block's largest magnitude) - 2);
     those of fp8 blocks and channels the largest magnitude / 448 in fp32; those of int4 the largest magnitude / 7.5 in bf16, as
-    compressed-tensors has them.
+    compressed-tensors has them, and with zero points a fifteenth of what a block's weights and 0 span.
 
     Args:
         gate_up_proj, down_proj: [E, 2I, H] (or [E, I, H]) and [E, H, I], fp32, bf16 or fp16.
@@ -144,6 +150,8 @@ def dequantize_experts(
     down_scale: torch.Tensor,
     weight_format: str,
     *,
+    gate_up_zero_point: torch.Tensor | None = None,
+    down_zero_point: torch.Tensor | None = None,
     interleaved: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +160,42 @@ def dequantize_experts(
     Raises:
         TypeError, ValueError: an argument that is not allowed.
     """
-    return out_of_format(gate_up_proj, down_proj, gate_up_scale, down_scale, weight_format, interleaved, dtype)
+    of_weights = {
+        "gate_up_scale": gate_up_scale, "down_scale": down_scale, "gate_up_zero_point": gate_up_zero_point,
+        "down_zero_point": down_zero_point,
+    }  # fmt: skip
+    return out_of_format(gate_up_proj, down_proj, of_weights, weight_format, interleaved, dtype)
+
+
+def repack_experts(
+    layout: Layout,
+    gate_up_qweight: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    gate_up_qzeros: torch.Tensor,
+    down_qweight: torch.Tensor,
+    down_scales: torch.Tensor,
+    down_qzeros: torch.Tensor,
+    *,
+    gate_up_g_idx: torch.Tensor | None = None,
+    down_g_idx: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Experts of GPTQ or AWQ in int4: the keyword arguments of ``fused_moe`` that are their weights, for which all is copied
+    once. Without zero points where all of them are 8, as symmetric checkpoints have them; to know it waits for the host.
+
+    Args:
+        layout: "gptq", "gptq_v2" (whose zero points are not stored less one) or "awq".
+        gate_up_qweight, down_qweight: int32, of GPTQ [E, H / 8, 2I] and [E, I / 8, H], of AWQ [E, H, 2I / 8] and [E, I, H / 8]:
+            the checkpoint's, experts stacked, and of gates and ups the columns of all gates, then of all ups.
+        gate_up_scales, down_scales: [E, H / 32, 2I] and [E, I / 32, H], or one to 128 rows.
+        gate_up_qzeros, down_qzeros: int32, an eighth as wide. Those of "gptq" are made ones of "gptq_v2" as GPTQModel makes
+            them: to a word of eight 0x11111111 is added.
+        gate_up_g_idx, down_g_idx: of GPTQ [E, H] and [E, I], the group of each row; rows in another order are refused.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed.
+    """
+    first = gate_up_qweight, gate_up_scales, gate_up_qzeros, gate_up_g_idx
+    return out_of_layout(layout, first, (down_qweight, down_scales, down_qzeros, down_g_idx))
 
 
 def grouped_moe(

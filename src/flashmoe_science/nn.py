@@ -11,6 +11,7 @@ from torch import nn
 from flashmoe_science.moe import fused_moe, quantize_experts
 from flashmoe_science.ops.calls import without_autocast
 from flashmoe_science.ops.moe.call import check_activation
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
 from flashmoe_science.ops.moe.route.route import route
 from flashmoe_science.ops.moe.route.spec import Normalize, Scoring, options_of
@@ -29,7 +30,7 @@ class FlashMoELayer(nn.Module):
     State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
     [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
     [1, H, S]. The router is computed in fp32, under torch.autocast too, and the selection bias stays so when
-    the layer is cast. After ``quantize`` both projections of the experts are codes, with ``gate_up_scale`` and ``down_scale``.
+    the layer is cast. After ``quantize`` both projections of the experts are codes, with their scales and zero points.
 
     Args:
         hidden_size: H, the model's width.
@@ -52,6 +53,8 @@ class FlashMoELayer(nn.Module):
     down_proj: torch.Tensor
     gate_up_scale: torch.Tensor | None
     down_scale: torch.Tensor | None
+    gate_up_zero_point: torch.Tensor | None
+    down_zero_point: torch.Tensor | None
     weight_format: str | None = None
 
     def __init__(
@@ -102,7 +105,7 @@ class FlashMoELayer(nn.Module):
 
         self.router_weight = weight(num_experts, hidden_size)
         bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
-        for name, buffer in (("selection_bias", bias), ("gate_up_scale", None), ("down_scale", None)):
+        for name, buffer in {"selection_bias": bias, **dict.fromkeys(OF_WEIGHTS)}.items():
             self.register_buffer(name, buffer)
         self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
         self.down_proj = weight(num_experts, hidden_size, intermediate_size)
@@ -162,7 +165,7 @@ class FlashMoELayer(nn.Module):
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
         weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
-        form: Any = {"gate_up_scale": self.gate_up_scale, "down_scale": self.down_scale, "weight_format": self.weight_format}
+        form: Any = {name: getattr(self, name) for name in OF_WEIGHTS} | {"weight_format": self.weight_format}
         out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **form, **self._experts)
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(hidden_states, self.shared_gate_up_proj, self.shared_down_proj)

@@ -1,23 +1,23 @@
 """FlashAttention-2's functions of packed tensors: keys and values, or queries too, in one tensor.
 
-Arguments and results are FlashAttention-2's, each function ``flash_attn_func`` or ``flash_attn_varlen_func`` of views. The mask
-of dropout, the third result with ``return_attn_probs``, is None.
+Arguments and results are FlashAttention-2's, each function ``flash_attn_func`` or ``flash_attn_varlen_func`` of views.
 """
 
 from __future__ import annotations
 
 import torch
 
+from flashmoe_science import serving
 from flashmoe_science.attention import flash_attn_func
-from flashmoe_science.serving import flash_attn_varlen_func
 
 __all__ = [
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 ]
-_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def flash_attn_qkvpacked_func(
@@ -39,7 +39,7 @@ def flash_attn_qkvpacked_func(
         qkv: [batch, seqlen, 3, heads, head_dim]. The others as of ``flash_attn_func``.
 
     Returns:
-        As that function's; with ``return_attn_probs`` (out, lse, None).
+        As that function's; with ``return_attn_probs`` (out, lse, the weights of ``flash_attn_func``).
 
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
@@ -70,7 +70,7 @@ def flash_attn_kvpacked_func(
             The others as of ``flash_attn_func``.
 
     Returns:
-        As that function's; with ``return_attn_probs`` (out, lse, None).
+        As that function's; with ``return_attn_probs`` (out, lse, the weights of ``flash_attn_func``).
 
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
@@ -101,7 +101,7 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: [total, 3, heads, head_dim]. The others as of ``flash_attn_varlen_func``.
 
     Returns:
-        As that function's; with ``return_attn_probs`` (out, lse, None).
+        As that function's; with ``return_attn_probs`` (out, lse, the weights of ``flash_attn_func``).
 
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
@@ -135,18 +135,50 @@ def flash_attn_varlen_kvpacked_func(
         q: [total_q, heads, head_dim]. kv: [total_k, 2, heads_kv, head_dim]. The others as of ``flash_attn_varlen_func``.
 
     Returns:
-        As that function's; with ``return_attn_probs`` (out, lse, None).
+        As that function's; with ``return_attn_probs`` (out, lse, the weights of ``flash_attn_func``).
 
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
     k, v = _checked("kv", kv, ("total_k", "2", "heads_kv", "head_dim")).unbind(-3)
-    result = flash_attn_varlen_func(
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, kernel=kernel)
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    *,
+    kernel: str | None = None,
+) -> _Result:
+    """``flashmoe_science.flash_attn_varlen_func`` with FlashAttention-2's order of arguments.
+
+    Returns:
+        As that function's; with ``return_attn_probs`` (out, lse, the weights of ``flash_attn_func``).
+    """
+    result = serving.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=window_size, softcap=softcap, deterministic=deterministic, return_attn_probs=return_attn_probs,
-        alibi_slopes=alibi_slopes, dropout_p=dropout_p, kernel=kernel,
+        block_table=block_table, alibi_slopes=alibi_slopes, dropout_p=dropout_p, kernel=kernel,
     )  # fmt: skip
-    return (*result, None) if isinstance(result, tuple) else result
+    if isinstance(result, torch.Tensor):
+        return result
+    out, lse, *weights = result
+    return out, lse, weights[0] if weights else None
 
 
 def _split(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:

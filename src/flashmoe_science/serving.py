@@ -89,7 +89,7 @@ def flash_attn_varlen_func(
     s_aux: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     kernel: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of packed sequences of any lengths, one after another, with FlashAttention-3's signature and semantics.
 
     Args:
@@ -106,7 +106,7 @@ def flash_attn_varlen_func(
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         num_splits: into how many splits the keys are cut; 1 for a result that does not depend on the batch; 0 for our choice,
             by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.
-        return_attn_probs: also return the log-sum-exp.
+        return_attn_probs: also return the log-sum-exp, and with ``dropout_p`` the weights, as FlashAttention-2.
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
@@ -118,7 +118,8 @@ def flash_attn_varlen_func(
             (head_dim + head_dim_v) ** -0.5. k and v are copied into one tensor for it.
 
     Returns:
-        out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32).
+        out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32), and
+        with ``dropout_p`` also the weights [batch, heads, longest query, longest key], as of ``flash_attn_func``.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
@@ -187,14 +188,17 @@ def flash_attn_varlen_func(
         tokens_first=True, names=VARLEN_NAMES,
     )  # fmt: skip
     tensors = with_chunks(tensors, options, attention_chunk)
+    weights = None
     if dropout_p != 0.0:
-        out, lse = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
+        out, lse, weights = attend_with_dropout(tensors, options, softmax_scale, dropout_p)
     else:
         out, lse = attend(tensors, options, softmax_scale, store=store)
     if used is not None:
         out = torch.where(used.used[:, None, None], out.index_select(0, used.place), 0.0)
         lse = None if lse is None else torch.where(used.used, lse.index_select(1, used.place), -torch.inf)
-    return out if lse is None else (out, lse)
+    if lse is None:
+        return out
+    return (out, lse) if weights is None else (out, lse, weights)
 
 
 def flash_attn_with_kvcache(

@@ -34,6 +34,7 @@ AROUND = {
     ("moe_grouped_triton", "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block"): ["moe_down", "moe_combine", "moe_rows"],
     ("moe_grouped_triton", "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel"): ["moe_down", "moe_combine", "moe_rows"],
     ("moe_grouped_triton", "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128"): ["moe_down", "moe_combine", "moe_rows"],
+    ("moe_grouped_triton", "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128_zero"): ["moe_down", "moe_combine", "moe_rows"],
     ("moe_grouped_triton", "moe t1024 e128 k8 d2048 f768 fp16"): ["moe_down", "moe_combine", "moe_rows", "moe_count"],
 }
 

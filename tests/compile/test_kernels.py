@@ -26,9 +26,9 @@ from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
-# Files of their own build all that the experts' backward launches, and a kernel that serves by name alone.
-BY_NAME = "bwd_fused_gluon_sm90"
-BUILT = tuple(kernel for one in OPERATIONS if one.name != "moe_backward" for kernel in one.ours() if kernel.name != BY_NAME)
+# Files of their own build all that the experts' backward and Hopper's fused one launch.
+FUSED = "bwd_fused_gluon_sm90"
+BUILT = tuple(kernel for one in OPERATIONS if one.name != "moe_backward" for kernel in one.ours() if kernel.name != FUSED)
 MEASURED, OLDER, NEWER, OTHERS = "h200", "l4", "b200", ("a100",)
 ONLY_BUILT = ("a10", "rtx5090")  # sm_86 and sm_120
 
@@ -94,6 +94,8 @@ BRANCHES = (
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
     "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32",
+    "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128_zero",
+    "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32_zero",
 )
 NEWEST_TOO = {MEASURED: BRANCHES, OLDER: UNEVEN}
 REST = (

@@ -21,7 +21,7 @@ from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
 NEWER = pytest.mark.xfail(
-    machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 56 and 32"
+    machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 32 and 48"
 )
 # An odd number of keys: elements of the bias are read one at a time.
 SPILLS_OF_ODD_BIAS = 136 if machine_code.VERSION == "3.6" else 80
@@ -33,25 +33,26 @@ def problem(text: str) -> AttentionProblem:
     return found
 
 
-# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 24 of the capped D 256, 56 of the
-# capped D 128 with two masks, and 48 of D 96 with two and three programs a processor, else none or 8; Triton 3.9's as many as
-# are allowed here. Where three consumers spill, the loop over keys is ordered to save registers, and is 9% slower.
+# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 16 of the capped D 256, else none or
+# 8 without a bias; Triton 3.9's as many as are allowed here. Where three consumers spill, the loop over keys is ordered to save
+# registers, and is 9% slower.
 @pytest.mark.parametrize(
     ("text", "spills"),
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
         pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
-        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=(*AGAIN, NEWER)),
+        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 0, marks=(*AGAIN, NEWER)),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
-        ("attn b2 h16 q512 k513 d96 bf16 causal", 48),
+        pytest.param("attn b4 h32 q6000 d64 bf16 causal packed", 0, marks=NEWER),
+        ("attn b2 h16 q512 k513 d96 bf16 causal", 0),
         *(
-            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 104 if width == "d160" else 24, marks=AGAIN)
+            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 40 if width == "d160" else 16, marks=AGAIN)
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
-        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=(*AGAIN, NEWER)),
-        pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 80, marks=AGAIN),
-        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
+        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 8, marks=(*AGAIN, NEWER)),
+        pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 56, marks=AGAIN),
+        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 40, marks=AGAIN),
         ("attn b2 h16 q2048 d64 bf16 bias", 0),
         pytest.param("attn b2 h16 q2048 d64 bf16 boolmask", 0, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", SPILLS_OF_ODD_BIAS, marks=AGAIN),

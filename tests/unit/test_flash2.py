@@ -11,6 +11,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.bert_padding import pad_input, unpad_input
+from flashmoe_science.integrations import flash_attn
 
 EQUAL: dict[str, float] = {"rtol": 0, "atol": 0}
 
@@ -82,6 +83,39 @@ def test_dropout_and_gradients_reach_the_packed_tensor() -> None:
         assert fm.explain(call, packed).reason.startswith("dropout_p is 0.3")
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 1)}, {"alibi_slopes": randn(4).abs()}])
+def test_with_dropout_the_weights_are_returned_and_tell_what_was_left_out(options: dict[str, Any]) -> None:
+    k, v = KV.unbind(2)
+    dense = fm.flash_attn_func(Q, k, v, 0.3, **options, return_attn_probs=True)
+    packed = flash_attn.flash_attn_varlen_func(ROWS, *flat(k, v), CU_Q, CU, 5, 7, 0.3, **options, return_attn_probs=True)
+    for out, _, weights in (dense, packed):
+        assert weights is not None
+        left = (weights < 0.0).sum() / (weights != 0.0).sum()
+        assert 0.15 < left < 0.45, left
+        kept = weights.clamp(min=0.0) / 0.7
+        right = torch.einsum("bhqk,bkhd->bqhd", kept, v.repeat_interleave(2, 2))
+        torch.testing.assert_close(out.reshape(Q.shape), right)
+        torch.testing.assert_close(weights.abs().sum(-1), torch.ones(2, 4, 5))
+
+
+def test_flash_attention_2s_order_is_taken_by_its_module() -> None:
+    k, v = KV.unbind(2)
+    rows, keys, values = flat(Q, k, v)
+    out = flash_attn.flash_attn_varlen_func(rows, keys, values, CU_Q, CU, 5, 7, 0.0, 0.3, True)
+    torch.testing.assert_close(out.reshape(Q.shape), fm.flash_attn_func(Q, k, v, softmax_scale=0.3, causal=True))
+    out, lse, none = flash_attn.flash_attn_varlen_func(rows, keys, values, CU_Q, CU, 5, 7, return_attn_probs=True)
+    assert (none, lse.shape) == (None, (4, 10))
+    lengths, table = i32(7, 3), i32(0, 1)[:, None]
+    got = flash_attn.flash_attn_with_kvcache(
+        Q, k, v, None, None, None, None, lengths, None, None, table, 0.3, True, (4, 0), 2.0, True, randn(4).abs(), 1, True
+    )
+    right = fm.flash_attn_with_kvcache(
+        Q, k, v, cache_seqlens=lengths, page_table=table, softmax_scale=0.3, causal=True, window_size=(4, 0), softcap=2.0,
+        alibi_slopes=randn(4).abs(), num_splits=1, return_softmax_lse=True,
+    )  # fmt: skip
+    torch.testing.assert_close(got, right, **EQUAL)
+
+
 def test_the_signatures_are_flash_attention_2s() -> None:
     last = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     for function, first in (
@@ -89,6 +123,7 @@ def test_the_signatures_are_flash_attention_2s() -> None:
         (fm.flash_attn_kvpacked_func, "q kv"),
         (fm.flash_attn_varlen_qkvpacked_func, "qkv cu_seqlens max_seqlen"),
         (fm.flash_attn_varlen_kvpacked_func, "q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"),
+        (flash_attn.flash_attn_func, "q k v"),
     ):
         parameters = inspect.signature(function).parameters
         assert list(parameters) == [*f"{first} {last}".split(), "kernel"]

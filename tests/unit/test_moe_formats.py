@@ -11,10 +11,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 
 E, H, K, T = 4, 160, 2, 9
-FORMS = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32")
-WIDTHS = [("mxfp4", 96), ("fp8_block", 96), ("fp8_block", 200), ("fp8_block", 300), ("fp8_channel", 75), ("int4_g32", 96)]
+FORMS = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero")
+WIDTHS = [
+    ("mxfp4", 96),
+    ("fp8_block", 96),
+    ("fp8_block", 200),
+    ("fp8_block", 300),
+    ("fp8_channel", 75),
+    ("int4_g32", 96),
+    ("int4_g32_zero", 96),
+]
 GPT_OSS: dict[str, Any] = {"activation": "clamped_silu", "interleaved": True}
 
 
@@ -35,8 +44,9 @@ def given(form: str, width: int = 96, dtype: torch.dtype = torch.bfloat16, **opt
 def dense(call: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same call with dequantised weights, in the dtype."""
     interleaved = call.get("interleaved", False)
-    names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale", "weight_format")
-    w1, w2 = dequantize_experts(**{name: call[name] for name in names}, interleaved=interleaved, dtype=dtype)
+    names = ("gate_up_proj", "down_proj", *OF_WEIGHTS, "weight_format")
+    given = {name: call[name] for name in names if name in call}
+    w1, w2 = dequantize_experts(**given, interleaved=interleaved, dtype=dtype)
     rest = {name: one for name, one in call.items() if name not in names}
     return rest | {"hidden_states": call["hidden_states"].to(dtype), "gate_up_proj": w1, "down_proj": w2}
 
@@ -84,6 +94,9 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
     floats = {name: 2.0 ** (one.float() - 127) for name, one in e8m0.items()}
     assert torch.equal(fm.fused_moe(**call | powers), fm.fused_moe(**call | floats))
     assert torch.equal(fm.fused_moe(**call | e8m0), fm.fused_moe(**call | floats))
+    narrow = {name: call[name].bfloat16() for name in e8m0}  # as Qwen3's have them
+    wide = {name: one.float() for name, one in narrow.items()}
+    assert torch.equal(fm.fused_moe(**call | narrow), fm.fused_moe(**call | wide))
 
 
 @pytest.mark.parametrize("width", [96, 200, 256])
@@ -135,6 +148,7 @@ def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints(
         "down_scale": whole["down_scale"][:, None].repeat(1, H),
     }
     right = fm.fused_moe(**call | rows)
+    assert torch.equal(fm.fused_moe(**call | whole | {"gate_up_scale": whole["gate_up_scale"][..., None]}), right)
     for down in (one[:, None], one[:, None, None], one):
         for _ in range(2):  # the second by the launch that the first stored
             assert torch.equal(fm.fused_moe(**call | whole | {"down_scale": down / 448}), right)
@@ -280,8 +294,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"down_scale": torch.zeros(E, 2)},
         "has shape (4, 2); it must be [4, 160, 1], or [4, 160], or [4], or [4, 1]",
     ),
-    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2]"),
+    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2], or [4, 2, 1]"),
     ("fp8_channel", {"interleaved": True, "gate_up_scale": torch.zeros(E, 2)}, "it must be [4, 192, 1], or [4, 192], or [4]"),
+    ("fp8_block", {"gate_up_scale": torch.zeros(E, 2, 2).half()}, "it must be float32 or bfloat16 or float8_e8m0fnu or uint8"),
     ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).half()}, "it must be float32 or bfloat16"),
     ("int4_g32", {"gate_up_scale": torch.zeros(E, 192, 4)}, "gate_up_scale has shape (4, 192, 4); it must be [4, 192, 5]"),
     ("int4_g32", {"weight_format": "int4_g128"}, "gate_up_proj has 160 columns; int4_g128 needs a multiple of 128"),
@@ -292,6 +307,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("int4_g32", {"down_proj": torch.zeros(E, H, 3, 4, dtype=torch.int32)}, "it must be [E, N, K / 8]"),
     ("int4_g32", {"down_scale": torch.zeros(E, H, 3).double()}, "it must be float32 or bfloat16 or float16"),
+    (
+        "int4_g32",
+        {"weight_format": "int4_g32_zero"},
+        "is 'int4_g32_zero' and gate_up_zero_point is None; a format and both zero",
+    ),
+    ("int4_g32_zero", {"weight_format": "int4_g32"}, "is 'int4_g32' and gate_up_zero_point is given; a format and both zero"),
+    ("int4_g32_zero", {"down_zero_point": None}, "weight_format is 'int4_g32_zero' and down_zero_point is None"),
+    ("int4_g32_zero", {"down_zero_point": [0]}, "down_zero_point is a list; it must be a torch.Tensor"),
+    ("int4_g32_zero", {"down_zero_point": torch.zeros(E, H, 3, dtype=torch.int8)}, "has dtype torch.int8; it must be int32"),
+    (
+        "int4_g32_zero",
+        {"down_zero_point": torch.zeros(E, H, 3, dtype=torch.int32)},
+        "down_zero_point has shape (4, 160, 3); it must be [4, 20, 3]",
+    ),
     ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),
@@ -328,7 +357,7 @@ def test_the_operator_is_as_pytorch_wants_one_and_counts_its_weights() -> None:
     """PyTorch cannot compare what is e4m3."""
     call = given("mxfp4")
     names = ("gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
-    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"]
+    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"], None, None
     for grad in (False, True):
         x = call["hidden_states"].clone().requires_grad_(grad)
         torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest, "silu", True, False, 1.702, 7.0))

@@ -6,6 +6,7 @@ kept in Triton's own cache on disk, so that a second build costs milliseconds.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -20,6 +21,9 @@ from flashmoe_science.hardware.gpus import WARP, Gpu
 
 if TYPE_CHECKING:
     from flashmoe_science.kernel import CompileJob
+
+
+_HASHED: set[int] = set()  # functions by ``id``: those of a module live as long as the process
 
 
 class CompilerUnavailable(RuntimeError):
@@ -82,7 +86,23 @@ def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
 def build_key(job: CompileJob, gpu: Gpu) -> Hashable:
     """Equal for jobs that are one build for ``gpu``, as a launch tells them apart (``JITFunction.run``)."""
     _, specialization, options = _specialized(job, _target(gpu))
-    return job.function, str(specialization), str(options)
+    return job.function.fn, str(specialization), str(options)
+
+
+def hash_callees_first(function: Any) -> None:
+    """Have Triton hash what a kernel calls before the kernel, whose key on disk is the same in every process then.
+
+    Triton adds the globals of a called function to its caller's hash only where the called one was hashed before, by another
+    kernel (``DependenciesFinder._update_hash`` of 3.6 to 3.9): what one process built another did not find.
+    """
+    if id(function) in _HASHED or not (hasattr(function, "parse") and hasattr(type(function), "cache_key")):
+        return
+    _HASHED.add(id(function))
+    for node in ast.walk(function.parse()):  # with annotations, which Triton follows too
+        called = function.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+        for one in vars(called).values() if isinstance(called, type) else (called,):
+            hash_callees_first(one)
+    function.cache_key  # noqa: B018  # Triton keeps it
 
 
 def _target(gpu: Gpu) -> Any:
@@ -110,6 +130,7 @@ def _compile(job: CompileJob, gpu: Gpu) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource  # public from Triton 3.9 on
 
     function, target = job.function, _target(gpu)
+    hash_callees_first(function)
     bound, specialization, options = _specialized(job, target)
     options, *described = function._pack_args(make_backend(target), options, bound, specialization, options)
     source = (GluonASTSource if function.is_gluon() else ASTSource)(function, *described)

@@ -127,8 +127,10 @@ def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]
         raise ValueError(
             f"{type(experts).__name__} has scales and weights of {codes}; they must be float8_e4m3fn, int8 or uint8"
         )
-    if form == "fp8_block" and (block is None or list(block) != [128, 128]):
-        raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128]")
+    if form == "fp8_block" and block is None:
+        form = "fp8_channel"  # a scale to all gates, to all ups and to down_proj
+    elif form == "fp8_block" and list(block or ()) != [128, 128]:
+        raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128] or None")
     scales = (getattr(experts, f"{name}{layout.scales}").detach() for name in (layout.first, "down_proj"))
     return dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"weight_format": form}
 

@@ -44,7 +44,8 @@ from flashmoe_science.problem import Problem
 
 MODULE = "flashmoe_science.measure.oracle"
 _DRAWS_S = 20.0  # after which no more of the plain maths are made
-_KEPT_BYTES = 4 * 2**30  # of references that are kept: those of one exam, but for the longest problems
+_KEPT_BYTES = 4 * 2**30  # of references that a CPU keeps: those of one exam, but for the longest problems
+_KEPT_SHARE = 8  # of a GPU's memory: the references of an exam of a backward, fp64, are some 10 GB
 
 
 class Oracle:
@@ -56,6 +57,8 @@ class Oracle:
     def __init__(self, handover: Handover, device: torch.device | None = None) -> None:
         self._device = bench_here().device if device is None else device
         self._handover = handover
+        on_gpu = self._device.type == "cuda"
+        self._kept = torch.cuda.mem_get_info(self._device)[1] // _KEPT_SHARE if on_gpu else _KEPT_BYTES
         self._references: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
 
     def command(self, do: str) -> Callable[..., dict[str, Any]]:
@@ -159,7 +162,7 @@ class Oracle:
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
             self._references[case] = expected(references, plains, caps, roundings)
             size = sum(one.value.nbytes for one in self._references[case])
-            while len(self._references) > 2 and size * len(self._references) > _KEPT_BYTES:
+            while len(self._references) > 2 and size * len(self._references) > self._kept:
                 self._references.popitem(last=False)
         return self._references[case]
 

@@ -1,10 +1,12 @@
 """Weights in a format of ``formats.py`` as tensors: exact dequantisation and reference quantisers, by PyTorch's operators.
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
-[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes e4m3fn
-[..., N, K]; scales fp32 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16 [..., N], or
-[..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest four bits, 8
-more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128].
+[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes
+float8_e4m3fn [..., N, K]; scales fp32, bf16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32
+or bf16 [..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the
+lowest four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero
+points: from such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32
+[..., ceil(N / 8), K / 32 or K / 128], those of eight rows, the first in the lowest four bits.
 
 Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as
 where a checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken
@@ -29,20 +31,26 @@ _SUBNORMAL, _NAN = 0x400000, 0x7FC00000  # fp32: 2^-127, and what is no number
 
 
 class Weights(NamedTuple):
-    """Weights and their scales."""
+    """Weights, their scales and, if their format has them, zero points."""
 
     codes: torch.Tensor
     scale: torch.Tensor
+    zero_point: torch.Tensor | None = None
+
+    def of(self, expert: int) -> Weights:
+        """Those of one expert."""
+        return Weights(self.codes[expert], self.scale[expert], None if self.zero_point is None else self.zero_point[expert])
 
 
-def format_of(codes: torch.Tensor, scale: torch.Tensor | None) -> Format | None:
+def format_of(codes: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None = None) -> Format | None:
     """The format of weights; None of those without scales."""
     if scale is None:
         return None
     if codes.dtype == torch.uint8:
         return FORMATS["mxfp4"]
     if codes.dtype == torch.int32:
-        return FORMATS[f"int4_g{columns_of(codes) // scale.shape[-1]}"]
+        zero = "" if zero_point is None else "_zero"
+        return FORMATS[f"int4_g{columns_of(codes) // scale.shape[-1]}{zero}"]
     return FORMATS["fp8_block" if scale.dim() == codes.dim() else "fp8_channel"]
 
 
@@ -60,15 +68,17 @@ def has_own_scales(rows: int, scale_rows: int) -> bool:
 def dequantized(weights: Weights, dtype: torch.dtype, halves: bool = False) -> torch.Tensor:
     """[..., N, K], each code times its scale: exact in fp64, else rounded to fp32, then to the dtype. ``halves``: the rows may
     be two halves."""
-    codes, scale = weights
+    codes, scale, zero_point = weights
     wide = torch.promote_types(dtype, torch.float32)
     scale = (_powers(scale) if scale.dtype == torch.uint8 else scale).to(wide)
     form = format_of(codes, scale)
     if form is FORMATS["fp8_channel"]:
         return (codes.to(wide) * scale.repeat_interleave(codes.shape[-2] // scale.shape[-1], -1)[..., None]).to(dtype)
     if codes.dtype == torch.int32:
-        integers = (codes[..., None] >> torch.arange(0, 32, 4, device=codes.device) & 15).flatten(-2) - 8
-        return (integers.to(wide) * scale.repeat_interleave(integers.shape[-1] // scale.shape[-1], -1)).to(dtype)
+        integers = unpacked(codes)
+        group = integers.shape[-1] // scale.shape[-1]
+        zero = 8 if zero_point is None else unpacked(zero_point.mT).mT[..., : codes.shape[-2], :].repeat_interleave(group, -1)
+        return ((integers - zero).to(wide) * scale.repeat_interleave(group, -1)).to(dtype)
     if form is FORMATS["mxfp4"]:
         signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=wide, device=codes.device)
         values = signed[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
@@ -86,18 +96,18 @@ def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: 
     mxfp4: the scale is 2^(floor(log2 of the block's largest magnitude) - 2), as OCP has it, so that codes saturate at 6. fp8
     blocks and channels: the largest magnitude / 448 as fp32, 1 of a block of zeros; with ``powers``, of blocks, the next power
     of two, as e8m0. ``halves``, of blocks: each half of the rows by itself. int4: the largest magnitude / 7.5 as bf16, as
-    compressed-tensors has it.
+    compressed-tensors has it; with zero points, from the least to the largest, 0 among them, / 15.
     """
     if form.name == "mxfp4":
         return _mxfp4(weight.float())
     if form.name == "fp8_channel":
-        codes, scale = _e4m3(weight.float(), (1, weight.shape[-1]), powers=False)
-        return Weights(codes, scale.squeeze(-1))
+        rows = _e4m3(weight.float(), (1, weight.shape[-1]), powers=False)
+        return rows._replace(scale=rows.scale.squeeze(-1))
     if form.group:
-        return _int4(weight.float(), form.group)
+        return _int4_from_zero(weight.float(), form.group) if form.zero_bits else _int4(weight.float(), form.group)
     parts = weight.chunk(2, -2) if halves else (weight,)
     made = [_e4m3(one.float(), (SIDE, SIDE), powers) for one in parts]
-    return Weights(*(torch.cat(one, -2) for one in zip(*made, strict=True)))
+    return Weights(*(torch.cat([getattr(one, name) for one in made], -2) for name in ("codes", "scale")))
 
 
 def quantized_rows(x: torch.Tensor) -> Weights:
@@ -131,8 +141,32 @@ def _int4(weight: torch.Tensor, group: int) -> Weights:
     scale = (groups.abs().amax(-1) / 7.5).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale)
     codes = (groups / scale[..., None]).nan_to_num().round().clamp(-8, 7).int() + 8
-    places = codes.flatten(-2).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
-    return Weights(places.sum(-1, dtype=torch.int32), scale)
+    return Weights(packed(codes.flatten(-2)), scale)
+
+
+def _int4_from_zero(weight: torch.Tensor, group: int) -> Weights:
+    groups = weight.unflatten(-1, (-1, group))
+    least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = ((largest - least) / 15).bfloat16()
+    scale = torch.where(scale == 0, 1.0, scale)
+    zero = (-least / scale).nan_to_num().round().clamp(0, 15)
+    codes = ((groups / scale[..., None]).nan_to_num().round() + zero[..., None]).clamp(0, 15).int()
+    rows = torch.nn.functional.pad(zero.int().mT, (0, -zero.shape[-2] % 8))
+    return Weights(packed(codes.flatten(-2)), scale, packed(rows).mT.contiguous())
+
+
+def packed(integers: torch.Tensor) -> torch.Tensor:
+    """int32 [..., K / 8] of integers from 0 to 15, the first in the lowest four bits."""
+    places = integers.int().unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32, device=integers.device)
+    words: torch.Tensor = places.sum(-1, dtype=torch.int32)
+    return words
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """The integers [..., K] that ``packed`` put into words [..., K / 8]."""
+    places = torch.bitwise_right_shift(words[..., None], torch.arange(0, 32, 4, dtype=torch.int32, device=words.device))
+    integers: torch.Tensor = (places & 15).flatten(-2)
+    return integers
 
 
 def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.calls import is_plain, needs_grad
 from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
@@ -40,6 +43,7 @@ def context_attention(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     deterministic: bool = True,
+    workspace: ContextWorkspace | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries to the whole sequence. Every rank of the group calls it, with the same options.
 
@@ -63,6 +67,8 @@ def context_attention(
         max_seqlen: no document is longer; by default ``seqlen``.
         deterministic: the gradients too have equal bits in equal calls, on a GPU by a backward of ours, or the call is refused.
             With False PyTorch's may serve them, on a GPU with a mask of a chunk's queries by its keys.
+        workspace: with ``exchange="keys"``, copies keys and values between GPUs of one host in place of messages, those that
+            only the later chunk needs while the earlier one is computed. Gradients go back by messages.
 
     Returns:
         out in the shape of q with the width of v.
@@ -82,14 +88,20 @@ def context_attention(
         tokens_first=True, names=_NAMES,
     )  # fmt: skip
     check_table(cu_seqlens, "cu_seqlens", (None,), q)
-    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange)
+    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange, workspace)
     cut = _agreed_cut(q, k, v, call, group, layout, seqlen)
     if exchange == "heads":
         return _by_heads(q, k, v, call, cut)
     keys = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
-    of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, keys)
-    own = zip(cut.own(), keys[cut.group.rank()], q.split(cut.sizes(), -3), of_k, of_v, strict=True)
-    return torch.cat([_attend(*one, call) for one in own], -3)
+    of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, keys, workspace)
+    whole, queries = _new_output(q, k, v, call), q.split(cut.sizes(), -3)
+    parts = queries if whole is None else whole.split(cut.sizes(), -3)
+    found = []
+    for n, (chunk, needed) in enumerate(zip(cut.own(), keys[cut.group.rank()], strict=True)):
+        if workspace is not None:
+            workspace.wait(needed)
+        found.append(_attend(chunk, needed, queries[n], of_k[n], of_v[n], call, None if whole is None else parts[n]))
+    return torch.cat(found, -3) if whole is None else whole
 
 
 class _Call(NamedTuple):
@@ -101,6 +113,7 @@ class _Call(NamedTuple):
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     exchange: str
+    workspace: ContextWorkspace | None
 
 
 def _tokens_first(x: torch.Tensor) -> torch.Tensor:
@@ -115,8 +128,18 @@ def _keys(chunk: range, seqlen: int, options: Options) -> range:
     return range(first, seqlen if right is None else min(seqlen, chunk.stop + right))
 
 
-def _attend(chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor:
-    """The attention of a chunk of queries to its keys, tokens first."""
+def _new_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor | None:
+    """The result, which chunks are written into; None where they are to be joined: for gradients, under autocast, and where a
+    chunk of the result is not laid out as one of its own."""
+    apart = needs_grad(q, k, v, call.sinks) or torch.is_autocast_enabled(q.device.type) or not is_plain(q, k, v)
+    dense = q.is_contiguous() and (q.dim() == 3 or q.shape[0] == 1)
+    return None if apart or not dense else q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _attend(
+    chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The attention of a chunk of queries to its keys, tokens first; in ``out`` where it is given."""
     options, starts = call.options, call.cu_seqlens
     windowed = options.window_left is not None or options.window_right is not None
     # A window counts from the last key: queries are added up to there, and their results dropped.
@@ -131,8 +154,10 @@ def _attend(chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torc
         tensors = Tensors(packed_view(q), packed_view(k), packed_view(v), starts_q, starts_k, sinks=call.sinks)
         most = k.shape[0] if call.max_seqlen is None else call.max_seqlen
         options = options._replace(max_seqlen_q=min(most, q.shape[0]), max_seqlen_k=min(most, k.shape[0]))
-    out = attend(tensors, options, call.softmax_scale)[0]
-    return out.narrow(-3, 0, len(chunk)) if behind else out
+    place = out if out is not None and not behind and out.data_ptr() % 16 == 0 else None
+    found = attend(tensors, options, call.softmax_scale, out=place)[0]
+    found = found.narrow(-3, 0, len(chunk)) if behind else found
+    return found if out is None or found is out else out.copy_(found)
 
 
 def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> torch.Tensor:
@@ -170,6 +195,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     if call.exchange not in ("keys", "heads"):
         raise ValueError(f"exchange is {call.exchange!r}; it must be one of keys, heads")
     ranks = cut.group.size()
+    if call.workspace is not None:
+        _check_workspace(call.workspace, k, v, call, cut)
     for name, one in (("q", q), ("k", k), ("v", v)):
         if call.exchange == "heads" and one.shape[-2] % ranks:
             raise ValueError(
@@ -183,11 +210,23 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
         raise ValueError(f"cu_seqlens ends at {last}; it must be of the whole sequence and end at {cut.seqlen}")
 
 
+def _check_workspace(workspace: object, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> None:
+    if not isinstance(workspace, ContextWorkspace):
+        raise TypeError(f"workspace is {workspace!r}; it must be a ContextWorkspace or None")
+    if call.exchange != "keys":
+        raise ValueError(f"workspace is given and exchange is {call.exchange!r}; it must be 'keys'")
+    if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(cut.group):
+        raise ValueError(f"workspace is of a group of ranks {ranks}, and group is another")
+    if (size := sum(sizes_of([_tokens_first(k), _tokens_first(v)], cut))) > workspace.max_bytes:
+        raise ValueError(f"k and v take {size} bytes on a rank; the workspace is for at most {workspace.max_bytes}")
+
+
 def _facts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, layout: str, seqlen: int | None
 ) -> dict[str, object]:
     """What must be the same on every rank, by name: else messages do not fit, or ranks compute different things."""
     facts: dict[str, object] = {"layout": layout, "exchange": call.exchange, "seqlen": seqlen}
+    facts["workspace is None"] = call.workspace is None
     if seqlen is None:
         facts["the number of tokens of a shard without seqlen"] = q.shape[-3]
     for name, one in (("q", q), ("k", k), ("v", v)):

@@ -92,7 +92,8 @@ def context_decode(
     )  # fmt: skip
     wide = torch.promote_types(out.dtype, lse.dtype)
     part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
-    parts = Collectives(ranks).gather(part).unflatten(0, (count, -1))
+    (parts,) = Collectives(ranks).gather(part)
+    parts = parts.unflatten(0, (count, -1))
     return merged(parts[..., :-1].unbind(), parts[..., -1].unbind())[0].to(out.dtype)
 
 

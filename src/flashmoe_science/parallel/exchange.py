@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from flashmoe_science.parallel.copies import ContextWorkspace
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of
 
 Tensors = Sequence[torch.Tensor]
@@ -34,7 +35,9 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
     return whole.movedim(0, dim)
 
 
-def fetch(shards: Tensors, held: Cut, wanted: list[list[range]]) -> list[list[torch.Tensor]]:
+def fetch(
+    shards: Tensors, held: Cut, wanted: list[list[range]], workspace: ContextWorkspace | None = None
+) -> list[list[torch.Tensor]]:
     """The tokens that this rank wants, of each shard one tensor for each of its ranges. Every rank of the group calls it.
 
     Differentiable. The gradients of a token are added up in fp32, in the order of the ranks that wanted it: equal calls give
@@ -43,25 +46,31 @@ def fetch(shards: Tensors, held: Cut, wanted: list[list[range]]) -> list[list[to
     Args:
         shards: this rank's, [tokens, ...].
         wanted: of each rank, none empty. What ranges of a rank have in common is fetched once.
+        workspace: what copies the tokens in place of messages; its ``wait`` must be called for each range before it is read.
     """
-    flat = _Fetch.apply(held, wanted, *shards)  # type: ignore[no-untyped-call]
+    flat = _Fetch.apply(held, wanted, workspace, *shards)  # type: ignore[no-untyped-call]
     count = len(wanted[held.group.rank()])
     return [list(flat[first : first + count]) for first in range(0, len(flat), count)]
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: Cut, wanted: list[list[range]], *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, held: Cut, wanted: list[list[range]], workspace: ContextWorkspace | None, *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = held, wanted
         joined = [_joined(ranges) for ranges in wanted]
         own = joined[held.group.rank()]
-        chunks = [shard.contiguous().split(held.sizes()) for shard in shards]
         buffers = [[shard.new_empty(len(one), *shard.shape[1:]) for one in own] for shard in shards]
-        _move(
-            held.group, held.chunks, joined,
-            lambda n, rows: [_rows(of[n], rows) for of in chunks],
-            lambda n, rows: [_rows(of[n], rows) for of in buffers],
-        )  # fmt: skip
+        if workspace is not None:
+            workspace.start(shards, held, own, buffers)
+        else:
+            chunks = [shard.contiguous().split(held.sizes()) for shard in shards]
+            _move(
+                held.group, held.chunks, joined,
+                lambda n, rows: [_rows(of[n], rows) for of in chunks],
+                lambda n, rows: [_rows(of[n], rows) for of in buffers],
+            )  # fmt: skip
         return tuple(_found(of, own, one) for of in buffers for one in wanted[held.group.rank()])
 
     @staticmethod
@@ -85,7 +94,7 @@ class _Fetch(torch.autograd.Function):
             for n, rows, part in parts:
                 _rows(chunks[n], rows).add_(part[i])
             found.append(total.to(first.dtype))
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _joined(ranges: list[range]) -> list[range]:

@@ -15,12 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from flashmoe_science.moe import fused_moe
-from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.calls import autocast
 from flashmoe_science.ops.moe.call import Options, Tensors, checked
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
-from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.transport import of_places, sums_of
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
@@ -79,7 +78,8 @@ def _reduced(
 ) -> torch.Tensor:  # fmt: skip
     everyones_x, everyones_weights, local_ids = _Gather.apply(workspace, x, weights, ids)  # type: ignore[no-untyped-call]
     partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
-    return _sum_of_ranks(_Exchange.apply(workspace, partial), workspace, x.shape[0])  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Sum.apply(workspace, partial, x.shape[0])  # type: ignore[no-untyped-call]
+    return out
 
 
 def _exact(
@@ -178,10 +178,10 @@ class _Gather(torch.autograd.Function):
         wide, top_k = torch.promote_types(x.dtype, torch.float32), workspace.top_k
         # An id of 64 bits may have another's lower half.
         in_range = ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
-        routing = _gathered(torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1), workspace, -1)
+        routing = torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1)
+        everyones_x, routing = workspace.transport.gather(_padded(x, workspace), _padded(routing, workspace, -1))
         everyones_weights = routing[:, top_k:].contiguous().view(wide)
         local_ids = routing[:, :top_k] - workspace.first_expert
-        everyones_x = _gathered(x, workspace)
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
         wanted = ((everyones_x, needs_x), (everyones_weights, needs_weights), (local_ids, False))
         ctx.mark_non_differentiable(*(one for one, needed in wanted if not needed))
@@ -193,44 +193,36 @@ class _Gather(torch.autograd.Function):
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
 
         def summed(gradient: torch.Tensor) -> torch.Tensor:
-            return _sum_of_ranks(ctx.workspace.transport.exchange(gradient.contiguous()), ctx.workspace, ctx.tokens)
+            return ctx.workspace.transport.summed(gradient.contiguous(), ctx.tokens)  # type: ignore[no-any-return]
 
         of_x = summed(dx) if needs_x else None
         return None, of_x, summed(dweights).to(ctx.dtype) if needs_weights else None, None
 
 
-def _gathered(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:
-    """[N * max_tokens, ...] of all ranks' tensors [T, ...]; what a rank lacks is ``fill``, or has no value."""
+def _padded(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:
+    """A tensor [T, ...] as [max_tokens, ...], contiguous; what it lacks is ``fill``, or has no value."""
     if (tokens := own.shape[0]) < workspace.max_tokens:
         places = own.new_empty(workspace.max_tokens, *own.shape[1:])
         places[:tokens] = own
         if fill is not None:
             places[tokens:] = fill
         own = places
-    return workspace.transport.gather(own.contiguous())
+    return own.contiguous()
 
 
-class _Exchange(torch.autograd.Function):
-    """What this rank is given by each, in their order, of what it has for each: [N * L, ...]."""
+class _Sum(torch.autograd.Function):
+    """[T, H], the sums of the ranks' rows [N * max_tokens, H], in fp32 (fp64 of fp64) and in the order of the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, workspace: ExpertWorkspace, partial: torch.Tensor, tokens: int) -> torch.Tensor:
         ctx.workspace = workspace
-        return workspace.transport.exchange(x.contiguous())
+        return workspace.transport.summed(partial.contiguous(), tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dreceived: torch.Tensor) -> Any:
-        return None, ctx.workspace.transport.exchange(dreceived.contiguous())
-
-
-def _sum_of_ranks(parts: torch.Tensor, workspace: ExpertWorkspace, tokens: int) -> torch.Tensor:
-    """The sum of the ranks' parts [N * max_tokens, ...] in their order, in fp32 (fp64 of fp64), of the first ``tokens``."""
-    first, *rest = parts.view(workspace.ranks, workspace.max_tokens, *parts.shape[1:])[:, :tokens].unbind()
-    total = first.to(torch.promote_types(first.dtype, torch.float32))
-    for part in rest:
-        total = total + part
-    return total.to(parts.dtype)
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        (everyones,) = ctx.workspace.transport.gather(_padded(dout, ctx.workspace, 0))
+        return None, everyones, None
 
 
 class _Combine(torch.autograd.Function):
@@ -242,22 +234,18 @@ class _Combine(torch.autograd.Function):
         ctx: Any, workspace: ExpertWorkspace, rows: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
         everyones_weights: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        received = workspace.transport.exchange(rows.contiguous())  # from each rank as many, zeros but for its experts'
         place = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
         from_rank = ids // workspace.local_experts * (workspace.max_tokens * workspace.top_k)
         here = (ids >= 0) & (ids < workspace.experts)
         row_of_pair = torch.where(here, place + from_rank, -1)
-        ctx.workspace, ctx.dtypes = workspace, (rows.dtype, weights.dtype)
-        on_cpu, needs_weights = not rows.is_cuda or bool(TRITON_MISSING), ctx.needs_input_grad[2]
-        of_pairs = _of_pairs(received, row_of_pair) if on_cpu or needs_weights else None
-        ctx.save_for_backward(of_pairs if needs_weights else None, everyones_weights)
-        if on_cpu:
-            assert of_pairs is not None
-            return weighted_sums(of_pairs, weights, here)
-        from flashmoe_science.ops.moe.combine import combined  # it brings Triton
-
-        sums: torch.Tensor = combined(received, weights.contiguous(), row_of_pair)
-        return sums
+        ctx.workspace, ctx.dtypes, of_pairs = workspace, (rows.dtype, weights.dtype), None
+        if not ctx.needs_input_grad[2]:
+            out = workspace.transport.summed(rows.contiguous(), len(ids), weights, row_of_pair)
+        else:
+            received = workspace.transport.exchange(rows.contiguous())
+            out, of_pairs = sums_of(received, weights, row_of_pair), of_places(received, row_of_pair)
+        ctx.save_for_backward(of_pairs, everyones_weights)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -266,13 +254,8 @@ class _Combine(torch.autograd.Function):
         of_rows, of_weights = ctx.dtypes
         drows = dweights = None
         if ctx.needs_input_grad[1]:
-            everyones = _gathered(dout, ctx.workspace)
+            (everyones,) = ctx.workspace.transport.gather(_padded(dout, ctx.workspace))
             drows = (everyones_weights[:, :, None] * everyones[:, None]).to(of_rows).flatten(0, 1)
         if of_pairs is not None:
             dweights = (of_pairs.to(everyones_weights.dtype) * dout[:, None]).sum(-1).to(of_weights)
         return None, drows, dweights, None, None
-
-
-def _of_pairs(rows: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """[T, K, H]; zeros where a pair has no row."""
-    return torch.where((row_of_pair >= 0)[:, :, None], rows[row_of_pair.clamp(min=0)], 0.0)

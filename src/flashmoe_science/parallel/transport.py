@@ -1,4 +1,4 @@
-"""What carries rows between ranks: each has one tensor of one size for all others, or for each other."""
+"""What carries rows between ranks: each has tensors of one size for all others, or one for each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import waiting
 
 # ``torch.distributed`` renames it in 2.13.
@@ -14,18 +16,30 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Transport(Protocol):
-    """``start``, ``rate``: seconds that an exchange takes at least, and bytes a second received beyond, between two H100 of one
-    host; None where not known."""
+    """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, between two
+    H100 of one host; None where not known. ``picks``: whether ``summed`` receives the rows that it sums, and no others."""
 
     start: float | None
     rate: float
+    picks: bool
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        """[N * L, ...], the tensors [L, ...] of all ranks in their order; contiguous ones, all of one shape."""
+    def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
+        """Of each tensor [L, ...] [N * L, ...], those of all ranks in their order; contiguous ones, of one shape on all."""
         ...
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """[N * L, ...], what this rank is given by each in their order, of x [N * L, ...], what it has for each."""
+        ...
+
+    def summed(
+        self, x: torch.Tensor, tokens: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[tokens, H], sums of rows of ``exchange(x)``, in fp32 and in their order.
+
+        Args:
+            weights: [tokens, K], of each row; None for 1.
+            places: [tokens, K], the rows of each sum, -1 for none; None for those of a token of each rank, in their order.
+        """
         ...
 
 
@@ -33,15 +47,17 @@ class Collectives:
     """By the collectives of torch.distributed."""
 
     rate = 260e9  # NCCL 2.28
+    picks = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.start: float | None = 70e-6 if "nccl" in dist.get_backend(group) else None
+        self.start: float | None = 210e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
 
-    def gather(self, own: torch.Tensor) -> torch.Tensor:
-        everyones = own.new_empty(self._group.size() * own.shape[0], *own.shape[1:])
+    def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
+        everyones = [one.new_empty(self._group.size() * one.shape[0], *one.shape[1:]) for one in own]
         with waiting(self._group, "gathering the ranks' rows"):
-            _all_gather(everyones, own, group=self._group)
+            for every, one in zip(everyones, own, strict=True):
+                _all_gather(every, one, group=self._group)
         return everyones
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,5 +66,34 @@ class Collectives:
             dist.all_to_all_single(received, x, group=self._group)
         return received
 
+    def summed(
+        self, x: torch.Tensor, tokens: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        received = self.exchange(x)
+        if places is None:
+            places = torch.arange(received.shape[0], device=x.device).view(self._group.size(), -1)[:, :tokens].t()
+        return sums_of(received, weights, places)
+
     def __repr__(self) -> str:
         return f"collectives of {dist.get_backend(self._group)}"
+
+
+def sums_of(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
+    """[T, H], the sums of the rows at the places, as of ``Transport.summed``."""
+    if not rows.is_cuda or TRITON_MISSING or rows.dtype == torch.float64:
+        found = of_places(rows, places)
+        if weights is not None:
+            return weighted_sums(found, weights, places >= 0)
+        first, *rest = found.unbind(1)
+        total = first.to(torch.promote_types(rows.dtype, torch.float32))
+        for part in rest:
+            total = total + part
+        return total.to(rows.dtype)
+    from flashmoe_science.ops.moe.combine import combined  # it brings Triton
+
+    return combined(rows, weights, places)
+
+
+def of_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[T, K, H], the rows at the places [T, K]; zeros where a place is below 0."""
+    return torch.where((places >= 0)[:, :, None], rows[places.clamp(min=0)], 0.0)

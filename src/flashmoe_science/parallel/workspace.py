@@ -7,16 +7,14 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.moe.call import DTYPES
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.layout import process_group
+from flashmoe_science.parallel.symmetric import why_no_symmetric
 from flashmoe_science.parallel.transport import Collectives, Transport
 
 Combine = Literal["exact", "reduced"]
-
-_EXCHANGES = 3  # of a forward
 
 
 class ExpertWorkspace:
@@ -68,8 +66,9 @@ class ExpertWorkspace:
         if transport == "symmetric":
             from flashmoe_science.parallel.peers import Peers  # it brings Triton
 
-            of_choice = max(hidden * dtype.itemsize, 8)  # a row that comes back, its weight and its id
-            self.transport = Peers(self.group, self.ranks * max_tokens * top_k * of_choice)
+            # Rows of choices that go back, the gradients of their weights, or tokens and their routing.
+            row, of_routing = hidden * dtype.itemsize, 16 * top_k + 16
+            self.transport = Peers(self.group, max_tokens * max(self.ranks * top_k * max(row, 8), row + of_routing))
 
     @property
     def local_experts(self) -> int:
@@ -84,12 +83,14 @@ class ExpertWorkspace:
         """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
         results = row if combine == "reduced" else self.top_k * row
+        if combine == "exact" and self.transport.picks:
+            results //= self.ranks  # the rows of a rank's experts, where choices are even
         return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
 
     def seconds(self, combine: Combine) -> float | None:
         """What a forward's exchanges take between GPUs of one host, predicted from what two H100 took; None where not known."""
         start, rate = self.transport.start, self.transport.rate
-        return None if start is None else _EXCHANGES * start + self.bytes_received(combine) / rate
+        return None if start is None else start + self.bytes_received(combine) / rate
 
     def __repr__(self) -> str:
         last, costs = self.first_expert + self.local_experts - 1, []
@@ -116,6 +117,5 @@ def _check(sizes: dict[str, int], dtype: object, ranks: int) -> None:
 def _check_transport(transport: object, group: dist.ProcessGroup) -> None:
     if transport not in ("collectives", "symmetric"):
         raise ValueError(f"transport is {transport!r}; it must be one of collectives, symmetric")
-    if transport == "symmetric" and ("nccl" not in dist.get_backend(group) or TRITON_MISSING):
-        words = TRITON_MISSING or f"the group's backend is {dist.get_backend(group)}, and not nccl"
+    if transport == "symmetric" and (words := why_no_symmetric(group)):
         raise ValueError(f"transport is 'symmetric', and {words}; it must be 'collectives'")

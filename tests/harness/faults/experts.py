@@ -7,14 +7,14 @@ from flashmoe_science.contract import contract
 from flashmoe_science.moe import dequantize_experts
 
 
-def _mixture(x, w1, w2, topk_weights, topk_ids, room=None, swapped=False):
+def _mixture(x, w1, w2, topk_weights, topk_ids, room=None, swapped=False, product=torch.matmul):
     """The mixture [tokens, hidden], of the first ``room`` tokens of each expert, gate and factor ``swapped`` or not."""
     out = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         tokens, place = (found[:room] for found in torch.nonzero(topk_ids == expert, as_tuple=True))
-        gate, up = (x[tokens] @ w1[expert].T).chunk(2, -1)
+        gate, up = product(x[tokens], w1[expert].T).chunk(2, -1)
         gate, up = (up, gate) if swapped else (gate, up)
-        down = ((silu(gate) * up) @ w2[expert].T) * topk_weights[tokens, place, None]
+        down = product(silu(gate) * up, w2[expert].T) * topk_weights[tokens, place, None]
         out.index_add_(0, tokens, down.to(x.dtype))
     return out
 
@@ -126,3 +126,28 @@ def moe_scales_of_the_block_before(x, w1, w2, topk_weights, topk_ids, *, gate_up
 def moe_swaps_nibbles(x, w1, w2, topk_weights, topk_ids, **format_of):
     """Takes the high four bits of a byte for the even column."""
     return _dequantised(x, w1 << 4 | w1 >> 4, w2 << 4 | w2 >> 4, topk_weights, topk_ids, **format_of)
+
+
+def _of_one_level(a, b):
+    """a b as tensor cores of 8 bits add it up: after each 32 products 14 bits are left of the sum."""
+    total = 0.0
+    for k in range(0, a.shape[1], 32):
+        total = total + a[:, k : k + 32] @ b[k : k + 32]
+        unit = 2.0 ** (total.abs().clamp(min=1e-300).log2().floor() - 13)
+        total = (total / unit).trunc() * unit
+    return total
+
+
+@contract("moe")
+def moe_sums_at_one_level(x, w1, w2, topk_weights, topk_ids, *, gate_up_scale, down_scale, weight_format):
+    """Leaves the sums of the whole depth to the tensor cores."""
+    scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale, "weight_format": weight_format}
+    weights = dequantize_experts(w1, w2, **scales, dtype=torch.float64)
+    return _mixture(x.double(), *weights, topk_weights.double(), topk_ids, product=_of_one_level).to(x.dtype)
+
+
+@contract("moe")
+def moe_reads_gptq_s_zero_points(x, w1, w2, topk_weights, topk_ids, *, gate_up_zero_point, down_zero_point, **format_of):
+    """Adds one to zero points, as those of GPTQ's first version ask for."""
+    more = {"gate_up_zero_point": gate_up_zero_point + 0x11111111, "down_zero_point": down_zero_point + 0x11111111}
+    return _dequantised(x, w1, w2, topk_weights, topk_ids, **more, **format_of)

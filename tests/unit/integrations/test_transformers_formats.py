@@ -11,6 +11,7 @@ from tests.unit.integrations.test_transformers import SIZES, TOKENS, calls, logi
 from transformers import FineGrainedFP8Config, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_fp8_linear
 
+import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
 
 __all__ = ["calls", "one_thread", "registered"]
@@ -55,6 +56,25 @@ def test_fp8_experts_are_the_dequantised_ones(config: dict[str, Any], form: str,
     assert torch.equal(*tokens)
 
 
+def test_scales_of_whole_matrices_are_served_and_scales_of_blocks_in_bf16() -> None:
+    torch.manual_seed(0)
+    states, routing = torch.randn(4, 160), (torch.randint(8, (4, 2)), torch.rand(4, 2))
+    for block, side, dtype in ((None, 160, torch.float32), ((128, 128), 128, torch.bfloat16)):
+        model = model_like(QWEN, "fms")
+        config = FineGrainedFP8Config(weight_block_size=block)
+        replace_with_fp8_linear(model, DENSE, config, pre_quantized=True)
+        experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
+        dense = {}
+        for name in ("gate_up_proj", "down_proj"):
+            codes, scale = (getattr(experts, name + suffix) for suffix in ("", "_scale_inv"))
+            codes.data, scale.data = (torch.randn(codes.shape) * 16).to(codes.dtype), (torch.rand(scale.shape) / 64).to(dtype)
+            high = 96 if name == "gate_up_proj" else side  # gates and ups each have scales of their own
+            wide = scale.double().repeat_interleave(high, 1).repeat_interleave(side, 2)
+            dense[name] = codes.double() * wide[:, : codes.shape[1], : codes.shape[2]]
+        right = fm.fused_moe(states.double(), **dense, top_k_weights=routing[1], top_k_ids=routing[0])
+        torch.testing.assert_close(experts(states, *routing).double(), right, rtol=1e-4, atol=1e-5 * right.abs().max().item())
+
+
 def test_in_bf16_it_is_as_near_to_fp32_as_the_dequantised_model() -> None:
     """The modules are cast but for the experts, of which ``to`` would cast codes too."""
     model, dense = in_fp8()
@@ -88,13 +108,16 @@ def test_it_compiles_into_one_graph() -> None:
     ("config", "words"),
     [
         ({"activation_scheme": "static"}, "down_proj_activation_scale, gate_up_proj_activation_scale, which would not be used"),
-        ({"weight_block_size": (64, 64)}, r"FP8Experts has block_size \(64, 64\); it must be \[128, 128\]"),
-        ({"weight_block_size": None}, r"FP8Experts has block_size None; it must be \[128, 128\]"),
+        ({"weight_block_size": (64, 64)}, r"FP8Experts has block_size \(64, 64\); it must be \[128, 128\] or None"),
+        (
+            {"weight_block_size": None, "scale_fmt": "ue8m0"},
+            "has dtype torch.float8_e8m0fnu and weight_format is 'fp8_channel'",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_in_words(config: dict[str, Any], words: str) -> None:
     model = model_like(QWEN, "fms")
     replace_with_fp8_linear(model, DENSE, FineGrainedFP8Config(**config), pre_quantized=True)
     experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         experts(torch.randn(2, 160), torch.zeros(2, 2, dtype=torch.int64), torch.rand(2, 2))

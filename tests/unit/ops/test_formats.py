@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
 
 from flashmoe_science.formats import FORMATS
-from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized, quantized_rows
+from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, format_of, quantized, quantized_rows
 
 MXFP4, FP8, CHANNEL = FORMATS["mxfp4"], FORMATS["fp8_block"], FORMATS["fp8_channel"]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -84,6 +85,50 @@ def test_int4_as_compressed_tensors_packs_it(group: int) -> None:
     off = (dequantized(made, torch.float64) - weight).abs() / made.scale.repeat_interleave(group, -1)
     assert off.max() < 0.54  # half a step, and of the scale's rounding what the largest has
     assert torch.equal(quantized(dequantized(made, torch.float32), FORMATS[f"int4_g{group}"]).codes[1, 4], made.codes[1, 4])
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_zero_points_of_int4_as_compressed_tensors_packs_them(group: int) -> None:
+    """Eight rows to an int32, the first lowest; a code from 0 to 15 less its block's zero point is multiplied."""
+    chance = Random(group)
+    rows, columns = 11, 3 * group  # the last five places have no rows
+    codes = [[chance.randrange(16) for _ in range(columns)] for _ in range(rows)]
+    zeros = [[chance.randrange(16) for _ in range(3)] for _ in range(rows)]
+    words = [[word(row[at : at + 8]) for at in range(0, columns, 8)] for row in codes]
+    of_rows = [[word([row[block] for row in zeros[at : at + 8]]) for block in range(3)] for at in (0, 8)]
+    scale = torch.tensor([[math.ldexp(1 + n + 2 * block, n) for block in range(3)] for n in range(rows)])
+    right = [
+        [(code - zeros[n][at // group]) * scale[n][at // group].item() for at, code in enumerate(row)]
+        for n, row in enumerate(codes)
+    ]
+    given = Weights(*(torch.tensor(one, dtype=torch.int64).int() for one in (words,)), scale, torch.tensor(of_rows).int())
+    assert format_of(*given) is FORMATS[f"int4_g{group}_zero"]
+    assert dequantized(given, torch.float64).tolist() == right
+
+
+def word(integers: list[int]) -> int:
+    """Up to eight, the first in the lowest four bits, as a signed integer of 32 bits."""
+    made = sum(one << 4 * place for place, one in enumerate(integers))
+    return made - 2**32 if made >= 2**31 else made
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_with_zero_points_is_read_back_within_half_a_step(group: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 20, 256) * 2.0 ** torch.randint(-40, 40, (3, 20, 1))
+    weight[0] += 2 * weight[0].abs().amax(-1, keepdim=True)  # of one sign: 0 is the least
+    weight[1, 4], weight[1, 5, 7] = 0, torch.nan
+    made = quantized(weight, FORMATS[f"int4_g{group}_zero"])
+    assert made.zero_point is not None
+    assert (made.codes.shape, made.zero_point.shape) == ((3, 20, 32), (3, 3, 256 // group))
+    assert (made.codes.dtype, made.scale.dtype, made.zero_point.dtype) == (torch.int32, torch.bfloat16, torch.int32)
+    got = dequantized(made, torch.float64)
+    off = (got - weight).abs() / made.scale.repeat_interleave(group, -1)
+    assert (got[1, 4] == 0).all()
+    assert got[1, 5, :group].isnan().all()
+    assert off.nan_to_num().max() < 0.6  # half a step, and of the scale's rounding what the largest has
+    symmetric = dequantized(quantized(weight, FORMATS[f"int4_g{group}"]), torch.float64)
+    assert (got[0] - weight[0]).norm() < 0.6 * (symmetric[0] - weight[0]).norm()
 
 
 def test_halves_of_rows_have_scales_of_their_own_where_no_blocks_divide_them() -> None:

@@ -58,6 +58,7 @@ class Function:
     __name__ = "function"
 
     def __init__(self, descriptors: int = 0, scratch: int = 0) -> None:
+        self.fn = self
         self.started: list[tuple[Any, ...]] = []
         self.warmed: list[tuple[Any, ...]] = []
         self.compiled = Compiled(self.started, descriptors, scratch)

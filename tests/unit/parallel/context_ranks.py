@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flashmoe_science import checkpoint_context, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.parallel import context_attention, positions, shard, unshard
+from flashmoe_science.parallel import ContextWorkspace, context_attention, positions, shard, unshard
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -191,6 +191,18 @@ def check_unshard(group: dist.ProcessGroup) -> list[str]:
     return wrong if torch.equal(own.grad, parts.sum().bfloat16().expand(2)) else [*wrong, "gradients are not added up in fp32"]
 
 
+def check_without_gradients(group: dist.ProcessGroup) -> list[str]:
+    """Chunks are written into one result where no gradient is asked for, and joined elsewhere: the same bits."""
+    wrong = []
+    for name in ("odd", "contiguous", "packed", "window", "sinks and soft cap"):
+        case = CASES[name]._replace(batch=1)
+        q, k, v, _, sinks = (one if one.dim() == 1 else shard(one, -3, group, case.layout) for one in case.inputs())
+        given = {"group": group, "layout": case.layout, "seqlen": case.seqlen, "cu_seqlens": case.cu_seqlens()}
+        call = partial(context_attention, k=k, v=v, s_aux=sinks if case.sinks else None, **given, **case.options())
+        wrong += [] if torch.equal(call(q), call(q.clone().requires_grad_())) else [f"{name}: other bits without gradients"]
+    return wrong
+
+
 def check_checkpoint(group: dist.ProcessGroup) -> list[str]:
     """Keys and values are fetched again where activations are not kept, and the gradients have the same bits."""
     inputs = [torch.randn(1, 16, 2, 8, requires_grad=True) for _ in range(3)]
@@ -259,9 +271,11 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("softcap is -1.0", (q, k, k), {"softcap": -1.0}),
         ("s_aux has shape (3,)", (q, k, k), {"s_aux": torch.zeros(3)}),
         ("exchange is 'ring'; it must be one of keys, heads", (q, k, k), {"exchange": "ring"}),
+        ("workspace is 3; it must be a ContextWorkspace or None", (q, k, k), {"workspace": 3}),
         (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 6, 1), three, three), {"exchange": "heads"}),
     ]
-    wrong = []
+    wrong = refused(lambda: ContextWorkspace(group, 1 << 20), "the group's backend is gloo, and not nccl")
+    wrong += refused(lambda: ContextWorkspace(group, 0), "max_bytes")
     for words, qkv, more in calls:
         wrong += refused(partial(context_attention, *qkv, **{"group": group, **more}), words)
     return wrong
@@ -272,7 +286,8 @@ def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     heads = 2 * group.size(), group.size()
     by_heads = {f"{name}, by heads": CASES[name]._replace(exchange="heads", heads=heads) for name in BY_HEADS}
     results = {name: faults(case, group) for name, case in (CASES | by_heads).items()}
-    checks = [check_positions, check_local, check_halo, check_unshard, check_groups, check_refusals]
+    checks = [check_positions, check_local, check_halo, check_unshard, check_without_gradients]
+    checks += [check_groups, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
     return results | {check.__name__: check(group) for check in checks}

@@ -221,11 +221,10 @@ def check_formats(group: dist.ProcessGroup) -> list[str]:
     weights, ids = torch.rand(len(x), 3, generator=draw), torch.randint(experts, (len(x), 3), generator=draw)
     dense = torch.randn(experts, 2 * 32, DIM, generator=draw), torch.randn(experts, DIM, 32, generator=draw)
     own = slice(8 * group.rank(), 8 * group.rank() + 8)
-    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32"):
+    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"):
         given = quantize_experts(*dense, form)
-        names = ("gate_up_proj", "down_proj", "gate_up_scale", "down_scale")
-        gate_up, down, *scales = (given[name][mine] for name in names)
-        options = dict(zip(names[2:], scales, strict=True)) | {"weight_format": form}
+        options = {name: one[mine] for name, one in given.items() if name != "weight_format"} | {"weight_format": form}
+        gate_up, down = options.pop("gate_up_proj"), options.pop("down_proj")
         out = expert_parallel_moe(x[own], gate_up, down, weights[own], ids[own], workspace=workspace, **options)
         whole = fused_moe(x, top_k_weights=weights, top_k_ids=ids, **given)
         wrong += [] if torch.equal(out, whole[own]) else [f"{form} gives another result"]

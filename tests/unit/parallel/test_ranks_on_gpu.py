@@ -1,4 +1,4 @@
-"""Ranks that are two GPUs of one host: the examples by NCCL, and experts whose rows are read from the other GPU's memory.
+"""Ranks that are two GPUs of one host: the examples by NCCL, and what is read from the other GPU's memory.
 
 torchrun --nproc-per-node 2 -m tests.unit.parallel.test_ranks_on_gpu
 """
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_science.parallel import ExpertWorkspace, expert_parallel_moe
+from flashmoe_science.parallel import ContextWorkspace, ExpertWorkspace, context_attention, expert_parallel_moe
 
 ROOT = Path(__file__).parents[3]
 CALLS = 200
@@ -31,11 +31,45 @@ def test_two_gpus(script: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def attention(rank: int) -> None:
+    """Copies give the bits of messages, forward and backward, call after call of other tensors, and in a CUDA graph."""
+    draw = torch.Generator("cuda").manual_seed(rank)
+    workspace = ContextWorkspace(dist.group.WORLD, 2 * 1030 * 2 * 64 * 2)
+
+    def drawn(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(1, tokens, heads, 64, generator=draw, device="cuda").bfloat16() for heads in (4, 2, 2)]
+
+    for call in range(CALLS):
+        tokens = (256, 1024, 640)[call % 3]
+        options = {"group": dist.group.WORLD, "causal": True, "window_size": (100, 0) if call % 5 == 0 else (-1, -1)}
+        leaves = [one.requires_grad_(call % 4 == 0) for one in drawn(tokens)]
+        if call % 7 == rank:
+            torch.cuda._sleep(2_000_000)  # a rank is late
+        found = []
+        for more in ({}, {"workspace": workspace}):
+            out = context_attention(*leaves, **options, **more)
+            found.append([out, *(torch.autograd.grad(out, leaves, out.detach()) if out.requires_grad else ())])
+        assert all(map(torch.equal, *found)), f"call {call}, {tokens} tokens: other bits"
+    qkv, options = drawn(1024), {"group": dist.group.WORLD, "causal": True}
+    context_attention(*qkv, workspace=workspace, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = context_attention(*qkv, workspace=workspace, **options)
+    for _ in range(CALLS):
+        for held, one in zip(qkv, drawn(1024), strict=True):
+            held.copy_(one)
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, context_attention(*qkv, **options)), "in a graph"
+    print(f"rank {rank}: {workspace}: the bits of messages")
+
+
 def main() -> None:
     """Both transports give the same bits, forward and backward, call after call of other tokens, and in a CUDA graph."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
+    attention(rank)
     sizes = (dist.group.WORLD, 64, 256, 4, 16)
     by = [ExpertWorkspace(*sizes, transport=transport) for transport in ("collectives", "symmetric")]
     draw = torch.Generator("cuda").manual_seed(rank)

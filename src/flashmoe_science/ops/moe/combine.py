@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.ops.launch import Build, Grid, Pointer, address, cdiv, kept_build, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import Build, Grid, Pointer, argument, cdiv, kept_build, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.problem import MoEProblem
 
@@ -53,20 +53,21 @@ def build(
     return lambda like: built.bound(_grid(like.tokens, like.dim), like.pairs(), *constexprs)
 
 
-def combined(rows: torch.Tensor, weights: torch.Tensor, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """[T, H]: the sums of a call, of rows [R, H] that were computed elsewhere; all contiguous.
+def combined(rows: torch.Tensor, weights: torch.Tensor | None, row_of_pair: torch.Tensor) -> torch.Tensor:
+    """[T, H]: the sums of a call, of contiguous rows [R, H] that were computed elsewhere.
 
     Args:
+        weights: [T, K]; None for 1.
         row_of_pair: [T, K], -1 where a choice has no row.
     """
-    (tokens, top_k), dim = weights.shape, rows.shape[1]
+    (tokens, top_k), dim = row_of_pair.shape, rows.shape[1]
     constexprs = (top_k, dim, _block(dim), False)
     out, tables = rows.new_empty(tokens, dim), row_of_pair.int().expand(2, -1, -1).contiguous()  # its second part is read
-    given = (rows, weights, out, tables)
-    key = (rows.device, constexprs, *((one.dtype, one.data_ptr() % 16) for one in given))
+    given = (rows, None if weights is None else weights.contiguous(), out, tables)
+    key = (rows.device, constexprs, *(None if one is None else (one.dtype, one.data_ptr() % 16) for one in given))
     with torch.cuda.device_of(rows):
         built = kept_build(key, flashmoe_moe_combine, (*map(stand_in, given), 2, *constexprs), num_warps=_WARPS)
-        built.launch(_grid(tokens, dim), *map(address, given), weights.numel(), *constexprs)
+        built.launch(_grid(tokens, dim), *map(argument, given), row_of_pair.numel(), *constexprs)
     return out
 
 

@@ -121,7 +121,7 @@ def backward_by_rows(
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
     dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
     """
-    x, _, _, weights, ids, gate_up_bias, down_bias, _, _, z, dout = tensors
+    x, _, _, weights, ids, gate_up_bias, down_bias, *_, z, dout = tensors
     first, second = (None if one is None else one.transposed() for one in adapters)
     rows, wide = _rows(ids, tensors.w1.shape[0]), torch.promote_types(x.dtype, torch.float32)
     w1, w2 = _weights(tensors.of_call(), activation)
@@ -186,7 +186,7 @@ class _Dequantised(NamedTuple):
         return self._replace(transposed=not self.transposed)
 
     def of(self, expert: int) -> torch.Tensor:
-        one = dequantized(Weights(*(part[expert] for part in self.weights)), self.dtype, self.halves)
+        one = dequantized(self.weights.of(expert), self.dtype, self.halves)
         return one.mT if self.transposed else one
 
     def all(self) -> torch.Tensor:
@@ -195,17 +195,16 @@ class _Dequantised(NamedTuple):
 
 def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _Dequantised, torch.Tensor | _Dequantised]:
     """w1 and w2, of a format dequantised as they are used."""
-    if tensors.gate_up_scale is None or tensors.down_scale is None:
+    if (in_format := tensors.in_format()) is None:
         return tensors.w1, tensors.w2
-    dtype = tensors.x.dtype
-    first = _Dequantised(Weights(tensors.w1, tensors.gate_up_scale), dtype, activation.halves)
-    return first, _Dequantised(Weights(tensors.w2, tensors.down_scale), dtype, halves=False)
+    (first, second), dtype = in_format, tensors.x.dtype
+    return _Dequantised(first, dtype, activation.halves), _Dequantised(second, dtype, halves=False)
 
 
 def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
     """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
-    made = [one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation)]
-    return tensors._replace(w1=made[0], w2=made[1], gate_up_scale=None, down_scale=None)
+    w1, w2 = (one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation))
+    return Tensors(tensors.x, w1, w2, *tensors[3:7])
 
 
 def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows) -> torch.Tensor:

@@ -17,6 +17,7 @@ from flashmoe_science.moe import dequantize_experts, quantize_experts
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gemv import NAME as GEMV
@@ -86,6 +87,10 @@ FORMAT_CASES = (
     Case("moe t9 e4 k2 d96 f64 fp16 w:int4_g32 bias clamped interleaved"),
     Case("moe t9 e6 k3 d384 f128 bf16 w:int4_g128 gelu", routing="foreign"),
     Case("moe t40 e3 k1 d256 f384 fp16 w:int4_g128 ungated", routing="crowded"),
+    Case("moe t1 e8 k2 d64 f96 bf16 w:int4_g32_zero"),
+    Case("moe t9 e4 k2 d96 f64 fp16 w:int4_g32_zero bias clamped interleaved"),
+    Case("moe t9 e6 k3 d384 f128 bf16 w:int4_g128_zero gelu", routing="foreign"),
+    Case("moe t40 e3 k1 d256 f384 fp16 w:int4_g128_zero ungated", routing="crowded"),
 )
 
 
@@ -114,22 +119,22 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
     x = (3 * torch.randn(problem.tokens, h)).to(device, dtype)
     routing = torch.rand(ids.shape).to(device), ids.to(device)
     activation = replace(activation_of(problem), alpha=case.alpha, limit=case.limit)
-    w1, w2, scales = weights(h, rows), weights(i, h), (None, None)
+    w1, w2, of_weights = weights(h, rows), weights(i, h), [None] * len(OF_WEIGHTS)
     if problem.weight_format is not None:
         made = quantize_experts(w1, w2, problem.weight_format, interleaved=problem.interleaved)
-        w1, w2, scales = made["gate_up_proj"], made["down_proj"], (made["gate_up_scale"], made["down_scale"])
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, *biases, *scales), activation)
+        w1, w2, of_weights = made["gate_up_proj"], made["down_proj"], [made.get(name) for name in OF_WEIGHTS]
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, *biases, *of_weights), activation)
 
 
 def dense(inputs: MoEInputs) -> MoEInputs:
     """The inputs with weights of fp64, if they are in a format. A GPU rounds those of int4 to the dtype; the interpreter does
     not."""
-    _, w1, w2, *_, of_w1, of_w2 = inputs.tensors
-    form = inputs.problem.weight_format
-    if form is None or of_w1 is None or of_w2 is None:
+    form, (_, w1, w2, *_), of_weights = inputs.problem.weight_format, inputs.tensors, inputs.tensors[7:]
+    if form is None:
         return inputs
     dtype = inputs.tensors.x.dtype if "int4" in form and not INTERPRETING else torch.float64
-    made = dequantize_experts(w1, w2, of_w1, of_w2, form, interleaved=inputs.activation.interleaved, dtype=dtype)
+    given = dict(zip(OF_WEIGHTS, of_weights, strict=True))
+    made = dequantize_experts(w1, w2, weight_format=form, interleaved=inputs.activation.interleaved, dtype=dtype, **given)
     return changed(inputs, w1=made[0].double(), w2=made[1].double())
 
 
@@ -140,7 +145,7 @@ def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
 
 def reference(inputs: MoEInputs) -> torch.Tensor:
     """The experts in fp64, pair by pair."""
-    *tensors, gate_up_bias, down_bias, _, _ = dense(inputs).tensors
+    *tensors, gate_up_bias, down_bias = dense(inputs).tensors[:7]
     x, w1, w2, topk_weights = (one.double() for one in tensors[:4])
     out = torch.zeros_like(x)
     for token, (weights, ids) in enumerate(zip(topk_weights, inputs.tensors.topk_ids.tolist(), strict=True)):

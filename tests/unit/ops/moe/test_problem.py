@@ -73,6 +73,10 @@ def test_weights_in_a_format_are_counted_with_their_scales() -> None:
     in_groups = parse_problem("moe t1 e4 k2 d2048 f768 bf16 w:int4_g128")
     assert isinstance(in_groups, MoEProblem)
     assert in_groups.weight_bytes() == 3 * 2048 * 768 // 2 + 3 * 2048 * 768 // 128 * 2
+    with_zeros = parse_problem("moe t1 e4 k2 d2048 f768 bf16 w:int4_g128_zero")
+    assert isinstance(with_zeros, MoEProblem)
+    assert with_zeros.weight_bytes() == in_groups.weight_bytes() + 3 * 2048 * 768 // 128 // 2
+    assert with_zeros.distance(in_groups) == math.inf
 
 
 @given(problems())

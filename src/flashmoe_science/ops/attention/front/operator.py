@@ -34,7 +34,7 @@ from flashmoe_science.ops.attention.front.choose import (
 )
 from flashmoe_science.ops.attention.front.flops import of_forward
 from flashmoe_science.ops.attention.front.lengths import with_check
-from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.front.pytorch import dropped_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.cache import MAX_CALLS, MAX_PLANS, Cache
 from flashmoe_science.ops.calls import autocast, find_launch, guards_of, is_plain, slow_path, store_launch
@@ -64,6 +64,7 @@ def attend(
     softmax_scale: float | None = None,
     lse: torch.Tensor | None = None,
     store: Store | None = None,
+    out: torch.Tensor | None = None,
 ) -> Result:
     """softmax(Q K^T * scale, with the features asked for) V; what every public attention function calls.
 
@@ -72,6 +73,8 @@ def attend(
         softmax_scale: None for head_dim ** -0.5.
         lse: where ``options.return_lse``, a contiguous, 16-byte aligned fp32 tensor to fill in place of a new one.
         store: what ``cached_call`` gave for the public function's own tensors; later calls like it find the launch.
+        out: a 16-byte aligned tensor with the strides that a new result would have; it is filled in place of a new one where a
+            kernel of ours serves the call.
 
     Returns:
         out in the memory order of ``q`` with the width of ``v``, zeros for a row that sees no key; and the log-sum-exp, or None
@@ -95,7 +98,7 @@ def attend(
     except (AttributeError, TypeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
         key = None
     if found is not None:
-        result: Result | None = found(tensors, softmax_scale, ALL_KEYS, None, lse)
+        result: Result | None = found(tensors, softmax_scale, ALL_KEYS, out, lse)
         if result is not None:
             return result
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
@@ -105,11 +108,14 @@ def attend(
         if is_explaining():
             raise Explained(decide(every, options, softmax_scale))
         return _through_operator(every, options, softmax_scale, lse)
-    return _serve(every, options, softmax_scale, lse, key, store)
+    return _serve(every, options, softmax_scale, lse, key, store, out)
 
 
-def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
-    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out. Raises as ``attend``."""
+def attend_with_dropout(
+    tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out, and the weights as of
+    ``dropped_attention``. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
     check_probability(dropout_p, "dropout_p")
@@ -123,8 +129,10 @@ def attend_with_dropout(tensors: Given, options: Options, softmax_scale: float |
             raise Explained(decision)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
-    result = pytorch_attention(every, options, softmax_scale, float(dropout_p))
-    return tokens_first(result, every.cu_seqlens_q is not None) if options.tokens_first else result
+    out, lse, weights = dropped_attention(every, options, softmax_scale, float(dropout_p))
+    if options.tokens_first:
+        out, lse = tokens_first((out, lse), every.cu_seqlens_q is not None)
+    return out, lse, weights
 
 
 def append_and_attend(
@@ -192,6 +200,7 @@ def _serve(
     lse: torch.Tensor | None,
     key: CallKey | None,
     store: Store | None,
+    out: torch.Tensor | None = None,
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
     plan, launch = plan_call(tensors, options, softmax_scale)
@@ -214,7 +223,7 @@ def _serve(
             binding = _binding(plan, options, key)
             store_launch(shared, matches, binding)
             store_launch(key, matches, binding)  # found first by keys that grow under the same queries
-    return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
+    return _launched(launch(tensors, softmax_scale, ALL_KEYS, out, lse))
 
 
 def _seen_before(call: Hashable) -> bool:
@@ -243,7 +252,7 @@ def _binding(plan: Plan, options: Options, key: CallKey) -> AttentionLaunch:
         try:
             launch = plan.bind(every, options)
         except CannotServe:  # these very strides
-            return _serve(every, options, softmax_scale, lse, None, None)
+            return _serve(every, options, softmax_scale, lse, None, None, out)
         lengths = every.q.shape[2], every.k.shape[2]
         if lengths in seen:
             store_launch((every.q.shape, *key[1:]), guards_of(every[:3]), launch)

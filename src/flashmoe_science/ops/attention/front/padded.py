@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.calls import is_transformed, needs_grad
 
+# out, the log-sum-exp where it is asked for, and with it the weights where there is dropout.
+_Rows = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _WEIGHTS_AT_ONCE = 2**26  # 256 MiB of fp32 scores, the most that are held at a time where no gradient keeps them
 
 
@@ -38,15 +39,15 @@ class Softmax(NamedTuple):
 
 def padded_attention(
     tensors: Tensors, options: Options, features: Features, softmax_scale: float | None, dropout_p: float
-) -> Result:
-    """As ``pytorch_attention``, of a call with these features."""
+) -> _Rows:
+    """As ``pytorch_attention``, of a call with these features, and as ``dropped_attention``."""
     q = tensors.q
     queries = _queries(tensors, options)
     keys, values = _cached(tensors, options, features)
     softmax = Softmax(q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, dropout_p)
-    out, lse = _in_parts(queries, keys, values, tensors, options, softmax)
+    out, lse, weights = _in_parts(queries, keys, values, tensors, options, softmax)
     out = _packed_again(out, tensors).to(q.dtype)
-    return out, None if lse is None else _packed_again(lse.unsqueeze(-1), tensors).squeeze(-1)
+    return out, None if lse is None else _packed_again(lse.unsqueeze(-1), tensors).squeeze(-1), weights
 
 
 def _queries(tensors: Tensors, options: Options) -> Dense:
@@ -128,10 +129,8 @@ def _packed_again(dense: torch.Tensor, tensors: Tensors) -> torch.Tensor:
     return torch.where(owned[:, None, None], rows, rows.new_zeros(())).transpose(0, 1).unsqueeze(0)
 
 
-def _in_parts(
-    queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, log-sum-exp where it is asked for) of all rows, as many at once as ``_WEIGHTS_AT_ONCE`` allows."""
+def _in_parts(queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax) -> _Rows:
+    """The results of all rows, as many at once as ``_WEIGHTS_AT_ONCE`` allows."""
     batch, heads, rows, _ = queries.rows.shape
     attend = _by_pytorchs_own if _is_pytorchs_own(tensors, options) else _by_scores
     step = max(1, _WEIGHTS_AT_ONCE // max(1, batch * heads * keys.rows.shape[2]))
@@ -141,8 +140,8 @@ def _in_parts(
         attend(queries, keys, values, tensors, options, softmax, slice(first, min(rows, first + step)))
         for first in range(0, rows, step)
     ]
-    lses = [lse for _, lse in parts if lse is not None]
-    return torch.cat([out for out, _ in parts], 2), torch.cat(lses, 2) if lses else None
+    outs, lses, weights = ([one for one in of if one is not None] for of in zip(*parts, strict=True))
+    return torch.cat(outs, 2), torch.cat(lses, 2) if lses else None, torch.cat(weights, 2) if weights else None
 
 
 def _is_pytorchs_own(tensors: Tensors, options: Options) -> bool:
@@ -160,7 +159,7 @@ def _is_pytorchs_own(tensors: Tensors, options: Options) -> bool:
 
 def _by_pytorchs_own(
     queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax, part: slice
-) -> tuple[torch.Tensor, None]:
+) -> _Rows:
     """As ``_by_scores``, without the log-sum-exp and in the dtype of keys and values."""
     visible, distance = _visible(queries, keys, tensors, options, part)
     mask = visible
@@ -174,7 +173,7 @@ def _by_pytorchs_own(
     assert scale is not None
     gqa = bool(rows.shape[1] != keys.rows.shape[1])  # symbolic under torch.compile
     out = F.scaled_dot_product_attention(rows, keys.rows, values, mask, softmax.dropout_p, scale=scale, enable_gqa=gqa)
-    return out, None
+    return out, None, None
 
 
 def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float | None]:
@@ -187,8 +186,9 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
 
 def _by_scores(
     queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax, part: slice
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows of one part: out [batch, heads, rows, head_dim_v] and, if asked for, log-sum-exp [batch, heads, rows] fp32."""
+) -> _Rows:
+    """The rows of one part: out [batch, heads, rows, head_dim_v] and, if asked for, log-sum-exp [batch, heads, rows] fp32 and,
+    with dropout, weights [batch, heads, rows, keys] in the dtype of Q, negative where they are left out."""
     batch, heads, _, width = queries.rows.shape
     heads_kv, columns, count = keys.rows.shape[1], keys.rows.shape[2], part.stop - part.start
     grouped = (batch, heads_kv, heads // max(1, heads_kv), count)
@@ -210,10 +210,13 @@ def _by_scores(
         lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
     # PyTorch's softmax, whose gradient is exact where one key has all the weight.
     weights = scores.softmax(-1).masked_fill(empty, 0.0)[..., :columns]
+    shown = None
     if softmax.dropout_p:
-        weights = F.dropout(weights, softmax.dropout_p)
+        every, weights = weights, F.dropout(weights, softmax.dropout_p)
+        if options.return_lse:
+            shown = torch.where(weights == 0.0, -every, every).detach().to(tensors.q.dtype)
     out = weights.reshape(*grouped, columns) @ values.to(weights.dtype).unsqueeze(2)
-    return out.reshape(batch, heads, count, values.shape[3]), lse.float() if options.return_lse else None
+    return out.reshape(batch, heads, count, values.shape[3]), lse.float() if options.return_lse else None, shown
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,19 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
                 spans = _spans(tensors)
                 if _is_cheaper_alone(spans, tensors.q.shape[1]):
                     return _one_by_one(spans, tensors, options, softmax_scale, dropout_p)
+        return padded_attention(tensors, options, features, softmax_scale, dropout_p)[:2]
+
+
+def dropped_attention(
+    tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """As ``pytorch_attention`` and, where the log-sum-exp is asked for, the weights [batch, heads, longest q, longest k] before
+    some are left out, in the dtype of ``q``; those left out are negative."""
+    if not (options.return_lse and dropout_p):
+        return *pytorch_attention(tensors, options, softmax_scale, dropout_p), None
+    features = features_of(tensors, options)
+    refuse_lengths(lengths_of(tensors, options))
+    with without_autocast(tensors.q):
         return padded_attention(tensors, options, features, softmax_scale, dropout_p)
 
 

@@ -44,8 +44,8 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlashAttention-3 takes fp16 and bf16"
     if problem.dtype == "fp16" and _built_without("FP16"):
         return "the fa3-fwd wheel is built without fp16"
-    if problem.head_dim != problem.head_dim_v:
-        return "FlashAttention-3 is measured only where head_dim_v equals head_dim"
+    if problem.head_dim != problem.head_dim_v and not (128 < problem.head_dim <= 192 and 96 < problem.head_dim_v <= 128):
+        return "FlashAttention-3 needs head_dim_v equal to head_dim, or from 104 to 128 with a head_dim from 136 to 192"
     if problem.head_dim % 8:
         return "FlashAttention-3 needs a head_dim that is a multiple of 8"
     if problem.mask == "causal-topleft":

@@ -106,9 +106,7 @@ def workspace_of(problem: MoEBackwardProblem, block_m: int, columns: int) -> int
     return workspace_around(problem, workspace_bytes(parts))
 
 
-def grouped_backward(
-    inputs: BackwardInputs, block_m: int, columns: int, products: Products, needs: Needs
-) -> BackwardBind:
+def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, products: Products, needs: Needs) -> BackwardBind:
     """bind(inputs) of all launches of a call by four products. ``columns``: partials of a row's routing weight; ``needs``: what
     the first product writes."""
     early, t, wanted = starts_early(inputs.tensors.x), inputs.tensors, wanted_of(inputs)
@@ -132,7 +130,7 @@ def grouped_backward(
             made = made._replace(**{name: one for name, one in sums._asdict().items() if one is not None})
             memory, tables, dz, active, partials, of_x = take()  # kept alive to the end of this call
             dout = _fitting(tensors.dout)
-            x, w1, w2, weights, ids, _, down_bias, _, _, z, _ = map(argument, tensors)
+            x, w1, w2, weights, ids, _, down_bias, *_, z, _ = map(argument, tensors)
             d = address(dout)
             dx, to_w1, to_w2, to_weights, to_bias_1, to_bias_2 = map(argument, made)
             sort(ids, tables)

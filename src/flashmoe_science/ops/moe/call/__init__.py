@@ -14,8 +14,16 @@ import torch
 
 from flashmoe_science.formats import FORMATS, Format
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.formats import columns_of, format_of
-from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, scale_of
+from flashmoe_science.ops.formats import Weights, columns_of, format_of
+from flashmoe_science.ops.moe.call.formats import (
+    OF_WEIGHTS,
+    check_codes,
+    check_scale,
+    check_zero_point,
+    checked_format,
+    codes_of,
+    scale_of,
+)
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
 
@@ -28,7 +36,8 @@ class Tensors(NamedTuple):
     """The tensors of ``fused_moe``, in one order from its arguments to the pointers of kernels.
 
     Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
-    [E, 2I] and [E, H]. Scales, those of weights in a format, and the weights' codes are as ``ops/formats.py`` has them.
+    [E, 2I] and [E, H]. Scales and zero points, those of weights in a format, and the weights' codes are as ``ops/formats.py``
+    has them.
     """
 
     x: torch.Tensor
@@ -40,6 +49,15 @@ class Tensors(NamedTuple):
     down_bias: torch.Tensor | None = None
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
+    gate_up_zero_point: torch.Tensor | None = None
+    down_zero_point: torch.Tensor | None = None
+
+    def in_format(self) -> tuple[Weights, Weights] | None:
+        """w1 and w2 with their scales and zero points; None of weights of the dtype of x."""
+        if self.gate_up_scale is None or self.down_scale is None:
+            return None
+        first = Weights(self.w1, self.gate_up_scale, self.gate_up_zero_point)
+        return first, Weights(self.w2, self.down_scale, self.down_zero_point)
 
 
 class Options(NamedTuple):
@@ -122,9 +140,9 @@ def why_no_format(problem: MoEProblem) -> str | None:
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
 
-def format_in(w1: torch.Tensor, scale: torch.Tensor | None, w8a8: bool) -> Format | None:
+def format_in(w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, w8a8: bool) -> Format | None:
     """The format of a call's weights, as kernels take them."""
-    return FORMATS["fp8_block_w8a8"] if w8a8 else format_of(w1, scale)
+    return FORMATS["fp8_block_w8a8"] if w8a8 else format_of(w1, scale, zero_point)
 
 
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
@@ -141,13 +159,13 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     Raises:
         TypeError, ValueError: an argument of ``fused_moe`` that is not allowed.
     """
-    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases, _, _ = given
+    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
     for flag in ("transposed", "interleaved", "recompute"):
         if not isinstance(getattr(options, flag), bool):
             raise TypeError(f"{flag} is {getattr(options, flag)!r}; it must be True or False")
-    form = checked_format(options.weight_format, given[-2:], options.transposed)
+    form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_WEIGHTS}, options.transposed)
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
     activation = _checked_activation(options, gate_up_proj, down_proj)
@@ -160,6 +178,10 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
             scale = getattr(given, f"{name}_scale")
             _check_tensor(f"{name}_scale", scale, hidden_states)
             check_scale(f"{name}_scale", scale, weights, form, halves)
+            if form.zero_bits:
+                zero_point = getattr(given, f"{name}_zero_point")
+                _check_tensor(f"{name}_zero_point", zero_point, hidden_states)
+                check_zero_point(f"{name}_zero_point", zero_point, weights, form)
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
@@ -168,7 +190,7 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
 
 def views_of(given: Tensors, options: Options) -> Tensors:
     """The tensors of a call whose arguments are allowed, as kernels take them."""
-    hidden_states, gate_up_proj, down_proj, weights, ids, gate_up_bias, down_bias, gate_up_scale, down_scale = given
+    hidden_states, gate_up_proj, down_proj, weights, ids, gate_up_bias, down_bias, gate_up_scale, down_scale = given[:9]
     if gate_up_scale is not None and down_scale is not None:
         gate_up_proj, down_proj = codes_of(gate_up_proj), codes_of(down_proj)
         gate_up_scale, down_scale = (scale_of(one, options.weight_format) for one in (gate_up_scale, down_scale))
@@ -180,22 +202,22 @@ def views_of(given: Tensors, options: Options) -> Tensors:
         weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
     if hidden_states.stride(-1) != 1 and hidden_states.numel():
         hidden_states = hidden_states.contiguous()
-    biases, scales = (gate_up_bias, down_bias), (gate_up_scale, down_scale)
-    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *biases, *scales)
+    rest = gate_up_bias, down_bias, gate_up_scale, down_scale, *given[9:]
+    return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *rest)
 
 
 def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
-    x, w1, w2, weights, ids, gate_up_bias, down_bias, *scales = tensors
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = format_in(w1, scales[0], activation.w8a8)
+    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed
     problem = _problem(*sizes, x.dtype, activation.function, *words, form)
     gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
     routing = weights.contiguous(), ids.contiguous()
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias, *scales), activation, saves_z)
+    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias, *of_weights), activation, saves_z)
 
 
 @lru_cache(maxsize=1024)

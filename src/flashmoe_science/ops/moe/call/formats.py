@@ -2,12 +2,12 @@
 
 A checkpoint's tensors stay as they lie. Codes of mxfp4 may be bytes of either sign, and split into blocks of 16 as gpt-oss has
 them; e8m0 scales may be given as such or as bytes, those of channels with a last dimension of 1 or without, one of a matrix
-too.
+too. Zero points lie as compressed-tensors packs them, along the rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,13 +17,12 @@ from flashmoe_science.ops.formats import columns_of
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 _E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
-_CODES = {
-    "mxfp4": _BYTES, "fp8_block": _E4M3, "fp8_block_w8a8": _E4M3, "fp8_channel": _E4M3, "int4_g32": _INT4, "int4_g128": _INT4,
-}  # fmt: skip
-_SCALES = {
-    "mxfp4": _E8M0, "fp8_block": (torch.float32, *_E8M0), "fp8_block_w8a8": (torch.float32, *_E8M0),
-    "fp8_channel": _FLOATS[:2], "int4_g32": _FLOATS, "int4_g128": _FLOATS,
-}  # fmt: skip
+_OF_INT4 = tuple(name for name in FORMATS if name.startswith("int4"))
+_OF_BLOCKS = tuple(name for name, form in FORMATS.items() if form.in_blocks)
+_CODES = {"mxfp4": _BYTES, "fp8_channel": _E4M3} | dict.fromkeys(_OF_BLOCKS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4)
+_SCALES = {"mxfp4": _E8M0, "fp8_channel": _FLOATS[:2]}
+_SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS[:2], *_E8M0)) | dict.fromkeys(_OF_INT4, _FLOATS)
+OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has beside codes
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
@@ -34,23 +33,27 @@ def format_named(name: object) -> Format:
     return FORMATS[str(name)]
 
 
-def checked_format(weight_format: object, scales: tuple[object, object], transposed: bool) -> Format | None:
-    """The format of a call's weights; None of weights of the dtype of x.
+def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
+    """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS.
 
     Raises:
-        ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format.
+        ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format; zero
+            points of a format that has none, a format with zero points that are not given.
     """
-    for name, scale in zip(("gate_up_scale", "down_scale"), scales, strict=True):
-        if (scale is None) != (weight_format is None):
-            given = "None" if scale is None else "given"
-            raise ValueError(f"weight_format is {weight_format!r} and {name} is {given}; a format and both scales go together")
-    if weight_format is None:
-        return None
-    if weight_format not in FORMATS:
+    if weight_format is not None and weight_format not in FORMATS:
         raise ValueError(f"weight_format is {weight_format!r}; it must be None or one of {', '.join(map(repr, FORMATS))}")
-    if transposed:
+    form = None if weight_format is None else FORMATS[str(weight_format)]
+    for name in OF_WEIGHTS:
+        given, words = of_weights[name] is not None, "scales"
+        expected = form is not None
+        if name.endswith("zero_point"):
+            expected, words = form is not None and form.zero_bits > 0, "zero points, of a format whose name ends in _zero,"
+        if given != expected:
+            state = "given" if given else "None"
+            raise ValueError(f"weight_format is {weight_format!r} and {name} is {state}; a format and both {words} go together")
+    if form is not None and transposed:
         raise ValueError(f"transposed is True and weight_format is {weight_format!r}; it must be False then")
-    return FORMATS[weight_format]
+    return form
 
 
 def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:
@@ -85,11 +88,22 @@ def check_scale(name: str, scale: torch.Tensor, codes: torch.Tensor, form: Forma
         raise ValueError(f"{name} requires a gradient; weights in a format have none")
 
 
+def check_zero_point(name: str, zero_point: torch.Tensor, codes: torch.Tensor, form: Format) -> None:
+    """Raise unless it is the zero points of codes [E, N, K]."""
+    if zero_point.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {zero_point.dtype}; it must be int32, eight zero points each")
+    (experts, rows), group = codes.shape[:2], form.group
+    allowed = (experts, -(-rows // 8), columns_of(codes) // (group or 1))
+    if zero_point.shape != allowed:
+        raise ValueError(f"{name} has shape {tuple(zero_point.shape)}; it must be {list(allowed)}")
+
+
 def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, ...]]:
     """The shapes that the scales of codes may have."""
     (experts, rows), (high, wide) = codes.shape[:2], form.block
     if wide is None:
-        of_all, of_halves = [(experts,), (experts, 1), (experts, 1, 1)], [(experts, 2)] if halves else []
+        of_all = [(experts,), (experts, 1), (experts, 1, 1)]
+        of_halves = [(experts, 2), (experts, 2, 1)] if halves else []
         return [(experts, rows, 1), (experts, rows), *of_all, *of_halves]
     columns = -(-columns_of(codes) // wide)
     as_one = experts, -(-rows // high), columns

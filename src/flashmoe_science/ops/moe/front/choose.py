@@ -130,10 +130,10 @@ def _in_place(used: Tensors, given: Tensors) -> bool:
 
 def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     """The plan for such inputs. Raises as ``fused_moe``."""
-    p, (x, w1, w2, *_, of_up, of_down) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, *_), of_weights = inputs.problem, inputs.tensors, inputs.tensors[7:]
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
-        x.stride(), w1.stride(), w2.stride(), *(None if one is None else (one.shape, one.stride()) for one in (of_up, of_down)),
+        x.stride(), w1.stride(), w2.stride(), *(None if one is None else (one.shape, one.stride()) for one in of_weights),
         inputs.activation, kernel, inputs.saves_z,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip

@@ -1,15 +1,28 @@
-"""Experts' weights into a format and out of it, gates and ups as ``fused_moe`` has them."""
+"""Experts' weights into a format and out of it, gates and ups as ``fused_moe`` has them; and from GPTQ's and AWQ's layouts."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from flashmoe_science.ops.formats import Weights, columns_of, dequantized, quantized
-from flashmoe_science.ops.moe.call.formats import check_codes, check_scale, checked_format, codes_of, format_named, scale_of
+from flashmoe_science.ops.formats import Weights, columns_of, dequantized, packed, quantized, unpacked
+from flashmoe_science.ops.moe.call.formats import (
+    OF_WEIGHTS,
+    check_codes,
+    check_scale,
+    check_zero_point,
+    checked_format,
+    codes_of,
+    format_named,
+    scale_of,
+)
 
+Layout = Literal["gptq", "gptq_v2", "awq"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_GROUPS = (32, 128)
+_LESS_ONE = 0x11111111  # what GPTQ's first version subtracts of eight zero points
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of AWQ's words, the places of columns one after another
 
 
 def in_format(
@@ -26,33 +39,92 @@ def in_format(
         raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be one of fp8 blocks then")
     halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.in_blocks
     first = quantized(gate_up_proj.detach(), form, halves, powers)
-    second = quantized(down_proj.detach(), form, powers=powers)
-    return {
-        "gate_up_proj": first.codes, "gate_up_scale": first.scale, "down_proj": second.codes, "down_scale": second.scale,
-        "weight_format": weight_format,
-    }  # fmt: skip
+    return _arguments(first, quantized(down_proj.detach(), form, powers=powers), weight_format)
 
 
 def out_of_format(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
-    gate_up_scale: torch.Tensor,
-    down_scale: torch.Tensor,
+    of_weights: dict[str, Any],
     weight_format: str,
     interleaved: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights. Raises as ``dequantize_experts``."""
+    """The weights. ``of_weights``: the arguments of OF_WEIGHTS. Raises as ``dequantize_experts``."""
     form = format_named(weight_format)
-    checked_format(weight_format, (gate_up_scale, down_scale), transposed=False)
+    checked_format(weight_format, of_weights, transposed=False)
     check_codes("gate_up_proj", gate_up_proj, form)
     check_codes("down_proj", down_proj, form)
-    first, second = codes_of(gate_up_proj), codes_of(down_proj)
-    halves = _halves(first.shape[1], columns_of(second), interleaved)
-    check_scale("gate_up_scale", gate_up_scale, first, form, halves)
-    check_scale("down_scale", down_scale, second, form, halves=False)
-    of_first, of_second = (scale_of(one, weight_format) for one in (gate_up_scale, down_scale))
-    return dequantized(Weights(first, of_first), dtype, halves), dequantized(Weights(second, of_second), dtype)
+    both = codes_of(gate_up_proj), codes_of(down_proj)
+    halves, made = _halves(both[0].shape[1], columns_of(both[1]), interleaved), []
+    for name, codes, split in zip(("gate_up", "down"), both, (halves, False), strict=True):
+        scale, zero_point = (of_weights[f"{name}_{part}"] for part in ("scale", "zero_point"))
+        check_scale(f"{name}_scale", scale, codes, form, split)
+        if form.zero_bits:
+            check_zero_point(f"{name}_zero_point", zero_point, codes, form)
+        made.append(dequantized(Weights(codes, scale_of(scale, weight_format), zero_point), dtype, split))
+    return made[0], made[1]
+
+
+def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of ``fused_moe`` that are the weights, of (qweight, scales, qzeros, g_idx) of each projection. Raises as
+    ``repack_experts``."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, get_args(Layout)))}")
+    groups = [_checked_layout(name, layout, one) for name, one in (("gate_up", gate_up), ("down", down))]
+    if groups[0] != groups[1]:
+        raise ValueError(f"gate_up_scales has groups of {groups[0]} and down_scales of {groups[1]}; they must be the same")
+    first, second = _repacked(layout, *gate_up[:3]), _repacked(layout, *down[:3])
+    eight = packed(torch.full((8,), 8)).to(first.codes.device)
+    if all(one.zero_point is None or bool((one.zero_point == eight).all()) for one in (first, second)):
+        return _arguments(first._replace(zero_point=None), second._replace(zero_point=None), f"int4_g{groups[0]}")
+    return _arguments(first, second, f"int4_g{groups[0]}_zero")
+
+
+def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
+    """How many rows share a scale."""
+    qweight, scales, qzeros, g_idx = given
+    for what, one, dtypes in (
+        ("qweight", qweight, (torch.int32,)), ("scales", scales, _DTYPES), ("qzeros", qzeros, (torch.int32,))
+    ):  # fmt: skip
+        if not isinstance(one, torch.Tensor) or one.dtype not in dtypes or one.dim() != 3:
+            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name}_{what} must be a tensor of {words} with three dimensions, experts first")
+    experts, rows, columns = qweight.shape
+    rows, columns = (rows, 8 * columns) if layout == "awq" else (8 * rows, columns)
+    count, group = scales.shape[1], next((one for one in _GROUPS if one * scales.shape[1] == rows), None)
+    if not group:
+        raise ValueError(f"{name}_scales has {count} rows to {rows} of weights; it must have one to 32 or to 128")
+    for what, one, shape in (("scales", scales, (experts, count, columns)), ("qzeros", qzeros, (experts, count, columns // 8))):
+        if tuple(one.shape) != shape or columns % 8:
+            raise ValueError(f"{name}_{what} has shape {tuple(one.shape)}; it must be {list(shape)}, columns a multiple of 8")
+    if g_idx is not None and not torch.equal(g_idx.cpu().long(), (torch.arange(rows) // group).expand(experts, -1)):
+        raise ValueError(f"{name}_g_idx is of another order (desc_act); it must be row // {group} of every expert, or None")
+    return group
+
+
+def _repacked(layout: Layout, qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> Weights:
+    """Codes, scales and zero points along the rows of [E, N, K], an expert at a time."""
+    codes = qweight.new_empty(qweight.shape[0], scales.shape[2], qweight.numel() // qweight.shape[0] // scales.shape[2])
+    for made, words in zip(codes, qweight, strict=True):
+        made.copy_(packed(_of_awq(words).mT) if layout == "awq" else words.mT)
+    if layout == "awq":
+        qzeros = packed(_of_awq(qzeros))
+    elif layout == "gptq":
+        qzeros = qzeros + _LESS_ONE
+    return Weights(codes, scales.mT.contiguous(), qzeros.mT.contiguous())
+
+
+def _of_awq(words: torch.Tensor) -> torch.Tensor:
+    """The integers [..., N] of AWQ's words [..., N / 8]."""
+    by_place: torch.Tensor = unpacked(words).unflatten(-1, (-1, 8))
+    return by_place[..., _AWQ].flatten(-2)
+
+
+def _arguments(first: Weights, second: Weights, weight_format: str) -> dict[str, Any]:
+    of_weights = zip(OF_WEIGHTS, (first.scale, second.scale, first.zero_point, second.zero_point), strict=True)
+    given = {name: one for name, one in of_weights if one is not None}
+    return {"gate_up_proj": first.codes, "down_proj": second.codes, **given, "weight_format": weight_format}
 
 
 def _halves(rows: int, width: int, interleaved: bool) -> bool:

@@ -118,11 +118,19 @@ def by_place(tile, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _of_units(one, UNITS: tl.constexpr):
+    """[rows, UNITS] of what a row has one or more of."""
+    ROWS: tl.constexpr = one.shape[0]
+    GROUPS: tl.constexpr = one.shape[1]
+    return tl.reshape(tl.broadcast_to(one[:, :, None], [ROWS, GROUPS, UNITS // GROUPS]), [ROWS, UNITS])
+
+
+@triton.jit
 def of_mxfp4(units, scale, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
     """bf16 weights [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 4] and scales [BLOCK_N, BLOCK_K / 32]."""
     ROWS: tl.constexpr = units.shape[0]
     UNITS: tl.constexpr = units.shape[1]
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, UNITS // 8, 8]), [ROWS, UNITS])
+    scale = _of_units(scale, UNITS)
     by = tl.full([ROWS, UNITS], 2.0**126, tl.float32).to(tl.bfloat16) if EXACT else scale
     if INTERPRET:
         w_0, w_1, w_2, w_3 = _of_e2m1(units, by, 0), _of_e2m1(units, by, 1), _of_e2m1(units, by, 2), _of_e2m1(units, by, 3)
@@ -152,12 +160,11 @@ def _times(w, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def of_int4(units, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
-    """bf16 or fp16 weights [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 4] and a scale or more a row."""
-    ROWS: tl.constexpr = units.shape[0]
+def of_int4(units, scale, zero_point, dtype: tl.constexpr, INTERPRET: tl.constexpr):
+    """bf16 or fp16 weights [BLOCK_N, BLOCK_K], by place, of units [BLOCK_N, BLOCK_K / 4] and a scale or more a row; as many
+    zero points, from 0 to 15, or None."""
     UNITS: tl.constexpr = units.shape[1]
-    GROUPS: tl.constexpr = scale.shape[1]
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, UNITS // GROUPS]), [ROWS, UNITS])
+    scale = _of_units(scale, UNITS)
     if INTERPRET:  # it rounds fp32 to bf16 towards zero
         bits, scale = units.to(tl.int32), scale.to(tl.float32)
         w_0, w_1 = ((bits & 15) - 8).to(tl.float32), ((bits >> 4 & 15) - 8).to(tl.float32)
@@ -172,6 +179,9 @@ def of_int4(units, scale, dtype: tl.constexpr, INTERPRET: tl.constexpr):
             _INT4_AS_BF16, "=&r,=&r,=&r,=r,r", [units], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True, pack=2,
         )  # fmt: skip
+    if zero_point is not None:  # both less 8: their difference is exact
+        zero = _of_units((zero_point - 8).to(w_0.dtype), UNITS)
+        w_0, w_1, w_2, w_3 = w_0 - zero, w_1 - zero, w_2 - zero, w_3 - zero
     return _four_by_place(
         _times(w_0, scale, dtype), _times(w_1, scale, dtype), _times(w_2, scale, dtype), _times(w_3, scale, dtype)
     )  # fmt: skip

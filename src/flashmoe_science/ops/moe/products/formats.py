@@ -33,7 +33,7 @@ from flashmoe_science.ops.moe.products.tiles import dot, multiply
 
 class Scales(NamedTuple):
     """What a product is specialised on of weights in a format: its name, strides of the scales, where the scales of the second
-    half of the rows begin, in rows, and how many rows have one, and columns."""
+    half of the rows begin, in rows, how many rows have one, and columns; strides of the zero points."""
 
     name: str
     of_expert: int
@@ -42,6 +42,7 @@ class Scales(NamedTuple):
     second: int
     high: int
     wide: int
+    of_zero_points: tuple[int, int, int]
 
 
 @triton.jit
@@ -58,6 +59,17 @@ def _scales(
 
 
 @triton.jit
+def _zero_points(
+    zero_point, rows, k, DEPTH: tl.constexpr, STRIDES: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Those of ``BLOCK_K`` columns from k, from 0 to 15, as ``_scales``: a word has those of eight rows, a byte of two."""
+    block = k // WIDE + tl.arange(0, max(BLOCK_K // WIDE, 1))[None, :]
+    words = (zero_point + (rows // 8).to(tl.int64)[:, None] * STRIDES[1] + block * STRIDES[2]).to(tl.pointer_type(tl.uint8))
+    both = tl.load(words + (rows % 8 // 2)[:, None], mask=block < DEPTH // WIDE, other=0)
+    return both.to(tl.int32) >> (rows % 2 * 4)[:, None] & 15
+
+
+@triton.jit
 def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     """Scales as they multiply: bf16 of mxfp4, times 2^126 unless EXACT; else fp32."""
     if FORMAT == "mxfp4":
@@ -67,17 +79,17 @@ def _as_number(scale, FORMAT: tl.constexpr, EXACT: tl.constexpr):
     elif scale.dtype == tl.uint8:
         return power(scale)
     else:
-        return scale
+        return scale.to(tl.float32)
 
 
 @triton.jit
-def _add(units, scale, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
+def _add(units, scale, zero_point, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr):
     """acc + W x of x [BLOCK_K, BLOCK_M], by place; of channels without their scales."""
     if FORMAT == "mxfp4":
         w = of_mxfp4(units, _as_number(scale, FORMAT, EXACT), EXACT, INTERPRET)
         return dot(w, x, acc, "tf32", INTERPRET)
     elif FORMAT == "int4":
-        return dot(of_int4(units, scale, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
+        return dot(of_int4(units, scale, zero_point, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
     elif FORMAT == "fp8_channel":
         return dot(of_fp8(units, x.dtype, INTERPRET), x, acc, "tf32", INTERPRET)
     else:  # the depth of a block
@@ -88,42 +100,54 @@ def _add(units, scale, x, acc, FORMAT: tl.constexpr, EXACT: tl.constexpr, INTERP
 
 @triton.jit
 def _multiply(
-    a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr,
-    FORMAT: tl.constexpr, STRIDE_K: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
-    EXACT: tl.constexpr, INTERPRET: tl.constexpr,
+    a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """The sums, [BLOCK_N, BLOCK_M], of rows of weights, and of those ``SECOND`` units further; the greatest scale of mxfp4. Of
-    channels without their scales."""
+    """The sums, [BLOCK_N, BLOCK_M], of rows ``of_w`` of weights, and of those ``SECOND`` units further; the greatest scale of
+    mxfp4. Of channels without their scales."""
+    FORMAT: tl.constexpr = SCALES[0]
+    STRIDE_K: tl.constexpr = SCALES[3]
+    WIDE: tl.constexpr = SCALES[6]
     UNIT: tl.constexpr = 4 if FORMAT == "mxfp4" or FORMAT == "int4" else 2
     depth, place = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // UNIT)
     first = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)  # [BLOCK_N, BLOCK_M]
     second = tl.zeros([w_ptrs.shape[0], a_ptrs.shape[0]], tl.float32)
-    of_first, of_second, greatest = None, None, 0
+    of_first, of_second, zero_first, zero_second, greatest = None, None, None, None, 0
     ALONG: tl.constexpr = FORMAT != "fp8_channel"  # whether scales differ along the depth
+    ZEROS: tl.constexpr = zero_point is not None
+    OF_ZEROS: tl.constexpr = SCALES[7]
     # Scales are read a step ahead: the compiler copies ahead no less than four bytes.
     if ALONG:
         of_first = _scales(scale, rows_first, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
+        if ZEROS:
+            zero_first = _zero_points(zero_point, of_w, 0, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         if FORMAT == "mxfp4":
             greatest = of_first
         if SECOND is not None:
             of_second = _scales(scale, rows_second, 0, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
+            if ZEROS:
+                zero_second = _zero_points(zero_point, of_w + SCALES[4], 0, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
         x = tl.trans(by_place(x, UNIT))
         inside = None if DEPTH % BLOCK_K == 0 else (place < (DEPTH - k) // UNIT)[None, :]
         other: tl.constexpr = None if DEPTH % BLOCK_K == 0 else 0
-        first = _add(tl.load(w_ptrs, mask=inside, other=other), of_first, x, first, FORMAT, EXACT, INTERPRET)
+        first = _add(tl.load(w_ptrs, mask=inside, other=other), of_first, zero_first, x, first, FORMAT, EXACT, INTERPRET)
         if FORMAT == "mxfp4":
             greatest = tl.maximum(greatest, of_first)
         if ALONG:
             of_first = _scales(scale, rows_first, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
+            if ZEROS:
+                zero_first = _zero_points(zero_point, of_w, k + BLOCK_K, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         if SECOND is not None:
             units = tl.load(w_ptrs + SECOND, mask=inside, other=other)
-            second = _add(units, of_second, x, second, FORMAT, EXACT, INTERPRET)
+            second = _add(units, of_second, zero_second, x, second, FORMAT, EXACT, INTERPRET)
             if FORMAT == "mxfp4":
                 greatest = tl.maximum(greatest, of_second)
             if ALONG:
                 of_second = _scales(scale, rows_second, k + BLOCK_K, FORMAT, DEPTH, STRIDE_K, WIDE, BLOCK_K)
+                if ZEROS:
+                    zero_second = _zero_points(zero_point, of_w + SCALES[4], k + BLOCK_K, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
         a_ptrs += BLOCK_K
         w_ptrs += BLOCK_K // UNIT
     return first, second, greatest
@@ -131,7 +155,7 @@ def _multiply(
 
 @triton.jit
 def multiply_in_format(
-    a, w, scale, tile, rows, of_a, of_w, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    a, w, scale, zero_point, tile, rows, of_a, of_w, WIDTH: tl.constexpr, SECOND: tl.constexpr,
     DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -146,18 +170,20 @@ def multiply_in_format(
     w_ptrs = (w + tile.expert * STRIDE_E).to(tl.pointer_type(tl.uint16))
     w_ptrs = w_ptrs + of_w.to(tl.int64)[:, None] * (STRIDE_N // 2) + place[None, :]  # [BLOCK_N, BLOCK_K / UNIT]
     scale += tile.expert * SCALES[1]
+    if zero_point is not None:
+        zero_point += tile.expert * SCALES[7][0]
     rows_first = (of_w // HIGH).to(tl.int64) * SCALES[2]  # [BLOCK_N]
     rows_second = ((of_w + SCALES[4]) // HIGH).to(tl.int64) * SCALES[2]
     inside_a = (rows < tile.end)[:, None]
     first, second, greatest = _multiply(
-        a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, UP, DEPTH,
-        FORMAT, SCALES[3], SCALES[6], BLOCK_K, NUM_STAGES, False, INTERPRET,
+        a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+        SCALES, BLOCK_K, NUM_STAGES, False, INTERPRET,
     )  # fmt: skip
     if FORMAT == "mxfp4":
         if tl.max(greatest.to(tl.int32)) > 128:
             first, second, greatest = _multiply(
-                a_ptrs, w_ptrs, scale, rows_first, rows_second, inside_a, UP, DEPTH,
-                FORMAT, SCALES[3], SCALES[6], BLOCK_K, NUM_STAGES, True, INTERPRET,
+                a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+                SCALES, BLOCK_K, NUM_STAGES, True, INTERPRET,
             )  # fmt: skip
     if FORMAT == "fp8_channel":
         first *= tl.load(scale + rows_first).to(tl.float32)[:, None]
@@ -168,7 +194,7 @@ def multiply_in_format(
 
 @triton.jit
 def multiply_weights(
-    a, w, scale, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    a, w, scale, zero_point, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
     DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +206,7 @@ def multiply_weights(
         )  # fmt: skip
     else:
         first, second = multiply_in_format(
-            a, w, scale, tile, rows, of_a, of_w, WIDTH, SECOND,
+            a, w, scale, zero_point, tile, rows, of_a, of_w, WIDTH, SECOND,
             DEPTH, STRIDE_A, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
         )  # fmt: skip
     return first, second
@@ -252,16 +278,16 @@ def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
     """Of both products."""
     name, tensors = inputs.problem.weight_format, inputs.tensors
     made = []
-    for codes, scale, halves in (
-        (tensors.w1, tensors.gate_up_scale, inputs.activation.halves), (tensors.w2, tensors.down_scale, False)
-    ):  # fmt: skip
-        assert name is not None
-        assert scale is not None
+    assert name is not None
+    in_format = tensors.in_format()
+    assert in_format is not None
+    for (codes, scale, zero_point), halves in zip(in_format, (inputs.activation.halves, False), strict=True):
         half = codes.shape[1] // 2
         own = name == "fp8_block" and halves and has_own_scales(codes.shape[1], scale.shape[1])
         of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
         second = -(-half // SIDE) * SIDE if own else half
         high, wide = FORMATS[name].block
         high = codes.shape[1] // scale.shape[1] if name == "fp8_channel" else high
-        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0))
+        of_zeros = (0, 0, 0) if zero_point is None else zero_point.stride()
+        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0, of_zeros))
     return made[0], made[1]

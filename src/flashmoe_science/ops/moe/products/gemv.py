@@ -179,7 +179,7 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, *scales: None,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, *of_weights: None,
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)

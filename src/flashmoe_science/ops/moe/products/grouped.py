@@ -31,8 +31,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # bind(counts) of a grouped product that is built, for any number of rows, which writes out[row] of every row of the tables:
-# launch(x, w, scale, bias, out, z, tables) of the up product, launch(a, w, scale, bias, out, tables) of the down product, a
-# being what the up product wrote, ``scale`` None of weights in no format.
+# launch(x, w, scale, zero_point, bias, out, z, tables) of the up product, launch(a, w, scale, zero_point, bias, out, tables) of
+# the down product, a being what the up product wrote, ``scale`` and ``zero_point`` None of weights that have none.
 Product = Callable[[RowCounts], KernelLaunch]
 
 
@@ -79,15 +79,19 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
             gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None,
+            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
         ) -> Any:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
             z = None if of_z is None else allocate(*of_z)
             bias = None if gate_up_bias is None else address(gate_up_bias)
             scale = None if gate_up_scale is None else address(gate_up_scale)
-            up(address(x), address_of_weights(w1), scale, bias, active, None if z is None else address(z), tables)
+            zero = None if gate_up_zero_point is None else address(gate_up_zero_point)
+            up(address(x), address_of_weights(w1), scale, zero, bias, active, None if z is None else address(z), tables)
             bias = None if down_bias is None else address(down_bias)
-            down(active, address_of_weights(w2), None if down_scale is None else address(down_scale), bias, products, tables)
+            scale = None if down_scale is None else address(down_scale)
+            zero = None if down_zero_point is None else address(down_zero_point)
+            down(active, address_of_weights(w2), scale, zero, bias, products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out if z is None else (out, z)

@@ -50,7 +50,7 @@ NAME = "moe_grouped_triton"
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, scale, bias, out, z, tables, pairs, tiles,
+    x, w, scale, zero_point, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -77,7 +77,7 @@ def flashmoe_moe_up(
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
         gate, up = multiply_weights(
-            x, w, scale, tile, rows, token, of_w, even, ROWS, UP,
+            x, w, scale, zero_point, tile, rows, token, of_w, even, ROWS, UP,
             DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
         )  # fmt: skip
         if bias is not None:
@@ -140,7 +140,7 @@ def _columns(problem: MoEProblem, config: Config) -> int:
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
     inputs = in_bytes(inputs)
-    p, (x, w1, w2, _, _, gate_up_bias, down_bias, *scales) = inputs.problem, inputs.tensors
+    p, (x, w1, w2, _, _, gate_up_bias, down_bias, *of_weights) = inputs.problem, inputs.tensors
     rest = {
         "BLOCK_K": config["block_k"], "GROUP": GROUP, "NUM_STAGES": config["num_stages"],
         "PRECISION": "bf16x6" if p.dtype == "fp32" else "tf32", "INTERPRET": INTERPRETING, "EARLY_START": starts_early(x),
@@ -151,9 +151,10 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
     of_up["SCALES"], of_down["SCALES"] = of_scales
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
-    up_pointers = *map(stand_in, (x, w1, scales[0], gate_up_bias)), new, z
+    up_pointers = *map(stand_in, (x, w1, *of_weights[::2], gate_up_bias)), new, z
     up = build_product(flashmoe_moe_up, up_pointers, of_up, *schedule)
-    down = build_product(flashmoe_moe_down, (new, *map(stand_in, (w2, scales[1], down_bias)), new), of_down, *schedule)
+    down_pointers = new, *map(stand_in, (w2, *of_weights[1::2], down_bias)), new
+    down = build_product(flashmoe_moe_down, down_pointers, of_down, *schedule)
     return grouped(inputs, config, up, down)
 
 

@@ -1,6 +1,6 @@
 """The contract of a mixture-of-experts kernel of a ``MoEProblem``: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on problems
 that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What differs from SwiGLU without biases comes by
-keyword: ``gate_up_bias``, ``down_bias``, ``gate_up_scale``, ``down_scale``, ``weight_format``, ``activation`` and
+keyword: ``gate_up_bias``, ``down_bias``, the scales and zero points of weights in a ``weight_format``, ``activation`` and
 ``interleaved``, as ``fused_moe`` has them.
 
 There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
@@ -18,68 +18,26 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, unit_roundoff
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, arguments_of, unit_roundoff
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
-from flashmoe_science.ops.formats import quantized
+from flashmoe_science.ops.formats import packed, quantized, unpacked
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
-from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
+from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_single_level, routing_oracle
+from flashmoe_science.ops.moe.proof.variants import SCALES, VARIANTS, ZERO_POINTS, Made
 from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
-Made = dict[str, torch.Tensor]
 Inputs = Mapping[str, torch.Tensor]
 
 BIASES = ("gate_up_bias", "down_bias")
-SCALES = ("gate_up_scale", "down_scale")
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
-
-
-def _any_sum(made: Made) -> Made:
-    """Routing weights twice to half as large, a token's each by another factor: a router need not normalise."""
-    factors = torch.linspace(0.5, 2.0, made["topk_weights"].numel(), device=made["topk_weights"].device)
-    return made | {"topk_weights": made["topk_weights"] * factors.view_as(made["topk_weights"])}
-
-
-def _twice(made: Made) -> Made:
-    """Each token's first expert in its last place too."""
-    made["topk_ids"][:, -1] = made["topk_ids"][:, 0]
-    return made
-
-
-def _one_is(number: Callable[[int], int]) -> Callable[[Made], Made]:
-    """Every other token's last expert replaced by ``number`` of how many there are."""
-
-    def change(made: Made) -> Made:
-        made["topk_ids"][::2, -1] = number(made["w1"].shape[0])
-        return made
-
-    return change
-
-
-def _wide(made: Made) -> Made:
-    return made | {"topk_ids": made["topk_ids"].long()}
-
-
-def _sliced(made: Made) -> Made:
-    """All but the weights of the experts as the first columns of tensors twice as wide."""
-    names = ("x", "topk_weights", "topk_ids")
-    return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
-
-
-_VARIANTS: Mapping[str, Callable[[Made], Made]] = {
-    "weights that do not sum to one": _any_sum,
-    "an expert named twice by a token": _twice,
-    "ids of -1 (no expert)": _one_is(lambda experts: -1),
-    "ids of E (no expert)": _one_is(lambda experts: experts),
-    "ids of int64": _wide,
-    "slices of larger tensors": _sliced,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +53,13 @@ class RouterInputs:
     down_bias: torch.Tensor | None = None
     gate_up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
+    gate_up_zero_point: torch.Tensor | None = None
+    down_zero_point: torch.Tensor | None = None
     activation: Activation = SWIGLU
 
     def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
         """The inputs of the experts when these have been chosen."""
-        rest = self.gate_up_bias, self.down_bias, self.gate_up_scale, self.down_scale
+        rest = (getattr(self, name) for name in (*BIASES, *OF_WEIGHTS))
         tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
         return MoEInputs(from_ids, tensors, self.activation)
 
@@ -125,14 +85,14 @@ class SharedContract(Contract):
         "SonicMoE": "quack|^token_gather_sum_kernel",
         "this project": "^flashmoe_",
     }
-    sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
-    constants: ClassVar[frozenset[str]] = frozenset(SCALES)
+    sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
+    constants: ClassVar[frozenset[str]] = frozenset(OF_WEIGHTS)
 
     def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
         self._changed = changed
 
     def variant(self, name: str) -> Self:
-        return type(self)(_VARIANTS[name])
+        return type(self)(VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
         return self.lists.DEFAULT  # type: ignore[no-any-return]
@@ -186,14 +146,14 @@ class SharedContract(Contract):
         return made if self._changed is None or p.routing != "ids" else self._changed(made)
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
-        named = {name: inputs[name] for name in (*BIASES, *SCALES) if name in inputs}
+        named = {name: inputs[name] for name in (*BIASES, *OF_WEIGHTS) if name in inputs}
         tensors = [one for name, one in inputs.items() if name not in named]
         routing = () if problem.routing == "ids" else (problem.top_k,)
         return fn(*tensors, *routing, **named, **_options(problem))
 
     def widened(self, inputs: Inputs) -> Inputs:
         weights = {
-            name: inputs[name] for name in ("w1", "w2", *SCALES) if name in inputs
+            name: inputs[name] for name in ("w1", "w2", *OF_WEIGHTS) if name in inputs
         }  # an expert at a time: see the oracle
         rest = super().widened({name: one for name, one in inputs.items() if name not in weights})
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
@@ -218,10 +178,24 @@ class SharedContract(Contract):
             swapped = {name: (one << 4 | one >> 4).view(inputs[name].dtype) for name, one in halves.items()}
             words = "it is right for codes whose even column is the high four bits"
             yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
-        if "int4" in problem.weight_format:
+        if ZERO_POINTS[0] in inputs:
+            yield from self._mistakes_of_zero_points(problem, inputs)
+        elif "int4" in problem.weight_format:
             signed = {name: (one ^ 0x88).view(torch.int32) for name, one in halves.items()}
             words = "it is right for codes that are two's complement"
             yield Mistake("codes-signed", words, self.reference(problem, {**inputs, **signed}))
+        words = "it is right for sums of 14 bits, which tensor cores of 8 bits make of the whole depth at one level"
+        tensors = oracle_tensors(problem, inputs, torch.float64)
+        yield Mistake("single-level-sum", words, moe_single_level(tensors, activation_of(problem)))
+
+    def _mistakes_of_zero_points(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
+        zeros = {name: unpacked(inputs[name]) for name in ZERO_POINTS}
+        more = {name: packed(one + 1 & 15) for name, one in zeros.items()}
+        words = "it is right for zero points that are one more, as where GPTQ's first version is read"
+        yield Mistake("zero-points-more", words, self.reference(problem, {**inputs, **more}))
+        none = {name: packed(torch.full_like(one, 8)) for name, one in zeros.items()}
+        words = "it is right for zero points that are all 8"
+        yield Mistake("zero-points-missing", words, self.reference(problem, {**inputs, **none}))
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if distribution == "crowded" and "router_logits" in inputs:
@@ -240,6 +214,10 @@ class MoEContract(SharedContract):
     """Experts, of routed tokens or with their router."""
 
     name: ClassVar[str] = "moe"
+
+    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
+        """With problems of what ``fn`` has an argument for, the last of which has most."""
+        return (*self.sweep(), *(text for name in arguments_of(fn) for text in suites.FEATURES.get(name, ())))
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         return moe_oracle(oracle_tensors(problem, inputs, torch.float64), activation_of(problem))
@@ -294,11 +272,11 @@ class MoEContract(SharedContract):
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
-            return experts(*one.tensors[:5], **{name: getattr(one.tensors, name) for name in (*BIASES, *SCALES)})
+            return experts(*one.tensors[:5], **{name: getattr(one.tensors, name) for name in (*BIASES, *OF_WEIGHTS)})
 
         def from_logits(one: RouterInputs) -> Any:
             routing = route(one.router_logits, top_k, normalize="sum")
-            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *SCALES)})
+            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *OF_WEIGHTS)})
 
         return from_ids if problem.routing == "ids" else from_logits
 
@@ -339,16 +317,19 @@ def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generato
     """The weights in the problem's format, an expert at a time, and their scales, each half, once or twice its own: neighbours
     differ."""
     form, halves, made = FORMATS[str(problem.weight_format)], activation_of(problem).halves, Made()
-    for name, named, weights, split in (("w1", SCALES[0], w1, halves), ("w2", SCALES[1], w2, False)):
+    for n, (name, weights, split) in enumerate((("w1", w1, halves), ("w2", w2, False))):
         split &= form.in_blocks
-        codes, scale = map(torch.stack, zip(*(quantized(one, form, split) for one in weights), strict=True))
+        parts = [quantized(one, form, split) for one in weights]
+        codes, scale = torch.stack([one.codes for one in parts]), torch.stack([one.scale for one in parts])
         by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
         scale = (
             (scale.int() + by).clamp(0, 254).to(torch.uint8)
             if scale.dtype == torch.uint8
             else (scale * 2.0**by).to(scale.dtype)
         )
-        made |= {name: codes, named: scale}
+        made |= {name: codes, SCALES[n]: scale}
+        zero_points = [one.zero_point for one in parts if one.zero_point is not None]
+        made |= {ZERO_POINTS[n]: torch.stack(zero_points)} if zero_points else {}
     return made
 
 

@@ -4,12 +4,12 @@ fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
-from flashmoe_science.ops.formats import Weights, dequantized
+from flashmoe_science.ops.formats import dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied
 
@@ -22,6 +22,20 @@ def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 def moe_scheme(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The oracle of ``w8a8``. By how much it differs from the one without is what the scheme costs, whoever computes it."""
     return _experts(tensors, replace(activation, w8a8=True), torch.float64)
+
+
+def moe_single_level(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
+    """The oracle of products that tensor cores of 8 bits add up over the whole depth: in 14 bits."""
+    return _experts(tensors, activation, torch.float64, _in_14_bits)
+
+
+def _in_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b, of which 32 products at a time are added, and what they add up to is cut to 14 bits."""
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+    for first in range(0, a.shape[1], 32):
+        mantissa, exponent = torch.frexp(total + a[:, first : first + 32] @ b[first : first + 32])
+        total = torch.ldexp((mantissa * 2**14).trunc(), exponent - 14)
+    return total
 
 
 def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -37,16 +51,24 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
         torch.set_float32_matmul_precision(precision)
 
 
-def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> torch.Tensor:
-    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *scales = tensors
+def _experts(
+    tensors: Tensors,
+    activation: Activation,
+    dtype: torch.dtype,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> torch.Tensor:
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_ = tensors
+    in_format = tensors.in_format() or (None, None)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert, tokens, place in assigned(tensors):
         first, second = (
-            one[expert].to(dtype) if scale is None else dequantized(Weights(one[expert], scale[expert]), dtype, halves)
-            for one, scale, halves in zip((w1, w2), scales, (activation.halves, False), strict=True)
+            one[expert].to(dtype) if coded is None else dequantized(coded.of(expert), dtype, halves)
+            for one, coded, halves in zip((w1, w2), in_format, (activation.halves, False), strict=True)
         )
-        both = add_bias(as_multiplied(x[tokens].to(dtype), activation) @ first.T, gate_up_bias, expert)  # [rows, 2 * hidden]
-        row = add_bias(as_multiplied(activate(both, activation), activation) @ second.T, down_bias, expert)  # [rows, dim]
+        rows = as_multiplied(x[tokens].to(dtype), activation)
+        both = add_bias(product(rows, first.T), gate_up_bias, expert)  # [rows, 2 * hidden]
+        active = as_multiplied(activate(both, activation), activation)
+        row = add_bias(product(active, second.T), down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 

@@ -64,6 +64,8 @@ BUILD = (
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
     "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32",
+    "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128_zero",
+    "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32_zero",
 )
 # What Triton's interpreter does in seconds.
 SMALL = (
@@ -83,6 +85,7 @@ SMALL = (
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block_w8a8",
     "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
+    "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",
 )
 
 _SIZES = (
@@ -110,6 +113,19 @@ SWEEP = (
     *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
     *(f"moe {sizes} bf16" for sizes in _LARGE),
 )
+
+# Of what a function has arguments for beside those that it must have, by their names.
+FEATURES = {
+    "gate_up_scale": (
+        "moe t9 e4 k2 d96 f64 bf16 w:mxfp4",
+        "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
+        "moe t5 e4 k2 d256 f128 bf16 w:int4_g128",
+        "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
+        "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+        "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block",  # deep enough to show sums of few bits
+    ),
+    "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
+}
 
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:

@@ -17,6 +17,7 @@ from tests.unit.ops.attention.backward.random_problems import Most, RandomCase, 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.ops.attention.backward import copied
+from flashmoe_science.ops.attention.backward.fused_sm90 import config
 from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
@@ -51,8 +52,9 @@ def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> N
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels run on the CPU, by Python."""
+    """Kernels run on the CPU, by Python, few heads of keys together."""
     monkeypatch.setattr(copied, "Build", gluon_interpreter.Build)
+    monkeypatch.setattr(config, "TOGETHER", 4)
     with assume(H100):
         yield
 
@@ -63,6 +65,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b1 h1 q256 d64 bf16",
         "b2 h2 hk1 q300 k200 d64 bf16 causal",
         "b1 h9 q130 k300 d40 dv24 fp16 bshd",  # more heads than start together
+        "b2 h6 hk3 q300 k410 d64 bf16 causal",
         "b1 h2 q400 k130 d64 bf16 causal",  # rows that see no key
         "b1 h2 q100 k400 d64 bf16 causal-topleft",  # keys that no query sees
     ],

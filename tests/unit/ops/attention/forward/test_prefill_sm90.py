@@ -53,6 +53,9 @@ def test_a_diagonal_at_any_place_leaves_the_registers_for_its_second_mask(length
         ("attn b1 h2 q1272 k2098 d128 bf16", 1),
         ("attn b1 h48 hk6 q22832 d40 bf16 causal", 3),
         ("attn b8 h16 q1886 k13432 d64 bf16 causal", 3),
+        ("attn b4 h32 q6000 d64 bf16 causal packed", 3),
+        ("attn b4 h32 q6000 d64 bf16 causal left1023 packed", 1),
+        ("attn b1 h4 q6000 d64 bf16 causal packed", 1),
     ],
 )
 def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consumers: int) -> None:

@@ -82,19 +82,18 @@ def test_a_consumer_has_the_tiles_that_its_rows_see_and_skips_others(
     prefix = prefix if ends and left is None else None
     bounds = MaskBounds(rows, keys, offset + (right or 0), prefix, left)
     language = SimpleNamespace(maximum=max, minimum=min)
-    for least in (1, 2) if ends else (1,):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "gl", language)
-            for top in range(0, rows, 64 * consumers):
-                first, after = scheduler.key_tiles.fn(top, 64 * consumers, bounds, block_n, ends, least)
-                for row in range(top, top + 64 * consumers, 64):
-                    low, high = scheduler.key_tiles.fn(row, 64, bounds, block_n, ends, least)
-                    assert first <= low < high <= after
-                    assert ends or high == after  # where no row's keys end, a consumer skips no tile before its own
-                    for one in range(row, min(row + 64, rows)):
-                        begin = 0 if left is None else max(one + offset - left, 0)
-                        end = min(keys, max(one + offset + right + 1, prefix or 0)) if right is not None else keys
-                        assert begin >= end or (low * block_n <= begin and end <= high * block_n)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "gl", language)
+        for top in range(0, rows, 64 * consumers):
+            first, after = scheduler.key_tiles.fn(top, 64 * consumers, bounds, block_n, ends)
+            for row in range(top, top + 64 * consumers, 64):
+                low, high = scheduler.key_tiles.fn(row, 64, bounds, block_n, ends)
+                assert first <= low < high <= after
+                assert ends or high == after  # where no row's keys end, a consumer skips no tile before its own
+                for one in range(row, min(row + 64, rows)):
+                    begin = 0 if left is None else max(one + offset - left, 0)
+                    end = min(keys, max(one + offset + right + 1, prefix or 0)) if right is not None else keys
+                    assert begin >= end or (low * block_n <= begin and end <= high * block_n)
 
 
 @pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)

@@ -213,6 +213,39 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "head_dim", "options", "kernel"),
+    [
+        (1024, 64, Options(), "bwd_fused_gluon_sm90"),
+        (1024, 40, Options("causal"), "bwd_fused_gluon_sm90"),
+        (512, 64, Options(), "bwd_gluon_sm90"),  # too short
+        (1024, 32, Options(), "bwd_gluon_sm90"),  # half of its columns
+        (1024, 72, Options(), "bwd_gluon_sm90"),
+        (1024, 64, Options(window_left=99), "bwd_gluon_sm90"),
+        (100, 64, Options(), "bwd_triton"),
+    ],
+)
+def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
+    rows: int, head_dim: int, options: Options, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "known_table", lambda: Table(()))
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
+
+
+def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = parse("attnbwd b2 h16 q2048 d128 bf16")
+    (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)
+    table = Table((Entry("h100", measured, "bwd_gluon_sm90", config, "r", 400_000, ()),))
+    monkeypatch.setattr(shared, "known_table", lambda: table)
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q = torch.empty(2, 16, 2048, 64, dtype=torch.bfloat16)
+    with assume(H200):
+        assert choose_backward(Tensors(q, q, q), Options(deterministic=True)).kernel == "bwd_fused_gluon_sm90"
+
+
+@pytest.mark.parametrize(
     ("rows", "head_dim", "peer", "kernel", "words"),
     [
         (512, 128, False, "bwd_gluon_sm90", "nearest measured problem, attnbwd b2 h16 q400 d128"),

@@ -85,6 +85,7 @@ def test_a_given_output_is_written_and_returned() -> None:
         ("fa3", "attn b1 h1 q9 d64 bf16", "l4", "Hopper"),
         ("fa3", "attn b1 h1 q9 d64 fp16", "h200", "without fp16"),
         ("fa3", "attn b1 h1 q9 k12 d64 bf16 causal-topleft", "h200", "bottom-right"),
+        ("fa3", "attn b1 h1 q9 d192 dv96 bf16", "h200", "head_dim_v"),
         ("fa4", "attn b1 h1 q9 d60 bf16", "h200", "multiples of 8"),
         ("fa4", "attn b1 h1 q9 d192 bf16", "b200", "up to 128"),
         ("fa4", "attn b1 h1 q9 d64 bf16", "a100", "Hopper or newer"),
@@ -102,6 +103,11 @@ def test_every_peer_serves_the_plain_case_on_an_h200_but_those_for_decoding() ->
     problem = parse_problem("attn b4 h16 q4096 d128 bf16 causal bshd")
     reasons = {kernel.name: kernel.supports(problem, H200) for kernel in PEERS}
     assert {name for name, reason in reasons.items() if reason is not None} == set(DECODING)
+
+
+def test_fa3_and_fa4_serve_values_narrower_than_keys_as_deepseek_has_them() -> None:
+    problem = parse_problem("attn b2 h16 q8192 d192 dv128 bf16 causal bshd")
+    assert [BY_NAME[name].supports(problem, H200) for name in ("fa3", "fa4")] == [None, None]
 
 
 def test_only_pytorchs_choice_and_plain_maths_run_on_a_cpu() -> None:

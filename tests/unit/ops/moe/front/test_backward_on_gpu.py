@@ -87,9 +87,11 @@ def test_nothing_waits_and_a_graph_replays_with_another_routing(kernel: str) -> 
 @pytest.mark.parametrize("one_memory", [False, True])
 def test_gates_and_ups_that_are_two_tensors(kernel: str, one_memory: bool) -> None:
     _, inputs = inputs_of(SIZES)
-    right = torch.autograd.grad(loss(inputs, kernel=kernel), inputs["w1"].requires_grad_())[0].chunk(2, 1)
+    inputs["w1"].requires_grad_()
+    right = torch.autograd.grad(loss(inputs, kernel=kernel), inputs["w1"])[0].chunk(2, 1)
     parts = [one.detach() if one_memory else one.detach().contiguous() for one in inputs["w1"].chunk(2, 1)]
-    got = torch.autograd.grad(loss(inputs | {"w1": parts}, kernel=kernel), [one.requires_grad_() for one in parts])  # type: ignore[dict-item]
+    leaves = [one.requires_grad_() for one in parts]
+    got = torch.autograd.grad(loss(inputs | {"w1": leaves}, kernel=kernel), leaves)  # type: ignore[dict-item]
     assert all(map(torch.equal, got, right))
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
+from tests.unit.ops.moe.backward.traps import apart
 from tests.unit.ops.moe.cases import Case, changed, dense, inputs_of
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
+from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.front.kernels import ours
@@ -28,9 +32,11 @@ def saved(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> torch.Tensor:
 
 
 def z_wrong(got: torch.Tensor, inputs: MoEInputs) -> str | None:
-    """What is wrong with the first product of one expert's tokens, each column by itself: columns differ by 2^190."""
+    """What is wrong with the first product of the first token's expert, the first that has tokens, each column by itself:
+    columns differ by 2^190."""
     one = dense(inputs).tensors
-    (token, _), right = torch.where(one.topk_ids == 0), one.x.double() @ one.w1[0].T
+    expert = int(one.topk_ids[0, 0])
+    (token, _), right = torch.where(one.topk_ids == expert), one.x.double() @ one.w1[expert].T
     right, got = right[token], got[: len(token)].double()
     if not torch.equal(got.isnan(), right.isnan()):
         return "what is no number is not where it must be"
@@ -99,10 +105,14 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
     yield "neighbouring rows 2^120 apart", changed(one, gate_up_scale=apart, topk_ids=torch.zeros(5, 1, dtype=torch.int32))
     for group in (32, 128):
         for dtype in ("bf16", "fp16"):
+            one = inputs_of(Case(f"moe t5 e2 k1 d384 f128 {dtype} w:int4_g{group}_zero"), "cpu")
+            codes = torch.randint(-(2**31), 2**31, one.tensors.w1.shape).int()
+            zeros = torch.randint(-(2**31), 2**31, (2, 32, 384 // group)).int()
+            every = changed(one, w1=codes, gate_up_zero_point=zeros, topk_ids=torch.zeros(5, 1, dtype=torch.int32))
+            yield f"every code of int4 and zero point, groups of {group}, {dtype}", every
             one = inputs_of(Case(f"moe t5 e2 k1 d384 f128 {dtype} w:int4_g{group}"), "cpu")
             one, scale = changed(one, topk_ids=torch.zeros(5, 1, dtype=torch.int32)), one.tensors.gate_up_scale
             assert scale is not None
-            codes = torch.randint(-(2**31), 2**31, one.tensors.w1.shape).int()
             yield f"every code of int4, groups of {group}, {dtype}", changed(one, w1=codes)
             apart = scale.float() * 2.0 ** torch.tensor([0, 7])[torch.arange(scale.shape[2]) % 2]
             for of_scale in (torch.bfloat16, torch.float16, torch.float32):
@@ -112,6 +122,73 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
                 yield words, changed(one, gate_up_scale=lost)
 
 
+# A depth of each that no tile divides, where its groups allow one.
+DEPTHS = {"mxfp4": 160, "fp8_block": 200, "fp8_channel": 200, "int4_g32": 160, "int4_g32_zero": 160, "int4_g128_zero": 384}
+
+
+def of_every_format() -> Iterator[tuple[str, MoEInputs]]:
+    """The same of each format: where numbers lie and how they differ, of tokens that all choose one expert."""
+    for form, depth in DEPTHS.items():
+        one = drawn(form, torch.randn(2, 256, depth))
+        yield f"slices of memory that is no number, {form}", in_no_numbers(one)
+        far = {name: apart(value) for name in OF_FIRST if (value := getattr(one.tensors, name)) is not None}
+        far["topk_ids"] = torch.ones_like(one.tensors.topk_ids)
+        yield f"an expert past the reach of 32 bits, {form}", changed(one, **far)
+        yield f"zeros with a scale of 0, {form}", with_zeros(form, depth)
+        if form != "fp8_channel":
+            yield f"neighbours 2^20 apart along the depth, {form}", blocks_apart(form, depth)
+        deep = drawn(form, torch.rand(2, 256, 7168) / 100)
+        yield f"one sign, 7168 deep, {form}", changed(deep, x=deep.tensors.x.abs())
+    one = drawn("fp8_block", torch.randn(2, 256, 200))
+    yield "scales of blocks in bf16", changed(one, gate_up_scale=one.tensors.gate_up_scale.bfloat16())  # type: ignore[union-attr]
+
+
+OF_FIRST = ("w1", "gate_up_scale", "gate_up_zero_point")
+
+
+def drawn(form: str, w1: torch.Tensor) -> MoEInputs:
+    """Five tokens by experts whose first weights are these."""
+    one = inputs_of(Case(f"moe t5 e2 k1 d{w1.shape[2]} f128 bf16 w:{form}"), "cpu")
+    codes, scale, zero_point = quantized(w1, FORMATS[form], halves=form == "fp8_block")
+    zeros = {} if zero_point is None else {"gate_up_zero_point": zero_point}
+    return changed(one, w1=codes, gate_up_scale=scale, topk_ids=torch.zeros(5, 1, dtype=torch.int32), **zeros)
+
+
+def in_no_numbers(one: MoEInputs) -> MoEInputs:
+    """The first weights as parts of larger tensors, whose other codes and scales are NaN where they can be."""
+    made = {}
+    for name in OF_FIRST:
+        if (value := getattr(one.tensors, name)) is not None:
+            rest = torch.full((2, value.shape[1] + 8, *(size + 16 for size in value.shape[2:])), -1, dtype=torch.int64)
+            wide = rest.to(value.dtype) if value.dtype in (torch.uint8, torch.int32) else (rest * torch.nan).to(value.dtype)
+            inside = wide[(slice(None), *(slice(size) for size in value.shape[1:]))]
+            made[name] = inside.copy_(value)
+    return changed(one, **made)
+
+
+def with_zeros(form: str, depth: int) -> MoEInputs:
+    """A block, and rows, of zeros, whose scale is 0: what a quantiser makes that divides by nothing."""
+    w1, (high, wide) = torch.randn(2, 256, depth), FORMATS[form].block
+    w1[:, :128, : wide or depth] = 0
+    one = drawn(form, w1)
+    scale = one.tensors.gate_up_scale.clone()  # type: ignore[union-attr]
+    scale[(slice(None), slice(128 // high), 0)[: scale.dim()]] = 0
+    return changed(one, gate_up_scale=scale)
+
+
+def blocks_apart(form: str, depth: int) -> MoEInputs:
+    """Every other block 2^20 times as large, and what it is multiplied with as much smaller: all have a part in a sum."""
+    one, wide = drawn(form, torch.randn(2, 256, depth)), FORMATS[form].block[1]
+    scale, x = one.tensors.gate_up_scale.clone(), one.tensors.x.clone()  # type: ignore[union-attr]
+    if scale.dtype == torch.uint8:
+        scale[..., 1::2] += 20
+    else:
+        scale = scale.float()
+        scale[..., 1::2] *= 2.0**20
+    x[:, torch.arange(depth) // wide % 2 == 1] *= 2.0**-20
+    return changed(one, gate_up_scale=scale, x=x)
+
+
 def on(inputs: MoEInputs, device: str) -> MoEInputs:
     moved = {name: value if value is None else value.to(device) for name, value in inputs.tensors._asdict().items()}
     return changed(inputs, **moved)
@@ -119,7 +196,7 @@ def on(inputs: MoEInputs, device: str) -> MoEInputs:
 
 def main() -> None:
     gpu, found = gpu_named("h200"), {}
-    for name, inputs in named():
+    for name, inputs in chain(named(), of_every_format()):
         for kernel in ours():
             if kernel.interpretable and kernel.cannot(inputs.problem, gpu) is None:
                 config = kernel.configs(inputs.problem, gpu)[0]

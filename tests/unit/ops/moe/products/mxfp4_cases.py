@@ -62,7 +62,8 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     draw, form = torch.Generator().manual_seed(0), FORMATS["mxfp4"]
     e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
     x = torch.randn(t, h, generator=draw).bfloat16()
-    (w1, s1), (w2, s2) = (quantized(torch.randn(e, n, k, generator=draw) * k**-0.5, form) for n, k in ((2 * i, h), (h, i)))
+    w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))
+    (w1, s1, _), (w2, s2, _) = quantized(w1, form), quantized(w2, form)
     ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
     if case.change == "foreign":
         foreign = FOREIGN["foreign"](e)[torch.randint(5, ids.shape, generator=draw)]

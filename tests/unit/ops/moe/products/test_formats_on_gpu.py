@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
+from tests.unit.ops.moe.backward.traps import apart
 from tests.unit.ops.moe.cases import FORMAT_CASES, Case, changed, inputs_of, off
-from tests.unit.ops.moe.products.format_cases import named, on, saved, z_wrong
+from tests.unit.ops.moe.products.format_cases import DEPTHS, named, of_every_format, on, saved, z_wrong
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import NAME as MXFP4
 
@@ -20,18 +24,18 @@ KERNELS = pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.na
 
 
 def called(one: MoEInputs) -> torch.Tensor:
-    x, w1, w2, weights, ids, of_up, of_down, gate_up_scale, down_scale = one.tensors
+    x, w1, w2, weights, ids, of_up, of_down, *of_weights = one.tensors
     return fm.fused_moe(
         x, w1, w2, weights, ids, activation=one.activation.function, gate_up_bias=of_up, down_bias=of_down,
-        interleaved=one.activation.interleaved, gate_up_scale=gate_up_scale, down_scale=down_scale,
-        weight_format=one.problem.weight_format,
+        interleaved=one.activation.interleaved, weight_format=one.problem.weight_format,
+        **dict(zip(OF_WEIGHTS, of_weights, strict=True)),
     )  # fmt: skip
 
 
 @KERNELS
 def test_the_numbers_of_formats_are_right_with_every_config(kernel: AnyKernel) -> None:
     gpu, found, done = current_gpu(torch.device("cuda")), {}, 0
-    for name, inputs in named():
+    for name, inputs in chain(named(), of_every_format()):
         if kernel.cannot(inputs.problem, gpu) is None and kernel.name != MXFP4:  # which saves no z: its tests have such numbers
             done += 1
             moved = on(inputs, "cuda")
@@ -60,7 +64,7 @@ def test_it_is_served_by_ours_repeats_and_can_be_captured(case: Case) -> None:
 
 def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_lie() -> None:
     one = inputs_of(Case("moe t9 e4 k2 d1920 f1920 bf16 w:mxfp4 bias clamped interleaved"), "cuda")  # 15 MB of gates and ups
-    right, (_, w1, w2, *_, of_w1, of_w2) = called(one), one.tensors
+    right, (_, w1, w2, *_), (of_w1, of_w2, _, _) = called(one), one.tensors, one.tensors[7:]
     assert of_w1 is not None
     assert of_w2 is not None
     torch.cuda.reset_peak_memory_stats()
@@ -77,7 +81,15 @@ def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_l
     assert off(called(moved), one) is None  # by PyTorch's operators: no codes begin at odd addresses
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel", "int4_g32"])
+@pytest.mark.parametrize("form", DEPTHS)
+def test_experts_past_the_reach_of_32_bits(form: str) -> None:
+    """Of tensors that are moved to a GPU it would be lost."""
+    one = inputs_of(Case(f"moe t9 e4 k2 d384 f128 bf16 w:{form}"), "cuda")
+    far = {name: apart(value) for name in ("w1", "w2", *OF_WEIGHTS) if (value := getattr(one.tensors, name)) is not None}
+    assert torch.equal(called(changed(one, **far)), called(one))
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"])
 def test_gradients_of_all_but_the_weights(form: str) -> None:
     one = inputs_of(Case(f"moe t9 e4 k2 d96 f64 bf16 w:{form}"), "cuda")
     x, weights = one.tensors.x.clone().requires_grad_(), one.tensors.topk_weights.clone().requires_grad_()

@@ -119,7 +119,7 @@ def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None
 
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
 def test_weights_in_a_format_are_served_by_kernels_of_theirs(gpu: str) -> None:
-    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32"):
+    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"):
         problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
         decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
         hopper = gpu == "h200" and form == "mxfp4"

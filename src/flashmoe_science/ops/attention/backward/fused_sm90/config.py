@@ -9,9 +9,9 @@ from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 
-KEYS, QUERIES, ROWS = split.KEYS, split.QUERIES, split.ROWS  # of one of two consumers, of a step, of a program that sums rows
+KEYS, QUERIES = split.KEYS, split.QUERIES  # of one of two consumers; of a step, and of a program that sums rows
 WIDTH = 64  # columns of the tiles
-TOGETHER = 8  # heads whose tiles of keys start in turns: they wait for fewer before them, and share the L2 cache
+TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
 THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
 
 
@@ -28,5 +28,10 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """By name alone, until records say where it is the faster."""
-    return False
+    """Where the split kernel does not."""
+    return split.suits_fused(problem)
+
+
+def heads_together(sizes: split.Sizes) -> int:
+    """Heads of keys of a set, whose tiles of keys start in turns."""
+    return max(TOGETHER // sizes.tiles, 2)

@@ -10,15 +10,20 @@ theirs: a counter of each tile of queries says whose turn it is. So equal calls 
 at 64 columns is worth more than a product: it would cross memory twice, 4 bytes a score, at 2 * 64 operations.
 
 No program waits for one that has not started: numbers are taken from a counter as programs start, and a program waits for lower
-numbers alone. Of those that run, the lowest waits for none, so that all of them end. Programs go over the queries from the last
-to the first: under a causal mask too the next tile of keys then follows the one before at its heels, the longest first.
+numbers alone. Of those that run, the lowest waits for none, so that all of them end.
+
+Under a causal mask programs that start together should neither meet nor leave SMs idle at the end, so heads take turns in two
+orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to a tile of queries
+a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
+next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
+together.
 """
 
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.backward.fused_sm90.config import ROWS, THREADS, configs, suits, supports
+from flashmoe_science.ops.attention.backward.fused_sm90.config import QUERIES, THREADS, configs, suits, supports
 from flashmoe_science.ops.attention.backward.fused_sm90.launch import FINISH, FINISH_WARPS, FusedBackwardLauncher, parts_of
 from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS_WARPS, sizes_of
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
@@ -38,7 +43,7 @@ def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tup
     rows = problem.batch * problem.heads * sizes.padded
     tiles = problem.batch * problem.heads_kv * sizes.tiles
     return (
-        Launch("^flashmoe_bwd_rows_triton$", (rows // ROWS, 1, 1), 32 * ROWS_WARPS),
+        Launch("^flashmoe_bwd_rows_triton$", (rows // QUERIES, 1, 1), 32 * ROWS_WARPS),
         Launch("^flashmoe_bwd_fused_gluon_sm90$", (tiles, 1, 1), THREADS),
         Launch("^flashmoe_bwd_scaled_triton$", (rows // FINISH, 1, 1), 32 * FINISH_WARPS),
     )

@@ -16,7 +16,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     is_unfit,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, ROWS, WIDTH
+from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, WIDTH, heads_together
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.config import Sizes, sizes_like
@@ -50,7 +50,7 @@ _REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a th
 
 def parts_of(rows: int) -> list[Part]:
     """Of the workspace of all query heads' rows: the log-sum-exp as it is taken, delta, dQ in fp32, and the counters."""
-    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // ROWS + 1, torch.int32)]
+    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // QUERIES + 1, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):
@@ -98,11 +98,12 @@ class FusedBackwardLauncher(BackwardLauncher):
         masks = sizes.offset < FAR or sizes.seqlen_k % sizes.block_n > 0
         registers = (_CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS, PRODUCER_REGISTERS)
         constexprs = (self._config["stages"], masks, *registers)
-        arguments = (*self._templates, Pointer(torch.int32), 0.5, *(1,) * 7, *constexprs)
+        arguments = (*self._templates, Pointer(torch.int32), 0.5, *(1,) * 8, *constexprs)
         build = self._builds.get(masks, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=_REGISTERS)
         heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // QUERIES
-        numbers = (sizes.heads_kv, sizes.group, heads, sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset)
-        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *constexprs)
+        numbers = (sizes.heads_kv, sizes.group, heads, heads_together(sizes))
+        lengths = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset)
+        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *lengths, *constexprs)
         return Bound([start], encoders(build, self._templates, shapes))
 
     def _bind_finish(self, of_dq: TensorLike, sizes: Sizes) -> Start:

@@ -19,9 +19,8 @@ from flashmoe_science.ops.attention.device.tiles import Origin, accumulator_layo
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
-SIZES = ("heads_kv", "group", "heads", "seqlen_k", "tiles_m", "tiles_n", "offset")
-_KEYS, _QUERIES, _ROWS = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES), gl.constexpr(config.ROWS)
-_TOGETHER = gl.constexpr(config.TOGETHER)
+SIZES = ("heads_kv", "group", "heads", "together", "seqlen_k", "tiles_m", "tiles_n", "offset")
+_KEYS, _QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
 _HALF = gl.constexpr(config.QUERIES // 2)  # queries of a product
 _SLOTS, _HALVES = gl.constexpr(2), gl.constexpr(4)  # slots of dQ, and of dS of half a tile of queries
 
@@ -53,8 +52,8 @@ class Barriers(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a program works on: the ``nth`` tile of keys of a head, and the tiles of queries from ``low`` on of each query head
-    that shares it, the last first; from ``whole`` on every query sees all of the keys."""
+    """What a program works on: the ``nth`` tile of keys of a head, and of each query head that shares it ``count`` tiles of
+    queries, from ``start`` on by ``stride``, 1 or -1; from ``whole`` on every query sees all of the keys."""
 
     batch: Any
     head: Any  # of keys, in its batch
@@ -64,21 +63,30 @@ class Work(NamedTuple):
     seqlen_k: Any
     offset: Any  # query i sees keys up to i + offset
     tiles_m: Any
-    low: Any
+    tiles_n: Any
+    count: Any
+    start: Any
+    stride: Any
     whole: Any
 
 
 @gluon.jit
 def _steps(work):
     """Tiles of queries of all heads of the group."""
-    return (work.tiles_m - work.low) * work.group
+    return work.count * work.group
 
 
 @gluon.jit
 def _place(work, step):
     """The head of the group and the tile of queries of a step."""
-    count = work.tiles_m - work.low
-    return step // count, work.tiles_m - 1 - step % count
+    return step % work.group, work.start + step // work.group * work.stride
+
+
+@gluon.jit
+def _turn(work, tile):
+    """How many tiles of keys add to dQ of a tile of queries before this one."""
+    last = gl.minimum((tile * _QUERIES + _QUERIES - 1 + work.offset) // (2 * _KEYS), work.tiles_n - 1)
+    return gl.where(work.stride > 0, last - work.nth, work.nth)
 
 
 @gluon.jit
@@ -103,25 +111,27 @@ def _load(descs, smem, barriers, work):
 
 @gluon.jit
 def _half(
-    step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKED: gl.constexpr
+    step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, HALF: gl.constexpr, MASKS: gl.constexpr
 ):  # fmt: skip
     """dK and dV with half a tile of queries added, whose dS goes to shared memory. dV is started before dP is waited for: the
-    assembler would else move that wait above all of the exponentials."""
+    assembler would else move that wait above all of the exponentials. A branch round the mask alone: of one with a product in
+    each arm, ptxas 12.8 left a descriptor unwritten in one."""
     STAGES: gl.constexpr = smem.q.shape[0]
     layout: gl.constexpr = accumulator_layout(_HALF)
     stage = step % STAGES
     q = as_matrix(smem.q, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, D]
     dout = as_matrix(smem.dout, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, DV]
     zeros = gl.zeros([_KEYS, _HALF], gl.float32, layout)
-    s = warpgroup_mma(as_matrix(smem.k, PART), q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, HALF]
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, HALF]
     dp = warpgroup_mma(as_matrix(smem.v, PART), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     lse = smem.lse.index(stage).slice(HALF * _HALF, _HALF, 0).load(gl.SliceLayout(0, layout))
     p = gl.exp2(s * scale - lse[None, :])
-    if MASKED:
-        key = work.nth * (2 * _KEYS) + PART * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, layout))
-        last = tile * _QUERIES + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, layout)) + work.offset
-        p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+    if MASKS:
+        if tile < work.whole:
+            key = work.nth * (2 * _KEYS) + PART * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, layout))
+            last = tile * _QUERIES + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, layout)) + work.offset
+            p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     dv = warpgroup_mma(gl.convert_layout(p.to(smem.dout.dtype), operand), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
@@ -140,12 +150,12 @@ def _half(
 
 
 @gluon.jit
-def _step(step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MASKED: gl.constexpr):
+def _step(step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MASKS: gl.constexpr):
     """dK and dV with a tile of queries added."""
     STAGES: gl.constexpr = smem.q.shape[0]
     mbarrier.wait(barriers.queries.full.index(step % STAGES), step // STAGES & 1)
     for half in gl.static_range(2):
-        dk, dv = _half(step, tile, dk, dv, smem, ds_smem, barriers, work, scale, PART, half, MASKED)
+        dk, dv = _half(step, tile, dk, dv, k, smem, ds_smem, barriers, work, scale, PART, half, MASKS)
     mbarrier.arrive(barriers.queries.empty.index(step % STAGES))
     return dk, dv
 
@@ -159,17 +169,12 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
     dv = gl.zeros([_KEYS, DV], gl.float32, accumulator_layout(DV))
     log2 = scale * 1.4426950408889634
     mbarrier.wait(barriers.keys, 0)
-    step = gl.to_tensor(0)
-    for _ in range(work.group):
-        for i in range(work.tiles_m - work.whole):
-            dk, dv = _step(step, work.tiles_m - 1 - i, dk, dv, smem, ds_smem, barriers, work, log2, PART, False)
-            step += 1
-        if MASKS:
-            for i in range(work.whole - work.low):
-                dk, dv = _step(step, work.whole - 1 - i, dk, dv, smem, ds_smem, barriers, work, log2, PART, True)
-                step += 1
-    if step > 0:  # dK goes by way of the memory of K, which the last product for dQ reads
-        last = step * 2 - 1
+    k = as_matrix(smem.k, PART).load(gl.DotOperandLayout(0, accumulator_layout(_HALF), 2))
+    for step in range(_steps(work)):
+        _, tile = _place(work, step)
+        dk, dv = _step(step, tile, dk, dv, k, smem, ds_smem, barriers, work, log2, PART, MASKS)
+    last = _steps(work) * 2 - 1
+    if last > 0:  # dK goes by way of the memory of K, which the last product for dQ reads
         mbarrier.wait(barriers.ds.empty.index(last % _HALVES), last // _HALVES & 1)
     barrier()
     as_matrix(smem.k, PART).store((dk * scale).to(smem.k.dtype))
@@ -215,18 +220,18 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
     phase = gl.to_tensor(0)
     for step in range(SLOT, _steps(work), _SLOTS):
         one, tile = _place(work, step)
-        row = ((work.first_head + one) * work.tiles_m + tile) * _QUERIES
-        turn = turns + row // _ROWS
-        mbarrier.wait(full, phase)
-        while gl.atomic_add(turn, 0, sem="acquire") < work.nth:
+        number = (work.first_head + one) * work.tiles_m + tile
+        row, counter, turn = number * _QUERIES, turns + number, _turn(work, tile)
+        while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
-        if work.nth == 0:
+        mbarrier.wait(full, phase)
+        if turn == 0:
             tma_store(dq_desc, [row, 0], dq_smem.index(SLOT))
         else:
             tma_add(dq_desc, [row, 0], dq_smem.index(SLOT))
         tma_stored()
         barrier()
-        gl.atomic_add(turn, 1, sem="release")
+        gl.atomic_add(counter, 1, sem="release")
         mbarrier.arrive(empty)
         phase ^= 1
 
@@ -234,19 +239,23 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_fused_gluon_sm90(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, turns, softmax_scale,
-    heads_kv, group, heads, seqlen_k, tiles_m, tiles_n, offset,
+    heads_kv, group, heads, together, seqlen_k, tiles_m, tiles_n, offset,
     STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr, MULTIPLIER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of TOGETHER heads in
-    turns, the first tiles first, which under a causal mask the most queries see. So a program waits for one that has started,
-    and the first that has not ended waits for none."""
-    ticket = turns + heads * group * tiles_m * (_QUERIES // _ROWS)
+    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
+    turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
+    first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py)."""
+    ticket = turns + heads * group * tiles_m
     number = gl.atomic_add(ticket, 1, sem="relaxed")
-    first = number // (tiles_n * _TOGETHER) * _TOGETHER
-    together = gl.minimum(heads - first, _TOGETHER)
+    nth_set = number // (tiles_n * together)
+    last_set = (heads - 1) // together
+    rising = ((last_set - nth_set) % 2 == 1) | ((nth_set == 0) & (last_set > 0))
+    first = nth_set * together
+    together = gl.minimum(heads - first, together)
     number -= first * tiles_n
     head, nth = first + number % together, number // together
+    nth = gl.where(rising, tiles_n - 1 - nth, nth)
     first_key = nth * (2 * _KEYS)
     low = gl.minimum(gl.maximum(first_key - offset, 0) // _QUERIES, tiles_m)
     whole = tiles_m
@@ -255,7 +264,10 @@ def flashmoe_bwd_fused_gluon_sm90(
         whole = gl.where(first_key + 2 * _KEYS > seqlen_k, tiles_m, gl.minimum(gl.maximum(whole, low), tiles_m))
     else:
         whole = low
-    work = Work(head // heads_kv, head % heads_kv, head * group, group, nth, seqlen_k, offset, tiles_m, low, whole)
+    batch, place = head // heads_kv, head % heads_kv
+    start, stride = gl.where(rising, low, tiles_m - 1), gl.where(rising, 1, -1)
+    span = (tiles_m - low, start, stride, whole)
+    work = Work(batch, place, head * group, group, nth, seqlen_k, offset, tiles_m, tiles_n, *span)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)

@@ -130,5 +130,11 @@ def sizes_like(
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """Tiles of queries and of keys should be full."""
-    return min(problem.seqlen_q, problem.seqlen_k) >= QUERIES
+    """Tiles of queries and of keys should be full, and the fused kernel no better a guess."""
+    return min(problem.seqlen_q, problem.seqlen_k) >= QUERIES and not suits_fused(problem)
+
+
+def suits_fused(problem: AttentionBackwardProblem) -> bool:
+    """Whether fused_sm90 serves the problem faster: its columns more than half full, and its programs long."""
+    half_full = 32 < max(problem.head_dim, problem.head_dim_v) <= 64
+    return half_full and min(problem.seqlen_q, problem.seqlen_k) >= 1024 and unsupported(problem.features, ()) is None

@@ -65,10 +65,11 @@ def flashmoe_bwd_rows_triton(
 def bind_rows(
     builds: Builds, saved: Saved, sizes: Sizes, of_sinks: Pointer | None = None, of_turns: Pointer | None = None
 ) -> Start:
-    """The launch of what is summed over rows."""
+    """The launch of what is summed over rows: with counters, those of a tile of queries a program."""
+    block_m = ROWS if of_turns is None else sizes.block_m
     of_out, of_dout = saved.out.stride()[:3], saved.dout.stride()[:3]
     width = saved.out.shape[3]
-    constexprs = (width, padded_head_dim(width), ROWS, stride_unit((*of_out, *of_dout)))
+    constexprs = (width, padded_head_dim(width), block_m, stride_unit((*of_out, *of_dout)))
     heads = sizes.heads_kv * sizes.group
     numbers = (*of_out, *of_dout, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
     sums, starts = Pointer(torch.float32), Pointer(torch.int32, 4) if sizes.sequences else None
@@ -76,4 +77,4 @@ def bind_rows(
     pointers = (*given, sums, sums, None if of_sinks is None else sums, of_turns)
     key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
     build = builds.get(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
-    return build.bound((sizes.padded // ROWS * sizes.batch * heads, 1, 1), *numbers, *constexprs)
+    return build.bound((sizes.padded // block_m * sizes.batch * heads, 1, 1), *numbers, *constexprs)

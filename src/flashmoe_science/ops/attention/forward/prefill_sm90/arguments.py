@@ -11,7 +11,6 @@ class Traits(NamedTuple):
     CONSUMERS: Any
     CAUSAL: Any
     ALIGNED: Any  # the diagonal of a consumer's rows is in one tile of keys
-    MIN_TILES: Any  # tiles of keys that every tile of queries takes: 2 where the diagonal may cross two
     EVEN_K: Any  # tiles of keys divide the keys
     WRITE_LSE: Any
     OWN_OUT: Any  # O has shared memory of its own, and not Q's

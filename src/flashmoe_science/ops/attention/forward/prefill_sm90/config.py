@@ -47,7 +47,7 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     assert device is not None
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     if is_packed(problem):
-        shapes = _packed_shapes(problem, width)
+        shapes = _packed_shapes(problem, width, device)
     elif problem.features.window and width <= 128:
         shapes = _windowed_shapes(problem, width)
     elif width <= 64:
@@ -137,10 +137,13 @@ def _keys_in_window(problem: AttentionProblem) -> int:
     return min(left + right + 1, keys)
 
 
-def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
+def _packed_shapes(problem: AttentionProblem, width: int, gpu: Gpu) -> tuple[Shape, ...]:
     """By the longest sequence, the only length that the host has: the shorter, the fewer rows and keys a tile should have."""
     if width <= 64:
-        return shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
+        small = shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
+        trio = shape_of(3, 128, 1, 2)
+        many = min(problem.seqlen_q, _keys_in_window(problem)) >= MANY_KEYS and _tiles_each(problem, gpu, trio) >= MANY_ROUNDS
+        return (trio, *small) if many else small
     if width > 128:
         return _wide_shapes(problem)
     pair = shape_of(2, 128, 2, 2, stages_v=3, own_out=0)

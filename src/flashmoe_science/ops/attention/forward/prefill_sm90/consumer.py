@@ -53,7 +53,7 @@ def _skip_query_tile(buffers, barriers, work, sequence, top_row, iteration, kv, 
     if prefix is not None:
         prefix = gl.load(prefix + sequence.batch)
     bounds = MaskBounds(sequence.seqlen_q, sequence.seqlen_k, diagonal, prefix, work.left)
-    low, high = key_tiles(top_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL, TRAITS.MIN_TILES)
+    low, high = key_tiles(top_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL)
     return skip_tiles(high - low, barriers, kv)
 
 
@@ -137,9 +137,9 @@ def _attend(
         prefix = gl.load(prefix + batch)
     bounds = MaskBounds(seqlen_q, seqlen_k, diagonal, prefix, work.left)
     first_row = top_row + CONSUMER * QUERIES
-    low, high = key_tiles(first_row, QUERIES, bounds, BLOCK_N, CAUSAL, TRAITS.MIN_TILES)
+    low, high = key_tiles(first_row, QUERIES, bounds, BLOCK_N, CAUSAL)
     if CAUSAL:  # skip tiles that only the later consumers of this program need
-        _, end = key_tiles(top_row, CONSUMERS * QUERIES, bounds, BLOCK_N, CAUSAL, TRAITS.MIN_TILES)
+        _, end = key_tiles(top_row, CONSUMERS * QUERIES, bounds, BLOCK_N, CAUSAL)
         kv = skip_tiles(end - high, barriers, kv)
 
     # The first tile, alone.
@@ -169,14 +169,11 @@ def _attend(
         o = no_output(buffers.v, ROWS)  # [BLOCK_M, width]
     state = RowState(probabilities(p32, o, buffers.v, v_low), o, row_max, row_sum, gl.zeros_like(row_sum))
 
-    # The others: one more with a mask where the diagonal may cross two tiles, then without, then those that a window begins in.
+    # The others: one more with a mask where the diagonal crosses two tiles, then without, then those that a window begins in.
+    # That one is no loop of its own: from a loop to the next P would be unpacked, and packed in each of its steps.
     done = high - 1  # the tile that was done last
-    if TRAITS.MIN_TILES == 2:
-        done -= 1
-        state, kv = tile_step(done, q_stage, buffers, barriers, mods, v_low, state, kv, True, LAZY, TRAITS)
-    elif CAUSAL and not TRAITS.ALIGNED:
-        masked = gl.minimum((bounds.diagonal % QUERIES != 0).to(gl.int32), done - low)
-        for _ in range(masked):
+    if CAUSAL and not TRAITS.ALIGNED:
+        if (first_row + bounds.diagonal < done * BLOCK_N) & (done > low):
             done -= 1
             state, kv = tile_step(done, q_stage, buffers, barriers, mods, v_low, state, kv, True, LAZY, TRAITS)
     whole = low
@@ -194,7 +191,7 @@ def _attend(
     o = wait_for_output(start_values(state.p, state.o, buffers, barriers, kv, v_low))
     kv = release_v(barriers, kv)
     if LEFT:  # skip tiles that only the earlier consumers of this program need
-        begin, _ = key_tiles(top_row, CONSUMERS * QUERIES, bounds, BLOCK_N, CAUSAL, TRAITS.MIN_TILES)
+        begin, _ = key_tiles(top_row, CONSUMERS * QUERIES, bounds, BLOCK_N, CAUSAL)
         kv = skip_tiles(low - begin, barriers, kv)
     _write(
         output, buffers, barriers, sequence, bounds, work.sizes.seqlen_q, first_row, head_all, heads, o, state.max, state.sum,

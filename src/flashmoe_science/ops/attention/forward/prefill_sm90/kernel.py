@@ -75,8 +75,7 @@ def flashmoe_fwd_gluon_sm90(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
-    MIN_TILES: gl.constexpr = 2 if CAUSAL and not (ALIGNED or tiles is not None or left is not None) else 1
-    TRAITS: gl.constexpr = Traits(CONSUMERS, CAUSAL, ALIGNED, MIN_TILES, EVEN_K, WRITE_LSE, OWN_OUT, SCHEDULE, UNIT, PAGE)
+    TRAITS: gl.constexpr = Traits(CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, SCHEDULE, UNIT, PAGE)
     descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), (v_desc,))
     o_descs = parts_of(o_desc, o_rest)
     q_smem = allocate_tiles(descs.q, STAGES_Q * CONSUMERS)

@@ -22,6 +22,17 @@ EVEN_KEYS = gl.constexpr(4)  # times as many keys of a sequence as queries: its 
 
 
 @gluon.jit
+def _fill_query(descs, buffers, barriers, origin, first_row, iteration, TRAITS: gl.constexpr):
+    """Issue the copies of a tile of queries."""
+    QUERIES: gl.constexpr = buffers.q[0].shape[-2]
+    STAGES_Q: gl.constexpr = buffers.q[0].shape[0] // TRAITS.CONSUMERS
+    for consumer in gl.static_range(TRAITS.CONSUMERS):
+        stage = iteration % STAGES_Q * TRAITS.CONSUMERS + consumer
+        mbarrier.wait(barriers.q_empty.index(stage), (iteration // STAGES_Q & 1) ^ 1)
+        load_tile(descs.q, origin, first_row + consumer * QUERIES, barriers.q_full.index(stage), buffers.q, stage)
+
+
+@gluon.jit
 def _fill(
     descs, buffers, barriers, origin_q, origin_k, head_kv, pages, batch, first_row, bounds, iteration, kv, TRAITS: gl.constexpr
 ):  # fmt: skip
@@ -36,11 +47,9 @@ def _fill(
     if bounds.prefix is not None:
         prefix = gl.load(bounds.prefix + batch)
         bounds = MaskBounds(bounds.seqlen_q, bounds.seqlen_k, bounds.diagonal, prefix, bounds.left)
-    low, high = key_tiles(first_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL, TRAITS.MIN_TILES)
-    for consumer in gl.static_range(TRAITS.CONSUMERS):
-        stage = iteration % STAGES_Q * TRAITS.CONSUMERS + consumer
-        mbarrier.wait(barriers.q_empty.index(stage), (iteration // STAGES_Q & 1) ^ 1)
-        load_tile(descs.q, origin_q, first_row + consumer * QUERIES, barriers.q_full.index(stage), buffers.q, stage)
+    low, high = key_tiles(first_row, TRAITS.CONSUMERS * QUERIES, bounds, BLOCK_N, TRAITS.CAUSAL)
+    if STAGES_Q > 1:
+        _fill_query(descs, buffers, barriers, origin_q, first_row, iteration, TRAITS)
     if PAGE > 0:
         table = pages.table + batch.to(gl.int64) * pages.stride
         count = (bounds.seqlen_k + PAGE - 1) // PAGE
@@ -59,6 +68,8 @@ def _fill(
                     descs.k, head_kv, numbers, pages.pitch_k, bounds.seqlen_k, row, full, buffers.k, kv.k.stage, PAGE
                 )
             kv = KVState(advance(kv.k, STAGES_K), kv.v)
+            if STAGES_Q == 1 and i == 0:  # Q before it may be in use still, while a stage of K is free
+                _fill_query(descs, buffers, barriers, origin_q, first_row, iteration, TRAITS)
         if i > 0:
             row = (high - i) * BLOCK_N
             full = barriers.v_full.index(kv.v.stage)

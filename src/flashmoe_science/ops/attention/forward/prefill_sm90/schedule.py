@@ -92,10 +92,10 @@ def _tail(step, tiles_m, heads_all, pair_rounds):
 
 
 @gluon.jit
-def key_tiles(first_row, rows, bounds, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, MIN_TILES: gl.constexpr):
+def key_tiles(first_row, rows, bounds, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
     """Tiles of keys that rows [first_row, first_row + rows) see: (the first, the one after the last).
 
-    At least one, so that every row gets a result, and MIN_TILES from the first key on: the last may hold no key that they see.
+    At least one, so that every row gets a result: the last may hold no key that they see.
     """
     end = bounds.seqlen_k
     if CAUSAL:
@@ -103,7 +103,7 @@ def key_tiles(first_row, rows, bounds, BLOCK_N: gl.constexpr, CAUSAL: gl.constex
         if bounds.prefix is not None:
             own = gl.maximum(own, bounds.prefix)
         end = gl.minimum(end, own)
-    tiles = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, MIN_TILES)
+    tiles = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
     if bounds.left is None:
         return 0, tiles
     else:

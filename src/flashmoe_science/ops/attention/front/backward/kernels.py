@@ -6,14 +6,14 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.attention.peers import sdpa_backward
+from flashmoe_science.ops.attention.peers import fa4_backward, sdpa_backward
 
 if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardKernel
 
 FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
 FLASH = sdpa_backward.FLASH  # FlashAttention 2's, of PyTorch's flash backend
-PEERS: tuple[BackwardKernel, ...] = sdpa_backward.KERNELS
+PEERS: tuple[BackwardKernel, ...] = (*sdpa_backward.KERNELS, *fa4_backward.KERNELS)
 
 
 @cache
@@ -26,4 +26,4 @@ def ours() -> tuple[BackwardKernel, ...]:
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_gluon_sm90.KERNEL, bwd_fused_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+    return (bwd_fused_gluon_sm90.KERNEL, bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)

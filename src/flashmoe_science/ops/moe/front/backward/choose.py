@@ -42,7 +42,7 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
 
 def why_pytorch(tensors: Tensors) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
-    x, form = tensors.x, format_of(tensors.w1, tensors.gate_up_scale)
+    x, form = tensors.x, format_of(tensors.w1, tensors.gate_up_scale, tensors.gate_up_zero_point)
     if form is not None:
         return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
     if x.dtype == torch.float64:

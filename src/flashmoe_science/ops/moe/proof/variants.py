@@ -1,0 +1,70 @@
+"""Other ways to give the inputs of experts, each of which a kernel of others has got wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+
+Made = dict[str, torch.Tensor]
+SCALES, ZERO_POINTS = OF_WEIGHTS[:2], OF_WEIGHTS[2:]
+
+
+def _any_sum(made: Made) -> Made:
+    """Routing weights twice to half as large, a token's each by another factor: a router need not normalise."""
+    factors = torch.linspace(0.5, 2.0, made["topk_weights"].numel(), device=made["topk_weights"].device)
+    return made | {"topk_weights": made["topk_weights"] * factors.view_as(made["topk_weights"])}
+
+
+def _twice(made: Made) -> Made:
+    """Each token's first expert in its last place too."""
+    made["topk_ids"][:, -1] = made["topk_ids"][:, 0]
+    return made
+
+
+def _one_is(number: Callable[[int], int]) -> Callable[[Made], Made]:
+    """Every other token's last expert replaced by ``number`` of how many there are."""
+
+    def change(made: Made) -> Made:
+        made["topk_ids"][::2, -1] = number(made["w1"].shape[0])
+        return made
+
+    return change
+
+
+def _wide(made: Made) -> Made:
+    return made | {"topk_ids": made["topk_ids"].long()}
+
+
+def _cancelling(made: Made) -> Made:
+    """16-bit tokens whose first columns are large, and make products that those of the last columns cancel: what is added
+    between has its part only in a sum of more bits than the result's. Not so large that parts of a sum may not be bf16."""
+    x, count = made["x"], min(32, made["x"].shape[1] // 4)
+    if x.dtype == torch.float32 or not count:
+        return made
+    x[:, :count] *= 2**7
+    x[:, -count:] = -x[:, :count]
+    for name in ("w1", SCALES[0], ZERO_POINTS[0]):
+        if name in made and made[name].dim() == 3:
+            parts = count * made[name].shape[2] // x.shape[1] or 1
+            made[name][..., -parts:] = made[name][..., :parts].clone()
+    return made
+
+
+def _sliced(made: Made) -> Made:
+    """All but the weights of the experts as the first columns of tensors twice as wide."""
+    names = ("x", "topk_weights", "topk_ids")
+    return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
+
+
+VARIANTS: Mapping[str, Callable[[Made], Made]] = {
+    "weights that do not sum to one": _any_sum,
+    "an expert named twice by a token": _twice,
+    "ids of -1 (no expert)": _one_is(lambda experts: -1),
+    "ids of E (no expert)": _one_is(lambda experts: experts),
+    "ids of int64": _wide,
+    "large products that cancel": _cancelling,
+    "slices of larger tensors": _sliced,
+}

@@ -1,0 +1,44 @@
+"""Memory of each GPU of one host that the others read: PyTorch's symmetric memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.private import symmetric_memory
+
+_TIME_LIMIT_MS = 60_000  # of a barrier, after which it ends the CUDA context
+
+
+class Symmetric:
+    """A buffer of ``size`` bytes on every GPU of a group. Every rank makes it at once.
+
+    Raises:
+        RuntimeError: PyTorch cannot map the ranks' memory into each other's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # PyTorch would create an object that is never used
+        symmetric, device = symmetric_memory(), torch.device("cuda", torch.cuda.current_device())
+        self.size, self.own = size, symmetric.empty(size, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self.own, group)
+        self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+
+    def of(self, rank: int) -> torch.Tensor:
+        """The buffer of a rank."""
+        found: torch.Tensor = self._handle.get_buffer(rank, (self.size,), torch.uint8)
+        return found
+
+    def barrier(self) -> None:
+        """On the current stream: all ranks are here, and see what the others wrote before."""
+        self._handle.barrier(channel=0, timeout_ms=_TIME_LIMIT_MS)
+
+
+def why_no_symmetric(group: dist.ProcessGroup) -> str:
+    """Why a group has no symmetric memory, in words; empty where it may have."""
+    if "nccl" not in dist.get_backend(group):
+        return f"the group's backend is {dist.get_backend(group)}, and not nccl"
+    return TRITON_MISSING or ""

@@ -1,0 +1,128 @@
+"""Experts of GPTQ and AWQ become int4 bit for bit, whatever their sizes; what cannot be kept is refused."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+
+E, H, WIDTH = 3, 96, 160
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each place of a word
+Matrix = list[list[int]]
+
+
+def word(integers: list[int]) -> int:
+    made = sum(one << 4 * place for place, one in enumerate(integers))
+    return made - 2**32 if made >= 2**31 else made
+
+
+def along_rows(of: Matrix) -> Matrix:
+    """[rows / 8, columns]: GPTQ's weights."""
+    return [[word([of[8 * r + n][c] for n in range(8)]) for c in range(len(of[0]))] for r in range(len(of) // 8)]
+
+
+def along_columns(of: Matrix, order: tuple[int, ...] = tuple(range(8))) -> Matrix:
+    """[rows, columns / 8]: GPTQ's zero points, and all of AWQ."""
+    return [[word([row[8 * c + n] for n in order]) for c in range(len(row) // 8)] for row in of]
+
+
+def drawn(rows: int, columns: int, group: int, layout: str, chance: Random, zero: range) -> tuple[list[Any], torch.Tensor]:
+    """A projection as a checkpoint has it, experts stacked, and its weights [E, columns, rows] in fp64."""
+    packed, right = [], []
+    for _ in range(E):
+        codes = [[chance.randrange(16) for _ in range(columns)] for _ in range(rows)]
+        zeros = [[chance.choice(zero) for _ in range(columns)] for _ in range(rows // group)]
+        scales = [[chance.randrange(1, 2000) * 2.0**-12 for _ in range(columns)] for _ in range(rows // group)]
+        stored = [[one - 1 for one in row] for row in zeros] if layout == "gptq" else zeros
+        of_codes = along_columns(codes, AWQ) if layout == "awq" else along_rows(codes)
+        packed.append((of_codes, scales, along_columns(stored, AWQ) if layout == "awq" else along_columns(stored)))
+        of = torch.tensor(codes).double() - torch.tensor(zeros).repeat_interleave(group, 0)
+        right.append((of * torch.tensor(scales).repeat_interleave(group, 0)).T)
+    stacked = [torch.tensor([one[n] for one in packed]) for n in range(3)]
+    return [stacked[0].int(), stacked[1].half(), stacked[2].int()], torch.stack(right)
+
+
+def both(
+    layout: str, group: int = 32, zero: range = range(1, 16), h: int = H, i: int = WIDTH
+) -> tuple[list[Any], list[torch.Tensor]]:
+    chance = Random(f"{layout} {group}")
+    first, w1 = drawn(h, 2 * i, group, layout, chance, zero)
+    second, w2 = drawn(i, h, group, layout, chance, zero)
+    return [*first, *second], [w1, w2]
+
+
+@pytest.mark.parametrize(("group", "h", "i"), [(32, 96, 160), (32, 32, 32), (128, 256, 128)])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_every_weight_is_the_checkpoint_s(layout: str, group: int, h: int, i: int) -> None:
+    packed, right = both(layout, group, range(layout != "gptq_v2", 16), h, i)
+    made = fm.repack_experts(layout, *packed)
+    assert made["weight_format"] == f"int4_g{group}_zero"
+    got = fm.dequantize_experts(**made, dtype=torch.float64)
+    assert all(torch.equal(*pair) for pair in zip(got, right, strict=True))
+    assert all(one.is_contiguous() for one in made.values() if isinstance(one, torch.Tensor))
+    x, routing = torch.randn(5, h), {"top_k_weights": torch.rand(5, 2), "top_k_ids": torch.randint(E, (5, 2))}
+    out = fm.fused_moe(x, **made, **routing).double()
+    torch.testing.assert_close(out, fm.fused_moe(x.double(), *right, **routing), rtol=1e-5, atol=1e-5 * out.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_symmetric_checkpoints_have_no_zero_points(layout: str) -> None:
+    packed, right = both(layout, zero=range(8, 9))
+    made = fm.repack_experts(layout, *packed)
+    assert made.keys() == {"gate_up_proj", "down_proj", "gate_up_scale", "down_scale", "weight_format"}
+    assert made["weight_format"] == "int4_g32"
+    assert all(torch.equal(*pair) for pair in zip(fm.dequantize_experts(**made, dtype=torch.float64), right, strict=True))
+
+
+def test_zero_points_of_0_are_gptq_s_first_version_s_too_as_gptqmodel_writes_them() -> None:
+    """It subtracts one of each in one subtraction of 32 bits, with what that borrows."""
+    packed, right = both("gptq_v2", zero=range(16))
+    for place in (2, 5):
+        packed[place] = packed[place] - 0x11111111
+    got = fm.dequantize_experts(**fm.repack_experts("gptq", *packed), dtype=torch.float64)
+    assert all(torch.equal(*pair) for pair in zip(got, right, strict=True))
+
+
+def test_rows_in_the_order_of_their_groups_are_as_none_are_given_and_others_are_refused() -> None:
+    packed, _ = both("gptq")
+    of_up, of_down = ((torch.arange(rows) // 32).int().expand(E, rows).contiguous() for rows in (H, WIDTH))
+    made = fm.repack_experts("gptq", *packed, gate_up_g_idx=of_up, down_g_idx=of_down)
+    assert torch.equal(made["gate_up_proj"], fm.repack_experts("gptq", *packed)["gate_up_proj"])
+    moved = of_down.clone()
+    moved[1] = of_down[1].flip(0)
+    with pytest.raises(ValueError, match=r"down_g_idx is of another order \(desc_act\); it must be row // 32 of every expert"):
+        fm.repack_experts("gptq", *packed, gate_up_g_idx=of_up, down_g_idx=moved)
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "message"),
+    [
+        (0, torch.zeros(E, 12, 320), "gate_up_qweight must be a tensor of int32 with three dimensions"),
+        (0, torch.zeros(12, 320, dtype=torch.int32), "gate_up_qweight must be a tensor of int32 with three dimensions"),
+        (1, torch.zeros(E, 2, 320), "gate_up_scales has 2 rows to 96 of weights; it must have one to 32 or to 128"),
+        (1, torch.zeros(E, 3, 320).double(), "gate_up_scales must be a tensor of bfloat16 or float16 or float32"),
+        (4, torch.zeros(E, 5, 97), "down_scales has shape (3, 5, 97); it must be [3, 5, 96]"),
+        (5, torch.zeros(E, 5, 96, dtype=torch.int32), "down_qzeros has shape (3, 5, 96); it must be [3, 5, 12]"),
+        (5, None, "down_qzeros must be a tensor of int32"),
+    ],
+)
+def test_what_is_no_such_checkpoint_is_refused(place: int, other: torch.Tensor | None, message: str) -> None:
+    packed, _ = both("gptq")
+    packed[place] = other
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fm.repack_experts("gptq", *packed)
+    assert message in str(caught.value)
+
+
+def test_other_layouts_and_other_groups_of_one_of_the_two_are_refused() -> None:
+    packed, _ = both("gptq")
+    with pytest.raises(ValueError, match="layout is 'marlin'; it must be one of 'gptq', 'gptq_v2', 'awq'"):
+        fm.repack_experts("marlin", *packed)  # type: ignore[arg-type]
+    wide, _ = both("gptq", 128, i=128, h=256)
+    narrow, _ = both("gptq", 32, i=128, h=256)
+    with pytest.raises(ValueError, match="gate_up_scales has groups of 128 and down_scales of 32; they must be the same"):
+        fm.repack_experts("gptq", *wide[:3], *narrow[3:])

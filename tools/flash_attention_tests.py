@@ -1,0 +1,227 @@
+"""A plugin for pytest that runs FlashAttention's own tests on this package's functions, and counts what comes of them.
+
+    PYTHONPATH=tools pytest -p flash_attention_tests -n 12 --flash-attention CLONE --counts FILE CLONE/tests/test_flash_attn.py
+
+CLONE is one of its repository. Other files, one at a time: hopper/test_flash_attn.py, hopper/test_attn_kvcache.py, and with
+--noconftest tests/cute/test_flash_attn.py. Of each test function a sample of its parameters is run, drawn at random. The
+references and the rotary embedding are theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator
+from itertools import chain
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe_science
+import flashmoe_science.bert_padding
+from flashmoe_science.integrations import flash_attn, flash_attn_interface
+
+_OURS = str(Path(flash_attn.__file__).parents[1])
+_FIRST_LINES = 25  # of failures and of reasons
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("FlashAttention's tests")
+    group.addoption("--flash-attention", type=Path, required=True, help="a clone of its repository")
+    group.addoption("--cases", type=int, default=20, help="at most so many of each test function")
+    group.addoption("--seed", type=int, default=0, help="of the sample")
+    group.addoption("--limit", type=int, default=60, help="seconds a case may take")
+    group.addoption("--counts", type=Path, help="a JSON file to write")
+
+
+# Our functions in the place of FlashAttention's ------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put our functions under the names that the tests import."""
+    clone = config.getoption("--flash-attention") / "flash_attn"
+    two, three = ({one: getattr(module, one) for one in module.__all__} for module in (flash_attn, flash_attn_interface))
+    four = {"flash_attn_func": _dense_4, "flash_attn_varlen_func": _packed_4, "get_scheduler_metadata": lambda **_: None}
+    four |= dict.fromkeys(("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"), _private)
+    _module("flash_attn", two).__path__ = [str(clone)]  # where layers.rotary is found
+    _module("flash_attn.cute", {}).__path__ = [str(clone / "cute")]  # and testing
+    _module("flash_attn.cute.cache_utils", {"JITCache": _private})
+    _module("flash_attn.cute.interface", four)
+    sys.modules["flash_attn.bert_padding"] = flashmoe_science.bert_padding
+    _module("flash_attn.flash_attn_interface", two | {"USE_TRITON_ROCM": False, "_get_block_size_n": None})
+    _module("flash_attn_interface", three | {"flash_attn_with_kvcache": _of_earlier_names})
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    module = sys.modules[name] = ModuleType(name)
+    vars(module).update(names)
+    return module
+
+
+def _private(*_: object, **__: object) -> None:
+    raise ImportError("a private name of FlashAttention-4's is called")
+
+
+def _of_earlier_names(q: Any, k_cache: Any, v_cache: Any, *arguments: Any, **options: Any) -> Any:
+    """``flash_attn_with_kvcache``, of arguments that hopper/test_attn_kvcache.py gives and FlashAttention-3 has renamed too."""
+    options.pop("max_seqlen_k_hint", None)
+    if "gqa_parallel" in options:
+        options["pack_gqa"] = options.pop("gqa_parallel")
+    for name in "qkv":
+        if (scale := options.pop(f"descale_{name}", None)) is not None:
+            options[f"{name}_descale"] = scale.expand(q.shape[0], k_cache.shape[2])
+    return flash_attn_interface.flash_attn_with_kvcache(q, k_cache, v_cache, *arguments, **options)
+
+
+def _of_4(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, log-sum-exp or None) of a function of FlashAttention-3, given FlashAttention-4's options."""
+    for name in ("min_seqlen_k", "scheduler_metadata", "disable_scheduler_metadata", "seqlen_k_per_split"):
+        options.pop(name, None)  # without effect on results
+    if any(size is not None and size < 0 for size in options.get("window_size", ())):
+        raise NotImplementedError(
+            f"window_size is {options['window_size']}; below 0 is no limit, as of FlashAttention-2 and -3"
+        )
+    with_lse = options.pop("return_lse", False)
+    result = function(*arguments, return_attn_probs=with_lse, **options)
+    return result if with_lse else (result, None)
+
+
+def _dense_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, learnable_sink: torch.Tensor | None = None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FlashAttention-4's ``flash_attn_func``."""
+    if learnable_sink is not None:
+        return _packed_4(q, k, v, learnable_sink=learnable_sink, **options)
+    return _of_4(flash_attn_interface.flash_attn_func, q, k, v, **options)
+
+
+def _packed_4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    learnable_sink: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FlashAttention-4's ``flash_attn_varlen_func``, which takes [batch, seqlen, heads, head_dim] too."""
+    shape, max_seqlen_k = q.shape[:-2], max_seqlen_k or (k.shape[0] if page_table is None else page_table.shape[1]) * k.shape[1]
+    if len(shape) == 2:
+        cu_seqlens_q, max_seqlen_q, q, qv = _starts(q), shape[1], q.flatten(0, 1), None if qv is None else qv.flatten(0, 1)
+    if k.dim() == 4 and page_table is None:
+        cu_seqlens_k, max_seqlen_k, k, v = _starts(k), k.shape[1], k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = _of_4(
+        flashmoe_science.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q or shape[0], max_seqlen_k,
+        block_table=page_table, s_aux=learnable_sink, qv=qv, **options,
+    )  # fmt: skip
+    return out.unflatten(0, shape), None if lse is None else lse.unflatten(1, shape).movedim(0, -2)
+
+
+def _starts(dense: torch.Tensor) -> torch.Tensor:
+    return torch.arange(dense.shape[0] + 1, device=dense.device, dtype=torch.int32) * dense.shape[1]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Shuffle the cases, so that a run that is cut off is a sample too. Let tests of dropout take our weights as they are:
+    FlashAttention-2's lack factors of their blocks of keys."""
+    random.Random(config.getoption("--seed")).shuffle(items)
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        module.normalize_flash_attn_S = lambda weights, *_, **__: weights
+
+
+# A sample of the cases -------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrize by a sample, before pytest would by all: a file has hundreds of thousands of cases."""
+    marks = [mark for mark in metafunc.definition.own_markers if mark.name == "parametrize"]
+    if not marks:
+        return
+    metafunc.definition.own_markers[:] = [mark for mark in metafunc.definition.own_markers if mark not in marks]
+    names = [re.split(r"\s*,\s*", mark.args[0]) for mark in marks]
+    rows = [[one if len(of) > 1 else (one,) for one in mark.args[1]] for mark, of in zip(marks, names, strict=True)]
+    total, draw = prod(map(len, rows)), random.Random(f"{metafunc.config.getoption('--seed')} {metafunc.function.__name__}")
+    cases = []
+    for case in draw.sample(range(total), min(total, metafunc.config.getoption("--cases"))):
+        values: list[Any] = []
+        for row in rows:
+            case, place = divmod(case, len(row))
+            values += row[place]
+        cases.append(values)
+    metafunc.parametrize([*chain(*names)], cases)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A limit of time."""
+    limit = item.config.getoption("--limit")
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"{limit} seconds have passed")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        torch.cuda.empty_cache()  # other processes share the memory
+
+
+# What comes of them ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The report, with the kind of a failure and one line about it."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        report.user_properties.append(_kind(call.excinfo))
+    return report
+
+
+def _kind(failure: pytest.ExceptionInfo[BaseException]) -> tuple[str, str]:
+    line = next(iter(failure.exconly().splitlines()), "")
+    refuses = failure.errisinstance((TypeError, ValueError, NotImplementedError))
+    private = failure.errisinstance(ImportError) or "_OpNamespace" in line  # names that FlashAttention's users do not import
+    if private or (refuses and str(failure.traceback[-1].path).startswith((_OURS, __file__))):
+        return "not served", re.sub(r"\d[\d.]*", "N", line)  # one reason for all sizes
+    if failure.errisinstance(torch.OutOfMemoryError):
+        return "out of memory", "torch.OutOfMemoryError"
+    return ("out of time" if failure.errisinstance(TimeoutError) else "failed"), line
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the counts, the reasons of what is not served and the first failures; write them as JSON where asked to."""
+    counts, reasons, failures = Counter[str](), Counter[str](), []
+    for outcome in ("passed", "skipped", "xfailed"):
+        counts[outcome] = len(terminalreporter.getreports(outcome))
+    for outcome in ("failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            kind, line = report.user_properties[-1] if report.user_properties else ("failed", "the process ended")
+            counts[kind] += 1
+            if kind == "not served":
+                reasons[line] += 1
+            else:
+                failures.append((report.nodeid, line))
+    seed, say = config.getoption("--seed"), terminalreporter.write_line
+    say(f"{Path(config.args[0]).name}, seed {seed}: {json.dumps(counts)}")
+    for line, count in reasons.most_common(_FIRST_LINES):
+        say(f"not served {count}: {line}")
+    for name, line in failures[:_FIRST_LINES]:
+        say(f"{name.split('::')[-1]}: {line}")
+    if path := config.getoption("--counts"):
+        path.write_text(json.dumps({"seed": seed, "counts": counts, "not served": reasons, "failures": failures}, indent=1))
