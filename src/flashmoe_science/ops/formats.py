@@ -138,7 +138,7 @@ def _mxfp4(weight: torch.Tensor) -> Weights:
 
 def _int4(weight: torch.Tensor, group: int) -> Weights:
     groups = weight.unflatten(-1, (-1, group))
-    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    scale = _over(groups.abs().amax(-1), 7.5).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale)
     codes = (groups / scale[..., None]).nan_to_num().round().clamp(-8, 7).int() + 8
     return Weights(packed(codes.flatten(-2)), scale)
@@ -147,7 +147,7 @@ def _int4(weight: torch.Tensor, group: int) -> Weights:
 def _int4_from_zero(weight: torch.Tensor, group: int) -> Weights:
     groups = weight.unflatten(-1, (-1, group))
     least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = ((largest - least) / 15).bfloat16()
+    scale = _over(largest - least, 15.0).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale)
     zero = (-least / scale).nan_to_num().round().clamp(0, 15)
     codes = ((groups / scale[..., None]).nan_to_num().round() + zero[..., None]).clamp(0, 15).int()
@@ -173,7 +173,7 @@ def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights
     (rows, columns), (height, width) = weight.shape[-2:], block
     padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
     blocks = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))  # [..., N / height, height, K / width, width]
-    scale = blocks.abs().amax((-3, -1)) / _LARGEST_E4M3
+    scale = _over(blocks.abs().amax((-3, -1)), _LARGEST_E4M3)
     if powers:
         mantissa, exponent = torch.frexp(scale)
         exponent = (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254)
@@ -183,6 +183,11 @@ def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights
         stored = scale = torch.where(scale == 0, 1.0, scale)
     codes = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
     return Weights(codes.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), stored)
+
+
+def _over(largest: torch.Tensor, by: float) -> torch.Tensor:
+    """The quotient, correctly rounded: by a number PyTorch divides on a GPU as if by its rounded reciprocal."""
+    return largest / torch.full_like(largest, by)
 
 
 def _powers(scale: torch.Tensor) -> torch.Tensor:

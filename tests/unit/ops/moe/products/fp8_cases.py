@@ -50,7 +50,7 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     x = torch.randn(t, h, generator=draw).bfloat16()
     w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))
     powers = case.change == "scales of e8m0"
-    (w1, s1), (w2, s2) = quantized(w1, form, halves=True, powers=powers), quantized(w2, form, powers=powers)
+    (w1, s1, _), (w2, s2, _) = quantized(w1, form, halves=True, powers=powers), quantized(w2, form, powers=powers)
     ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
     if case.change == "foreign":
         foreign = FOREIGN["foreign"](e)[torch.randint(5, ids.shape, generator=draw)]

@@ -113,7 +113,7 @@ def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Pro
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-            gate_up_bias: None, down_bias: None, gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
+            gate_up_bias: None, down_bias: None, gate_up_scale: torch.Tensor, down_scale: torch.Tensor, *zero_points: None,
         ) -> torch.Tensor:  # fmt: skip
             memory, tables, tokens, active, of_tokens, of_active, products, sums, flags = take()  # kept to the end of this call
             sort(address(ids), tables)
