@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.cases import changed
-from tests.unit.ops.moe.products.fp8_cases import CASES, Case, inputs_of, wrong
+from tests.unit.ops.moe.products.fp8_cases import CASES, Between, Case, inputs_of, wrong_between
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe
@@ -34,9 +34,9 @@ def _cut(sums: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * 2**14).trunc(), exponent - 14)
 
 
-def _product(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, two_levels: bool) -> torch.Tensor:
+def _product(rows: torch.Tensor, weights: Weights, two_levels: bool) -> torch.Tensor:
     """Rows times weights by instructions of 32, whose sums are of 128 columns, or else of all of them."""
-    row_codes, of_rows = quantized_rows(rows)
+    (row_codes, of_rows, _), (codes, scale, _) = quantized_rows(rows), weights
     total = torch.zeros(rows.shape[0], codes.shape[0])
     for block, (one, two) in enumerate(zip(row_codes.split(SIDE, 1), codes.split(SIDE, 1), strict=True)):
         by = of_rows[:, block, None] * scale[:, block].repeat_interleave(SIDE)
@@ -54,12 +54,14 @@ def _product(rows: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, two_l
 def test_sums_of_a_whole_depth_in_tensor_cores_are_found(two_levels: bool) -> None:
     """A mistake planted in the sums alone: DeepSeek-V3's depth of 7168, in the bounds of the cases."""
     inputs = inputs_of(Case("moe t8 e1 k1 d7168 f256 bf16 w:fp8_block_w8a8"))
-    x, w1, w2, weights, *_, s1, s2 = inputs.tensors
+    x, w1, w2, _, _, _, _, s1, s2, *_ = inputs.tensors
     assert s1 is not None
     assert s2 is not None
-    gate, up = _product(x, *Weights(w1[0], s1[0]), two_levels).chunk(2, 1)
-    out = weights * _product(torch.nn.functional.silu(gate) * up, *Weights(w2[0], s2[0]), two_levels)
-    assert (wrong(inputs, out.bfloat16()) == []) is two_levels
+    gate, up = _product(x, Weights(w1[0], s1[0]), two_levels).chunk(2, 1)
+    active = torch.nn.functional.silu(gate) * up
+    rows = _product(active, Weights(w2[0], s2[0]), two_levels).bfloat16()
+    given = Between(torch.arange(8), [0, 8], quantized_rows(active), rows)
+    assert (wrong_between(inputs, given) == []) is two_levels
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.ops.moe.products.fp8_cases import CASES, Case, inputs_of, wrong
+from tests.unit.ops.moe.products.fp8_cases import CASES, Case, between, inputs_of, wrong, wrong_between
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.ops.moe.products.fp8_sm90.config import tile_of
@@ -27,5 +27,6 @@ def test_a_case_is_right_and_repeats(case: Case, tokens: int) -> None:
         pytest.skip(reason)
     out = KERNEL.run(inputs, config)
     assert wrong(inputs, out) == []
+    assert wrong_between(inputs, between(inputs, config)) == []
     again = (KERNEL.run(inputs, config) for _ in range(20))
     assert all(torch.equal(one.nan_to_num(), out.nan_to_num()) for one in again)
