@@ -9,11 +9,14 @@ import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.cases import changed
 from tests.unit.ops.moe.products.fp8_cases import CASES, Between, Case, inputs_of, wrong_between
+from tests.unit.ops.moe.proof.test_contract import wrong as wrong_by_contract
 
+from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.formats import SIDE, Weights, quantized_rows
+from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.fp8_sm90.kernel import KERNEL, configs, plan
 
@@ -50,18 +53,33 @@ def _product(rows: torch.Tensor, weights: Weights, two_levels: bool) -> torch.Te
     return total
 
 
+def _layer(tensors: Tensors, two_levels: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is activated, and the second product, of a layer of one expert."""
+    first, second = tensors.in_format() or ()
+    gate, up = _product(tensors.x, first.of(0), two_levels).chunk(2, 1)
+    active = torch.nn.functional.silu(gate) * up
+    return active, _product(active, second.of(0), two_levels).bfloat16()
+
+
 @pytest.mark.parametrize("two_levels", [True, False])
 def test_sums_of_a_whole_depth_in_tensor_cores_are_found(two_levels: bool) -> None:
     """A mistake planted in the sums alone: DeepSeek-V3's depth of 7168, in the bounds of the cases."""
     inputs = inputs_of(Case("moe t8 e1 k1 d7168 f256 bf16 w:fp8_block_w8a8"))
-    x, w1, w2, _, _, _, _, s1, s2, *_ = inputs.tensors
-    assert s1 is not None
-    assert s2 is not None
-    gate, up = _product(x, Weights(w1[0], s1[0]), two_levels).chunk(2, 1)
-    active = torch.nn.functional.silu(gate) * up
-    rows = _product(active, Weights(w2[0], s2[0]), two_levels).bfloat16()
+    active, rows = _layer(inputs.tensors, two_levels)
     given = Between(torch.arange(8), [0, 8], quantized_rows(active), rows)
     assert (wrong_between(inputs, given) == []) is two_levels
+
+
+@pytest.mark.parametrize("two_levels", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_sums_of_a_whole_depth_are_wrong_by_the_contract(seed: int, two_levels: bool) -> None:
+    """And codes that differ from the reference's, beside rounding boundaries, are not."""
+    problem = parse_problem("moe t4 e1 k1 d7168 f256 bf16 w:fp8_block_w8a8")
+    contract = built_in("moe").variant("large products that cancel")
+    inputs = contract.inputs(problem, torch.device("cpu"), torch.Generator().manual_seed(seed))
+    tensors = Tensors(**inputs)
+    _, rows = _layer(tensors, two_levels)
+    assert (wrong_by_contract(problem, inputs, (tensors.topk_weights * rows).bfloat16()) == []) is two_levels
 
 
 @pytest.mark.parametrize(
@@ -106,7 +124,7 @@ def test_tensors_that_it_refuses(change: dict[str, Any], words: str) -> None:
         plan(changed(served, **change), configs(served.problem, GPU)[0])
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(1, 8), (16, 8), (64, 8), (256, 32), (1024, 128), (16384, 128)])
+@pytest.mark.parametrize(("tokens", "tile"), [(1, 8), (16, 8), (64, 8), (256, 32), (1024, 64), (4096, 128)])
 def test_a_tile_has_as_many_tokens_as_most_experts(tokens: int, tile: int) -> None:
     problem = parse_problem(QWEN3.format(tokens))
     assert configs(problem, GPU)[0]["block_m"] == tile

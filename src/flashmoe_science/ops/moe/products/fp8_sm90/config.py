@@ -48,9 +48,10 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
+    """Tiles of as many tokens as most experts have, of 128 only where they fill them: those have registers for the sums of one
+    half at a time. The best guess comes first, then the narrower and the wider."""
     mean = problem.rows_per_expert()
-    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), 128)
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), 128 if mean >= 128 else 64)
     return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
 
 
