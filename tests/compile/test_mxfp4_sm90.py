@@ -29,7 +29,7 @@ def built_of(product: str, text: str, tokens: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize(("text", "tokens"), [(GPT_OSS, 8), (GPT_OSS, 64), (UNEVEN, 128)])
+@pytest.mark.parametrize(("text", "tokens"), [(GPT_OSS, 8), (GPT_OSS, 64), (UNEVEN, 128), (UNEVEN, 256)])
 def test_builds_and_fits(product: str, text: str, tokens: int, built: Callable[..., Build]) -> None:
     job, *names = built_of(product, text, tokens)
     build = built(job, *names)
@@ -39,15 +39,17 @@ def test_builds_and_fits(product: str, text: str, tokens: int, built: Callable[.
     assert fits(build, GPU) is None
 
 
-@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize(("tokens", "apart", "together"), [(8, 1, 0), (64, 0, 2)])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_bytes_become_the_operand_without_moving_between_threads(
-    product: str, tokens: int, compiled: Callable[..., Any]
+    product: str, tokens: int, apart: int, together: int, compiled: Callable[..., Any]
 ) -> None:
+    """``apart`` and ``together``: steps of the loops of either kind."""
     ptx = compiled(*built_of(product, GPT_OSS, tokens)).asm["ptx"]
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == 2 * 256 // 64 * 8  # of all consumers, two steps
-    loop = ptx.split("wgmma.fence")[1]
-    assert "shfl" not in loop
-    of_a_row = 256 // 64 * 2 * 2  # of all consumers' threads, two steps
-    assert ptx.count("ld.shared.v4.b32") >= of_a_row
-    assert ptx.count("mul.rn.bf16x2") == of_a_row * 2 * 16  # by a factor, and by what it lacks, two weights each
+    consumers, of_a_step = 4, 8  # matrix instructions deep
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == consumers * together * of_a_step
+    assert ptx.count("mma.sync.aligned.m16n8k16") == consumers * apart * of_a_step
+    rows = consumers * 2 * (apart + together)  # of all consumers' threads
+    assert ptx.count("shfl") == 1 + rows  # the number of a warp, and scales
+    assert ptx.count("ld.shared.v4.b32") >= rows
+    assert ptx.count("mul.rn.bf16x2") == rows * 2 * 16  # by a factor, and by what it lacks, two weights each

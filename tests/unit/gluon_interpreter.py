@@ -238,14 +238,14 @@ def _copy_add(desc: Descriptor, place: list[Any], memory: Memory) -> None:
     there.add_(here)
 
 
-def _product(a: Any, b: Memory, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
-    a = a.tensor if isinstance(a, Memory) else a
-    return _values((acc if use_acc else 0.0) + a.float() @ b.tensor.float())
+def _product(a: Any, b: Any, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
+    a, b = (one.tensor if isinstance(one, Memory) else one for one in (a, b))
+    return _values((acc if use_acc else 0.0) + a.float() @ b.float())
 
 
 def _where(condition: Any, one: Any, other: Any) -> Any:
-    if isinstance(condition, torch.Tensor):
-        return torch.where(condition, one, other)
+    if any(isinstance(given, torch.Tensor) for given in (condition, one, other)):
+        return torch.where(torch.as_tensor(condition), one, other)
     found = one if condition else other
     return Int(found) if type(found) is int else found
 
@@ -254,14 +254,16 @@ def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., 
     return lambda a, b: of_tensors(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else of_numbers(a, b)
 
 
-_ASSEMBLY = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
+_ASSEMBLY = {"mov.b32": lambda values: values, "ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
 
 
-def _assembly(text: str, constraints: str, given: list[torch.Tensor], dtypes: Any, is_pure: bool, pack: int) -> Any:
+def _assembly(text: str, constraints: str, given: list[Any], dtypes: Any, is_pure: bool, pack: int) -> Any:
     if text.startswith("{"):
+        given = [one.int() if one.dtype == torch.int64 else one for one in given]  # whole numbers of a program are of 32 bits
         return tuple(map(_values, run_block(text, given, dtypes, pack)))
     if text.startswith("ld.global"):
-        return _load(given[0]).to(dtypes)
+        nbytes = int(text.split()[0].rpartition(".u")[2]) // 8
+        return sum(_load(given[0] + n).to(dtypes) << 8 * n for n in range(nbytes))
     return _ASSEMBLY[text.split()[0]](*given)
 
 
@@ -314,6 +316,7 @@ _LANGUAGE = SimpleNamespace(
     math=SimpleNamespace(div_rn=torch.div),
     float8e4nv=torch.float8_e4m3fn,
     join=lambda *two: torch.stack(two, -1),
+    gather=lambda values, index, axis: torch.gather(values, axis, index.long()),
     convert_layout=lambda values, layout, assert_trivial=False: values,
     to_tensor=Int,
     inline_asm_elementwise=_assembly,
@@ -340,6 +343,7 @@ _NAMES = {
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_partition.threads, 0),
     "warpgroup_mma": _product,
+    "mma_v2": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
     **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
     "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),

@@ -65,7 +65,7 @@ def _unpacked(packed: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor 
     column = torch.arange(longest, device=packed.device)
     used = column < lengths[:, None]  # [batch, longest]
     if packed.shape[2] == 0:
-        return Dense(packed.new_zeros(used.shape[0], packed.shape[1], longest, packed.shape[3]), lengths[:, None, None])
+        packed = F.pad(packed, (0, 0, 0, 1))  # a row to read, so that what is read is part of the graph
     index = torch.where(used, starts[:-1, None] + column, 0)
     rows = packed[0, :, index].transpose(0, 1)
     return Dense(torch.where(used[:, None, :, None], rows, rows.new_zeros(())), lengths[:, None, None])
@@ -123,7 +123,7 @@ def _packed_again(dense: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         return dense
     total = tensors.q.shape[2]
     if 0 in (total, *dense.shape):
-        return dense.new_zeros(1, dense.shape[1], total, dense.shape[3])
+        return dense.new_zeros(1, dense.shape[1], total, dense.shape[3]) + dense.sum()  # of nothing, but part of the graph
     sequence, place, owned = owners(tensors.cu_seqlens_q, total)
     rows = dense[sequence, :, place.clamp(max=dense.shape[2] - 1)]  # [total, heads, width]
     return torch.where(owned[:, None, None], rows, rows.new_zeros(())).transpose(0, 1).unsqueeze(0)

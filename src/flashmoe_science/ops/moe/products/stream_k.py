@@ -1,9 +1,9 @@
 """The tile scheduler of grouped products: tiles in waves of one a program; what is left over, less than a wave, by stream-K.
 
-The K of the tiles left over is one line of pairs of steps, of which each program has an equal part. The tile that it shares
-with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one that
-it shares with the programs before it comes last, and what they left is there by then. It adds that in the order of programs:
-results do not depend on which is fast. A program waits only for those of lower index, which are there when it is.
+The K of the tiles left over is one line of units of one or two steps, of which each program has an equal part. The tile that it
+shares with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one
+that it shares with the programs before it comes last, and what they left is there by then. It adds that in the order of
+programs: results do not depend on which is fast. A program waits only for those of lower index, which are there when it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _tile_at = as_gluon(tile_at)
 
 
 class Part(NamedTuple):
-    """The tiles of a program: of the first ``shared`` ones the pairs of steps from ``first`` of the tile ``begin`` to
+    """The tiles of a program: of the first ``shared`` ones the units of steps from ``first`` of the tile ``begin`` to
     before ``stop`` of the tile ``end``; of each wave one."""
 
     begin: Any
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The part of a tile that a program has: its pairs from ``first`` to before ``stop``. A column of -1: there is none."""
+    """The part of a tile that a program has: its units from ``first`` to before ``stop``. A column of -1: there is none."""
 
     column: Any
     row: Any
@@ -45,31 +45,31 @@ class Segment(NamedTuple):
 
 
 @gluon.jit
-def part_of(program, programs, tiles, PAIRS: gl.constexpr):
-    """The ``Part`` of a program of so many tiles; its end is before its begin if it shares none. The first programs have a pair
+def part_of(program, programs, tiles, UNITS: gl.constexpr):
+    """The ``Part`` of a program of so many tiles; its end is before its begin if it shares none. The first programs have a unit
     more than the others where those cannot be equal."""
     shared = tiles % programs
-    share = shared * PAIRS // programs
-    longer = shared * PAIRS % programs
+    share = shared * UNITS // programs
+    longer = shared * UNITS % programs
     begin = program * share + gl.minimum(program, longer)
     end = begin + share + gl.where(program < longer, 1, 0)
-    tile = begin // PAIRS
-    last = (end - 1) // PAIRS
-    head = tile * PAIRS
-    of_longer = longer * (share + 1)  # pairs
+    tile = begin // UNITS
+    last = (end - 1) // UNITS
+    head = tile * UNITS
+    of_longer = longer * (share + 1)  # units
     first_program = gl.where(
         head < of_longer, head // (share + 1), longer + (head - of_longer) // gl.maximum(share, 1)
     )
     last = gl.where(end > begin, last, tile - 1)
-    return Part(tile, begin - head, last, end - last * PAIRS, program - first_program, shared, tiles // programs)
+    return Part(tile, begin - head, last, end - last * UNITS, program - first_program, shared, tiles // programs)
 
 
 @gluon.jit
-def part_of_program(parts, PAIRS: gl.constexpr, COLUMNS: gl.constexpr):
+def part_of_program(parts, UNITS: gl.constexpr, COLUMNS: gl.constexpr):
     """The ``Part`` of this program. The tables were written two kernels before this one or earlier: those in between let the
     next one start when they have them."""
     count = gl.load(parts.tile_count) * COLUMNS
-    return part_of(gl.program_id(0), gl.num_programs(0), count, PAIRS)
+    return part_of(gl.program_id(0), gl.num_programs(0), count, UNITS)
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def first_of(part):
 
 @gluon.jit
 def segment_of(
-    nth, part, parts, tiles, PAIRS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
+    nth, part, parts, tiles, UNITS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr
 ):  # fmt: skip
     """The ``nth`` segment of a program: 0 of the shared tile that it begins, then whole tiles, last the one that it ends."""
     after = nth - part.waves
@@ -89,8 +89,8 @@ def segment_of(
     tile = _tile_at(gl.maximum(index, 0), parts, tiles, COLUMNS, GROUP, TOKENS)
     none = (after > 1) | ((after == 1) & (part.end < part.begin))
     first = gl.where(after == 1, part.first, 0)
-    stop = gl.where(index == part.end, part.stop, PAIRS)
-    program = gl.program_id(0) - gl.where((after == 1) & (stop == PAIRS), part.before, 0)
+    stop = gl.where(index == part.end, part.stop, UNITS)
+    program = gl.program_id(0) - gl.where((after == 1) & (stop == UNITS), part.before, 0)
     column, stop = gl.where(none, -1, tile.column), gl.where(none, first, stop)
     return Segment(column, tile.row, tile.end, tile.expert, first, stop, program)
 
@@ -103,7 +103,7 @@ def _partial_at(partial, acc, program, NTH: gl.constexpr, PARTS: gl.constexpr, C
     layout: gl.constexpr = acc.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
-    return partial + (program * (PARTS * ROWS) + NTH * ROWS) * COLUMNS + row * WIDTH + column
+    return partial + (program * PARTS + NTH) * (ROWS * COLUMNS) + row * WIDTH + column
 
 
 @gluon.jit

@@ -229,6 +229,17 @@ def test_nothing_to_attend_gives_zeros() -> None:
     assert torch.all(lse == -torch.inf)
 
 
+@pytest.mark.parametrize("options", [Options(), Options(softcap=2.0), Options(window_left=1), Options(return_lse=True)])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 0), (0, 2), (0, 0)])
+def test_every_input_has_a_gradient_where_there_is_nothing_to_attend(queries: int, keys: int, options: Options) -> None:
+    given = [randn(1, 4, queries, 8), randn(1, 2, keys, 8), randn(1, 2, keys, 8)]
+    q, k, v = (one.requires_grad_() for one in given)
+    options = options._replace(max_seqlen_q=queries, max_seqlen_k=keys)
+    out, _ = attend(Tensors(q, k, v, i32(0, 0, queries), i32(0, 0, keys)), options)
+    for gradient, one in zip(torch.autograd.grad(out.sum(), (q, k, v)), given, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(one))
+
+
 def test_the_append_is_refused_no_argument_that_its_kernel_would_misread() -> None:
     caches = [randn(2, 2, 9, 16) for _ in range(2)]
     with pytest.raises(ValueError, match=r"v has \(batch, heads, tokens, head_dim\) "):

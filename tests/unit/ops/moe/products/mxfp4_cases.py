@@ -22,9 +22,11 @@ from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.moe.call import MoEInputs, Tensors, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel, launch
+from flashmoe_science.ops.moe.products.mxfp4_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle
 
 H200 = gpu_named("h200")
+WIDE = 64, 128, 256  # tokens of tiles that some cases are put to too
 RMS = 2.0**-7  # the other kernels' interpreter truncates to bf16
 
 
@@ -53,6 +55,8 @@ CASES = (
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", "scales of 0"),
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", "scales of 252"),
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", "scales of 255"),
+    Case("moe t150 e1 k1 d160 f96 bf16 w:mxfp4 bias"),  # wide tiles, and what is left of them
+    Case("moe t300 e1 k1 d544 f128 bf16 w:mxfp4", programs=7),  # a program leaves sums of a wide tile, the next of a narrow one
 )
 
 
@@ -119,9 +123,10 @@ def main() -> None:
             continue
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
-        tile = dict(kernel.KERNEL.configs(inputs.problem, H200)[0])
-        of_both = (Config(**tile | {"num_stages": 3, "consumers": consumers}) for consumers in (2, 4))
-        found[str(case)] = [one for config in of_both for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
+        tile = kernel.KERNEL.configs(inputs.problem, H200)[0]
+        tiles = [tile, tile_of(tile["block_m"], 2), *map(tile_of, WIDE if case in (CASES[3], *CASES[-2:]) else ())]
+        each = dict.fromkeys(Config(**dict(one) | {"num_stages": 3}) for one in tiles)
+        found[str(case)] = [one for config in each for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
     print(json.dumps(found))
 
 

@@ -37,7 +37,7 @@ def rows(inputs: BackwardInputs, config: Config) -> Product:
 
     def bound(counts: RowCounts) -> KernelLaunch:
         start = bind(counts)
-        return lambda dz, w, out, tables: start(dz, w, None, None, out, tables)
+        return lambda dz, w, out, tables: start(dz, w, None, None, None, out, tables)
 
     return bound
 

@@ -20,8 +20,9 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 NAME = "moe_mxfp4_gluon_sm90"
 MOST_CONSUMERS = 4
-_STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4}  # of tiles of so many tokens, that shared memory has room for
+_STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}  # of tiles of so many tokens, that shared memory has room for
 _FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
+WIDEST = 256  # tokens of a tile that has half a block of weights
 MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
 
@@ -52,16 +53,19 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
+    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest, which
+    have half the weights of the others, are the last guess, and only where experts fill them."""
     mean = problem.rows_per_expert()
-    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), 128)
-    return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST // 2)
+    most = WIDEST if mean >= WIDEST else WIDEST // 2
+    return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES and tokens <= most)
 
 
 def tile_of(tokens: int, consumers: int | None = None) -> Config:
     """The config whose tiles have so many tokens, for as many consumers as have the registers."""
     consumers = consumers or (MOST_CONSUMERS if tokens <= _FOR_FOUR else 2)
-    tile = {"block_m": tokens, "block_n": BLOCK.value, "block_k": STEP.value}
+    rows = BLOCK.value if tokens < WIDEST else BLOCK.value // 2
+    tile = {"block_m": tokens, "block_n": rows, "block_k": STEP.value}
     return Config(**tile, num_stages=_STAGES[tokens], group=8, consumers=consumers)
 
 
@@ -102,7 +106,7 @@ def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:
     of tiles that programs share, and flags of both products."""
     counts, dtype = RowCounts.of(problem, config["block_m"]), torch.bfloat16
     of_rows = ((counts.pairs * width, dtype) for width in (padded(problem.dim), padded(problem.hidden), problem.dim))
-    sums = MOST_PROGRAMS * BLOCK.value * config["block_m"]
+    sums = MOST_PROGRAMS * config["block_n"] * config["block_m"]
     return (counts.length, torch.int32), *of_rows, (sums, torch.float32), (2 * FLAGS, torch.int32)
 
 

@@ -4,11 +4,12 @@ Shapes: x [T, H], w1 uint8 [E, 2I, H / 2] and its scales [E, 2I, H / 32], w2 uin
 ``ops/formats.py``), biases [E, 2I] and [E, H]; weights and ids [T, K] -> out [T, H]. Gated activations, gates and ups joined or
 interleaved; H and I multiples of 32. Compute capability 9.0 only.
 
-Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring
-bytes and tokens to a ring of stages 128 deep. Four consumers take 64 rows of weights each from there to registers, or two 128
-(many tokens). There the bytes become the instruction's operand without moving between threads (``operand.py``), as tokens have
-their K permuted: by a kernel before the first product (``permute.py``), and by its epilogue for the second. Programs take whole
-tiles in an order by expert, and share what is left over (``schedule.py``).
+Weights are the rows of the matrix instruction and tokens its columns, 8 to 256 of a tile. A warp has the copy engine bring
+bytes and tokens to a ring of stages 128 deep. Four consumers take 64 rows of weights each from there to registers, or two 128,
+or, of 256 tokens, two 64. There the bytes become the instruction's operand without moving between threads (``operand.py``), as
+tokens have their K permuted: by a kernel before the first product (``permute.py``), and by its epilogue for the second. Few
+tokens are multiplied by mma.sync, a warp at a time, more by wgmma. Programs take whole tiles in an order by expert, and share
+what is left over (``schedule.py``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
 from flashmoe_science.ops.moe.products.mxfp4_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import make_memory
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -43,27 +45,29 @@ from flashmoe_science.ops.moe.rows import RowCounts
 def _multiply_all(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, COLUMNS: gl.constexpr,
+    PAIRED: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Both products: a producer and its consumers, for ``COLUMNS`` tiles of weights an expert."""
+    """Both products: a producer and its consumers."""
     memory = make_memory(w_desc, a_desc, out_desc, STAGES, CONSUMERS)
-    PAIRS: gl.constexpr = (DEPTH + 255) // 256
+    ROWS: gl.constexpr = CONSUMERS * memory.w.numel // memory.w.shape[0] // (STEP // 2)
+    # Tiles of weights an expert. Of the first product a block of gates and ups has one or two, which both have a part of all.
+    COLUMNS: gl.constexpr = (WIDTH + ROWS - 1) // ROWS if UP is None else (WIDTH + STEP - 1) // STEP * (BLOCK // ROWS)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
-                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, DEPTH, COLUMNS, GROUP, EXPERT_BLOCKS,
                     WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 )),
             ],
@@ -74,23 +78,23 @@ def _multiply_all(
         gl.warp_specialize(
             [
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 2, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (consume, (
-                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                    scales, bias, out_desc, partial, flags, memory, 3, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED,
                     COLUMN, UP, FUNCTION, ALPHA, LIMIT,
                 )),
                 (produce, (
-                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, PAIRS, COLUMNS, GROUP, EXPERT_BLOCKS,
+                    a_desc, w_desc, scales, tables, pairs, tiles, memory, EXPERTS, DEPTH, COLUMNS, GROUP, EXPERT_BLOCKS,
                     WIDTH, STRIDE_E, STRIDE_N, COLUMN, UP,
                 )),
             ],
@@ -103,7 +107,7 @@ def _multiply_all(
 def flashmoe_moe_up_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
+    PAIRED: gl.constexpr, EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -112,7 +116,7 @@ def flashmoe_moe_up_mxfp4_sm90(
     that the second product has at a place."""
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT, (WIDTH + 127) // 128,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 
@@ -121,14 +125,14 @@ def flashmoe_moe_up_mxfp4_sm90(
 def flashmoe_moe_down_mxfp4_sm90(
     a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PAIRED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
     flags += CONSUMERS * gl.num_programs(0)
     _multiply_all(
         a_desc, w_desc, out_desc, scales, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, None, None, None, None, 0.0, 0.0, (WIDTH + 255) // 256,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, PAIRED, None, None, None, None, 0.0, 0.0,
         GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 

@@ -18,13 +18,14 @@ from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
     FLAGS,
+    WIDEST,
     blocks_of_experts,
     parts,
     programs,
     registers_of,
     rows_of_a_column,
 )
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, CHUNK, STEP
+from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _BYTES = STEP.value // 2
@@ -37,31 +38,38 @@ def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The first product. Its w1 is a [blocks of 32 columns, 4, 2, 8, bytes] view: eight gates and their ups take turns."""
     p, a, tensors = inputs.problem, inputs.activation, inputs.tensors
     (column, of_up), of_row, of_experts = rows_of_a_column(inputs), tensors.w1.stride(1), blocks_of_experts(inputs)
+    rows = _rows(config)
     tile = (
-        (4, 4 // config["consumers"], 2, 8, _BYTES),
+        (4, rows // 64, 2, 8, _BYTES),
         ((p.experts - 1) * of_experts + p.hidden // 32, 4, 2, 8, p.dim // 2),
         (32 * column * of_row, 8 * column * of_row, of_up * of_row, column * of_row, 1),
     )
     constexprs = {
-        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_strides(tensors.gate_up_scale), "EXPERT_BLOCKS": of_experts,
-        "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
+        "EXPERTS": p.experts, "DEPTH": p.dim, "WIDTH": p.hidden, **_of_scales(tensors.gate_up_scale, config),
+        "EXPERT_BLOCKS": of_experts, "COLUMN": column, "UP": of_up, "FUNCTION": a.function, "ALPHA": a.alpha, "LIMIT": a.limit,
     }  # fmt: skip
     scale, bias = tensors.gate_up_scale, tensors.gate_up_bias
-    columns = STEP.value // config["consumers"]
-    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, columns)
+    return _product(function, tensors.x, config, tile, permute.padded(p.hidden), (scale, bias), constexprs, rows // 2)
 
 
 def down(function: Any, inputs: MoEInputs, config: Config) -> Product:
     """The second product."""
     p, tensors = inputs.problem, inputs.tensors
-    tile = (1, BLOCK.value // config["consumers"], _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
-    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_strides(tensors.down_scale)}
+    tile = (1, _rows(config), _BYTES), (p.experts, p.dim, p.hidden // 2), tensors.w2.stride()
+    constexprs = {"EXPERTS": p.experts, "DEPTH": p.hidden, "WIDTH": p.dim, **_of_scales(tensors.down_scale, config)}
     return _product(function, tensors.x, config, tile, p.dim, (tensors.down_scale, tensors.down_bias), constexprs, CHUNK.value)
 
 
-def _strides(scale: torch.Tensor | None) -> dict[str, int]:
+def _rows(config: Config) -> int:
+    """Rows of weights of a consumer."""
+    return config["block_n"] // config["consumers"]
+
+
+def _of_scales(scale: torch.Tensor | None, config: Config) -> dict[str, Any]:
     assert scale is not None
-    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1)}
+    even = not any(number % 2 for number in (scale.data_ptr(), *scale.shape[2:], *scale.stride()[:2]))
+    paired = even and config["block_m"] != 128  # whose sums leave no registers for it
+    return {"STRIDE_E": scale.stride(0), "STRIDE_N": scale.stride(1), "PAIRED": paired}
 
 
 def _product(
@@ -82,7 +90,8 @@ def _product(
     of_config = *(config[name] for name in ("group", "num_stages", "consumers")), registers.consumer, registers.producer
     values = *constexprs.values(), *of_config
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
-    out = template((1, 1, tokens, columns), "bf16")
+    at_once = tokens if tokens < WIDEST else 2048 // columns  # the widest tiles' stages leave little memory
+    out = template((1, 1, at_once, columns), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
     build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=registers.at_launch, launch_pdl=early)
     encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))

@@ -13,7 +13,8 @@ from triton.experimental.gluon import language as gl
 
 BLOCK = gl.constexpr(256)  # rows of weights of a tile, of which a consumer has 128 or 64
 STEP = gl.constexpr(128)  # K of one permutation, and of a stage
-PAIR = gl.constexpr(2)  # steps that are a tile's unit of work
+APART = gl.constexpr(32)  # tokens of a tile up to which warps multiply apart, by mma.sync
+PAIR = gl.constexpr(2)  # steps that are the unit of work of other tiles
 CHUNK = gl.constexpr(64)
 GROUP = gl.constexpr(32)  # weights to a scale
 
