@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-WeightFormat = Literal["mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g128", "int4_g32_zero", "int4_g128_zero"]
+WeightFormat = Literal[
+    "mxfp4", "fp8_block", "fp8_block_w8a8", "fp8_channel", "int4_g32", "int4_g128", "int4_g32_zero", "int4_g128_zero"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +16,8 @@ class Format:
     are all.
 
     ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter.
-    ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 where there is none.
+    ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 where there is none. ``w8a8``: what weights are
+    multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row.
     """
 
     name: WeightFormat
@@ -22,6 +25,12 @@ class Format:
     block: tuple[int, int | None]
     scale_bits: int
     zero_bits: int = 0
+    w8a8: bool = False
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether rows share a scale."""
+        return self.block[0] > 1
 
     @property
     def group(self) -> int | None:
@@ -37,6 +46,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     "mxfp4": Format("mxfp4", 4, (1, 32), 8),  # e2m1 and e8m0, of OCP's Microscaling Formats 1.0
     "fp8_block": Format("fp8_block", 8, (128, 128), 32),  # e4m3, as DeepSeek-V3's
+    "fp8_block_w8a8": Format("fp8_block_w8a8", 8, (128, 128), 32, w8a8=True),  # the same, as DeepSeek-V3 computes with them
     "fp8_channel": Format("fp8_channel", 8, (1, None), 32),  # e4m3, as compressed-tensors' of channels
     # Integers from -8 to 7 with a 16-bit scale to 32 or 128, as compressed-tensors packs them.
     "int4_g32": Format("int4_g32", 4, (1, 32), 16),

@@ -13,7 +13,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from itertools import product
 from math import prod
-from threading import Condition, Thread
+from threading import Condition, Thread, local
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,15 +26,15 @@ from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
 from flashmoe_science.ops.launch import Pointer
 
 WAIT_S = 60
-_CP_ASYNC_THREADS = 128  # of a producer that copies by cp.async
+_partition = local()  # its threads
 _run = SimpleNamespace()  # of the program that runs: its indices, the grid, the condition of all barriers, what failed
 
 
 class Int(int):
     """A number of a program. Divisions round towards 0, as Triton's do."""
 
-    def to(self, dtype: Any) -> Int:
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return _values(torch.tensor(int(self), dtype=torch.int32).view(dtype)) if bitcast else self
 
     def __floordiv__(self, other: int) -> Int:
         assert other > 0
@@ -48,7 +48,7 @@ def _arithmetic(whole: Callable[..., Any]) -> Callable[..., Any]:
     return lambda one, other: found if (found := whole(one, other)) is NotImplemented else Int(found)
 
 
-for _name in ("add", "sub", "mul", "and", "xor"):
+for _name in ("add", "sub", "mul", "and", "xor", "lshift"):
     for _each in (f"__{_name}__", f"__r{_name}__"):
         setattr(Int, _each, _arithmetic(getattr(int, _each)))
 
@@ -134,6 +134,7 @@ class Descriptor:
         """Of a tile at a place, which shared memory is for, what is in the tensor: there, and in shared memory."""
         first, size = list(map(int, place)), self.dtype.itemsize
         assert memory.shape == self.block_type.shape
+        assert first[-1] * size % 16 == 0, "the copy engine begins at a multiple of 16 bytes"
         assert self._shape[0] != MOST_ROWS or first[0] == RAGGED_ROWS.value
         low = [max(one, 0) for one in first]
         ends = [min(one + count, most) for one, count, most in zip(first, memory.shape, self._shape, strict=True)]
@@ -245,7 +246,8 @@ def _product(a: Any, b: Any, acc: torch.Tensor, use_acc: Any = True, is_async: b
 def _where(condition: Any, one: Any, other: Any) -> Any:
     if any(isinstance(given, torch.Tensor) for given in (condition, one, other)):
         return torch.where(torch.as_tensor(condition), one, other)
-    return one if condition else other
+    found = one if condition else other
+    return Int(found) if type(found) is int else found
 
 
 def _extreme(of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., int]) -> Callable[[Any, Any], Any]:
@@ -266,7 +268,8 @@ def _assembly(text: str, constraints: str, given: list[Any], dtypes: Any, is_pur
 
 
 def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
-    def run(function: Any, arguments: Any) -> None:
+    def run(function: Any, arguments: Any, warps: int) -> None:
+        _partition.threads = 32 * warps
         try:
             function(*arguments)
         except BaseException as error:
@@ -274,7 +277,7 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
                 _run.failed.append(error)
                 _run.changed.notify_all()
 
-    threads = [Thread(target=run, args=one) for one in partitions]
+    threads = [Thread(target=run, args=(*one, count)) for one, count in zip(partitions, (4, *warps), strict=True)]
     for one in threads:
         one.start()
     for one in threads:
@@ -305,9 +308,13 @@ _LANGUAGE = SimpleNamespace(
     where=_where,
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
+    abs=torch.abs,
     sum=lambda values, dim: _values(values.sum(dim)),
     max=lambda values, dim: _values(values.amax(dim)),
     expand_dims=torch.unsqueeze,
+    broadcast_to=torch.broadcast_to,
+    math=SimpleNamespace(div_rn=torch.div),
+    float8e4nv=torch.float8_e4m3fn,
     join=lambda *two: torch.stack(two, -1),
     gather=lambda values, index, axis: torch.gather(values, axis, index.long()),
     convert_layout=lambda values, layout, assert_trivial=False: values,
@@ -334,7 +341,7 @@ _NAMES = {
     "tma_store": _copy_out,
     "tma_add": _copy_add,
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
-    "cp_async_arrive": lambda barrier, increment_count: barrier.add(_CP_ASYNC_THREADS, 0),
+    "cp_async_arrive": lambda barrier, increment_count: barrier.add(_partition.threads, 0),
     "warpgroup_mma": _product,
     "mma_v2": _product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,

@@ -99,6 +99,40 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
     assert torch.equal(fm.fused_moe(**call | narrow), fm.fused_moe(**call | wide))
 
 
+@pytest.mark.parametrize("width", [96, 200, 256])
+def test_what_fp8_blocks_are_multiplied_by_is_rounded_to_e4m3_by_128_columns(width: int) -> None:
+    call = given("fp8_block_w8a8", width, torch.float64)
+    weights_only = call | {"weight_format": "fp8_block"}
+    w1, w2 = (dense(weights_only, torch.float64)[name] for name in ("gate_up_proj", "down_proj"))
+
+    def rounded(row: torch.Tensor) -> torch.Tensor:
+        blocks = (block.float() for block in row.split(128))
+        scales = [(block, block.abs().max() / 448) for block in blocks]
+        return torch.cat([(block / scale).to(torch.float8_e4m3fn).double() * scale.double() for block, scale in scales])
+
+    right = torch.zeros(T, H, dtype=torch.float64)
+    for token, row in enumerate(map(rounded, call["hidden_states"])):
+        for weight, expert in zip(call["top_k_weights"][token], call["top_k_ids"][token], strict=True):
+            gate, up = (w1[expert] @ row).chunk(2)
+            right[token] += weight * (w2[expert] @ rounded(torch.nn.functional.silu(gate) * up))
+    close(fm.fused_moe(**call), right)
+    assert (fm.fused_moe(**weights_only) - right).square().mean().sqrt() > 0.01 * right.square().mean().sqrt()
+    compiled = torch.compile(lambda kwargs: fm.fused_moe(**kwargs), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(call), fm.fused_moe(**call))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
+    call = given("fp8_block_w8a8", dtype=torch.float32)
+    function = torch.compile(fm.fused_moe, fullgraph=True, backend="eager") if compiled else fm.fused_moe
+    for name in ("hidden_states", "top_k_weights"):
+        leaf = call[name].clone().requires_grad_()
+        with pytest.raises(Exception, match="weight_format is 'fp8_block_w8a8' and an argument requires a gradient"):
+            function(**call | {name: leaf})
+        with torch.no_grad():
+            assert torch.equal(function(**call | {name: leaf}), function(**call))
+
+
 def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints() -> None:
     call = given("fp8_channel")
     right = fm.fused_moe(**call)
@@ -124,7 +158,7 @@ def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints(
     assert torch.equal(w1, (call["gate_up_proj"].float() * rows["gate_up_scale"][..., None]).bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "fp8_block_w8a8"])
 def test_a_scale_that_is_no_number_and_a_token_that_is_none_reach_what_uses_them(form: str) -> None:
     call = given(form)
     whole = fm.fused_moe(**call)
@@ -292,6 +326,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),
     ("mxfp4", {"gate_up_proj": 2 * (torch.zeros(E, 96, 80, dtype=torch.uint8),)}, "is a pair and weight_format is 'mxfp4'"),
     ("mxfp4", {"kernel": "moe_gemv_triton"}, "kernel 'moe_gemv_triton' cannot serve"),
+    ("fp8_block", {"kernel": "moe_fp8_gluon_sm90"}, "kernel 'moe_fp8_gluon_sm90' cannot serve"),
+    ("fp8_block_w8a8", {"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
+    ("fp8_block_w8a8", {"adapters": (None, None)}, "adapters are given and weight_format is 'fp8_block_w8a8'; it must be"),
     ("mxfp4", {"weight_grads": (None, None)}, "weight_grads is given and weight_format is 'mxfp4'"),
 ]
 

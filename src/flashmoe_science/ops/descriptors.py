@@ -16,7 +16,7 @@ MOST_ROWS = 0x7FFF0000  # before the end of rows that end where a copy says
 _STRIDE = 2**34
 _DTYPES = {
     "bf16": (torch.bfloat16, gl.bfloat16), "fp16": (torch.float16, gl.float16), "fp32": (torch.float32, gl.float32),
-    "uint8": (torch.uint8, gl.uint8),
+    "uint8": (torch.uint8, gl.uint8), "e4m3": (torch.float8_e4m3fn, gl.float8e4nv),
 }  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def vector(elements: int) -> TensorDescriptor:
 
 
 def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of [..., rows, width] for 16-bit numbers whose rows end where a copy says.
+    """Shape and strides of [..., rows, width] for 8- or 16-bit numbers whose rows end where a copy says.
 
     Two dimensions come before the others and wrap around 2^64 bytes (triton.tools.ragged_tma). Row ``row`` of those that end at
     ``end`` is at RAGGED_ROWS, end, ..., RAGGED_ROWS - (end - row): the copy engine reads zeros from ``end`` on, and leaves such

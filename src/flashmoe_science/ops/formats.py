@@ -1,12 +1,12 @@
 """Weights in a format of ``formats.py`` as tensors: exact dequantisation and reference quantisers, by PyTorch's operators.
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
-[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block: codes float8_e4m3fn
-[..., N, K]; scales fp32, bf16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32 or bf16
-[..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the lowest
-four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero points: from
-such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32 [..., ceil(N / 8), K / 32 or
-K / 128], those of eight rows, the first in the lowest four bits.
+[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes
+float8_e4m3fn [..., N, K]; scales fp32, bf16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32
+or bf16 [..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the
+lowest four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero
+points: from such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32
+[..., ceil(N / 8), K / 32 or K / 128], those of eight rows, the first in the lowest four bits.
 
 Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as
 where a checkpoint's two matrices are joined. Where the rows as one have as many scales, halves that no blocks divide are taken
@@ -138,7 +138,7 @@ def _mxfp4(weight: torch.Tensor) -> Weights:
 
 def _int4(weight: torch.Tensor, group: int) -> Weights:
     groups = weight.unflatten(-1, (-1, group))
-    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    scale = _over(groups.abs().amax(-1), 7.5).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale)
     codes = (groups / scale[..., None]).nan_to_num().round().clamp(-8, 7).int() + 8
     return Weights(packed(codes.flatten(-2)), scale)
@@ -147,7 +147,7 @@ def _int4(weight: torch.Tensor, group: int) -> Weights:
 def _int4_from_zero(weight: torch.Tensor, group: int) -> Weights:
     groups = weight.unflatten(-1, (-1, group))
     least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scale = ((largest - least) / 15).bfloat16()
+    scale = _over(largest - least, 15.0).bfloat16()
     scale = torch.where(scale == 0, 1.0, scale)
     zero = (-least / scale).nan_to_num().round().clamp(0, 15)
     codes = ((groups / scale[..., None]).nan_to_num().round() + zero[..., None]).clamp(0, 15).int()
@@ -173,7 +173,7 @@ def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights
     (rows, columns), (height, width) = weight.shape[-2:], block
     padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
     blocks = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))  # [..., N / height, height, K / width, width]
-    scale = blocks.abs().amax((-3, -1)) / _LARGEST_E4M3
+    scale = _over(blocks.abs().amax((-3, -1)), _LARGEST_E4M3)
     if powers:
         mantissa, exponent = torch.frexp(scale)
         exponent = (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254)
@@ -183,6 +183,11 @@ def _e4m3(weight: torch.Tensor, block: tuple[int, int], powers: bool) -> Weights
         stored = scale = torch.where(scale == 0, 1.0, scale)
     codes = (blocks / scale[..., :, None, :, None]).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
     return Weights(codes.flatten(-2).flatten(-3, -2)[..., :rows, :columns].contiguous(), stored)
+
+
+def _over(largest: torch.Tensor, by: float) -> torch.Tensor:
+    """The quotient, correctly rounded: by a number PyTorch divides on a GPU as if by its rounded reciprocal."""
+    return largest / torch.full_like(largest, by)
 
 
 def _powers(scale: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from flashmoe_science.formats import FORMATS
+from flashmoe_science.formats import FORMATS, Format
 from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, format_of, quantized, quantized_rows
 
 MXFP4, FP8, CHANNEL = FORMATS["mxfp4"], FORMATS["fp8_block"], FORMATS["fp8_channel"]
@@ -180,3 +180,14 @@ def test_rows_in_e4m3_have_a_scale_to_128_columns() -> None:
     assert (made.codes.dtype, made.scale.shape) == (torch.float8_e4m3fn, (3, 3))
     torch.testing.assert_close(dequantized_rows(made, torch.float32), x, rtol=2.0**-4, atol=2.0**-9)
     assert torch.equal(made.scale[0, 2], x[0, 256:].abs().max() / 448)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [one for one in FORMATS.values() if one.name != "fp8_block_w8a8"], ids=lambda one: one.name)
+def test_a_gpu_quantises_to_the_same_bits(form: Format) -> None:
+    """Also where many are halfway between codes: of a largest magnitude 2.625 multiples of 3 are."""
+    weight = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0)).bfloat16().clamp(-2.625, 2.625)
+    for right, got in zip(quantized(weight, form), quantized(weight.cuda(), form), strict=True):
+        assert (right is None and got is None) or torch.equal(right.view(torch.uint8), got.cpu().view(torch.uint8))
+    for right, got in zip(quantized_rows(weight)[:2], quantized_rows(weight.cuda())[:2], strict=True):
+        assert torch.equal(right.view(torch.uint8), got.cpu().view(torch.uint8))

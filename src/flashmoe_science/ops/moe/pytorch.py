@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
-from flashmoe_science.ops.formats import Weights, dequantized
+from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
@@ -69,7 +69,7 @@ def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows, activation, adapters)
     _, w2 = _weights(tensors, activation)
-    down = _biased(_adapted(activate(z, activation), w2, adapters[1], rows), down_bias, rows)
+    down = _biased(_adapted(as_multiplied(activate(z, activation), activation), w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
 
@@ -86,7 +86,8 @@ def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
     w1, _ = _weights(tensors, activation)
-    return _biased(_adapted(rows.of_tokens(tensors.x), w1, adapters[0], rows), tensors.gate_up_bias, rows)
+    x = as_multiplied(rows.of_tokens(tensors.x), activation)
+    return _biased(_adapted(x, w1, adapters[0], rows), tensors.gate_up_bias, rows)
 
 
 def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
@@ -249,6 +250,11 @@ def _is_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:
     """Each row and its expert's bias, if there are biases, rounded as the rows are."""
     return rows if bias is None else rows + bias[experts].to(rows.dtype)
+
+
+def as_multiplied(rows: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """What weights are multiplied by: the rows, of ``w8a8`` as their e4m3 has them."""
+    return dequantized_rows(quantized_rows(rows), rows.dtype) if activation.w8a8 else rows
 
 
 def _at_most(values: torch.Tensor, limit: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from flashmoe_science.formats import Format
+from flashmoe_science.formats import FORMATS, Format
 from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
@@ -28,6 +28,7 @@ from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.problem import Dtype
 
 NO_PRE_ACTIVATIONS = "it does not give the pre-activations, which a backward needs unless recompute is True"
+NO_GRADIENTS = "weight_format is 'fp8_block_w8a8' and an argument requires a gradient; it must be 'fp8_block' then"
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -74,7 +75,8 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The epilogue of the first product, in fp32: ``function`` of the gate, times the up projection where ``gated``.
+    """The epilogue of the first product, in fp32: ``function`` of the gate, times the up projection where ``gated``. ``w8a8``:
+    its result is quantised, and x, as ``formats.Format`` has it.
 
     "clamped_silu" is gpt-oss's: the gate at most ``limit``, the up projection within ``limit`` of 0, then
     ``(up + 1) * gate * sigmoid(alpha * gate)``. Rows of w1 are all gates, then all ups; where ``interleaved`` they alternate.
@@ -85,6 +87,7 @@ class Activation:
     interleaved: bool = False
     alpha: float = 1.702
     limit: float = 7.0
+    w8a8: bool = False
 
     @property
     def halves(self) -> bool:
@@ -97,7 +100,8 @@ SWIGLU = Activation()
 
 def activation_of(problem: MoEProblem) -> Activation:
     """The activation between a problem's products, with gpt-oss's numbers."""
-    return Activation(problem.activation, problem.gated, problem.interleaved)
+    w8a8 = problem.weight_format is not None and FORMATS[problem.weight_format].w8a8
+    return Activation(problem.activation, problem.gated, problem.interleaved, w8a8=w8a8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,11 @@ def why_no_format(problem: MoEProblem) -> str | None:
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
 
+def format_in(w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, w8a8: bool) -> Format | None:
+    """The format of a call's weights, as kernels take them."""
+    return FORMATS["fp8_block_w8a8"] if w8a8 else format_of(w1, scale, zero_point)
+
+
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
     """Shape, strides and dtype of a contiguous result, as ``ops.launch.allocator`` takes them."""
     return tuple(shape), torch.empty(shape, device="meta").stride(), dtype
@@ -163,6 +172,8 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     experts, rows, _ = gate_up_proj.shape
     dim = down_proj.shape[1]
     if form is not None:
+        if form.w8a8 and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
+            raise ValueError(NO_GRADIENTS)
         for name, weights, halves in (("gate_up", gate_up_proj, activation.halves), ("down", down_proj, False)):
             scale = getattr(given, f"{name}_scale")
             _check_tensor(f"{name}_scale", scale, hidden_states)
@@ -199,7 +210,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = format_of(w1, tensors.gate_up_scale, tensors.gate_up_zero_point)
+    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed
@@ -246,7 +257,8 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
         )
     if interleaved and rows == width:
         raise ValueError("interleaved is True, and gate_up_proj has no gates; it must be False")
-    return Activation(function, rows == 2 * width, interleaved, float(alpha), float(limit))  # type: ignore[arg-type]
+    w8a8 = options.weight_format is not None and FORMATS[options.weight_format].w8a8
+    return Activation(function, rows == 2 * width, interleaved, float(alpha), float(limit), w8a8)  # type: ignore[arg-type]
 
 
 def _checked_weights(

@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
-from flashmoe_science.ops.formats import SIDE, columns_of
+from flashmoe_science.ops.formats import columns_of
 
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 _E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
 _OF_INT4 = tuple(name for name in FORMATS if name.startswith("int4"))
-_CODES = {"mxfp4": _BYTES, "fp8_block": _E4M3, "fp8_channel": _E4M3} | dict.fromkeys(_OF_INT4, _INT4)
-_SCALES = {"mxfp4": _E8M0, "fp8_block": (*_FLOATS[:2], *_E8M0), "fp8_channel": _FLOATS[:2]} | dict.fromkeys(_OF_INT4, _FLOATS)
+_OF_BLOCKS = tuple(name for name, form in FORMATS.items() if form.in_blocks)
+_CODES = {"mxfp4": _BYTES, "fp8_channel": _E4M3} | dict.fromkeys(_OF_BLOCKS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4)
+_SCALES: dict[str, tuple[torch.dtype, ...]] = {"mxfp4": _E8M0, "fp8_channel": _FLOATS[:2]}
+_SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS[:2], *_E8M0)) | dict.fromkeys(_OF_INT4, _FLOATS)
 OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has beside codes
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
@@ -105,7 +107,7 @@ def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, 
         return [(experts, rows, 1), (experts, rows), *of_all, *of_halves]
     columns = -(-columns_of(codes) // wide)
     as_one = experts, -(-rows // high), columns
-    return [as_one, (experts, 2 * -(-rows // 2 // high), columns)] if halves and high == SIDE else [as_one]
+    return [as_one, (experts, 2 * -(-rows // 2 // high), columns)] if halves and form.in_blocks else [as_one]
 
 
 def codes_of(codes: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
         raise ValueError("adapters and weight_grads are given; weights beside adapters are frozen and have no gradient")
     given = Tensors(*(autocast(tensors[:3]) or tensors[:3]), *tensors[3:])
     views, activation = checked(given, how)
+    if activation.w8a8:
+        raise ValueError(f"adapters are given and weight_format is {how.weight_format!r}; it must be 'fp8_block' then")
     if how.kernel not in (None, FALLBACK):
         raise CannotServe(f"kernel {how.kernel!r} cannot serve this call: {_WHY} (kernel {FALLBACK!r})")
     low = checked_adapters(adapters, views)

@@ -35,9 +35,9 @@ def in_format(
             raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
         if form.group and one.shape[2] % form.group:
             raise ValueError(f"{name} has {one.shape[2]} columns; {form.name} needs a multiple of {form.group}")
-    if powers and form.name != "fp8_block":
-        raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be 'fp8_block' then")
-    halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.name == "fp8_block"
+    if powers and not form.in_blocks:
+        raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be one of fp8 blocks then")
+    halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.in_blocks
     first = quantized(gate_up_proj.detach(), form, halves, powers)
     return _arguments(first, quantized(down_proj.detach(), form, powers=powers), weight_format)
 

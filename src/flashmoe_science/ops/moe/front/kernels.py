@@ -18,7 +18,8 @@ def ours() -> tuple[MoEKernel, ...]:
     if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.moe.products import gemv, triton
+    from flashmoe_science.ops.moe.products.fp8_sm90 import kernel as fp8_sm90
     from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as gluon_sm90
     from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel as mxfp4_sm90
 
-    return (gemv.KERNEL, gluon_sm90.KERNEL, mxfp4_sm90.KERNEL, triton.KERNEL)
+    return (gemv.KERNEL, gluon_sm90.KERNEL, mxfp4_sm90.KERNEL, fp8_sm90.KERNEL, triton.KERNEL)

@@ -24,8 +24,8 @@ from flashmoe_science.ops.calls import (
     store_launch,
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
-from flashmoe_science.ops.formats import columns_of, format_of
-from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked, inputs_of
+from flashmoe_science.ops.formats import columns_of
+from flashmoe_science.ops.moe.call import NO_GRADIENTS, Activation, Options, Tensors, checked, format_in, inputs_of
 from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
@@ -150,7 +150,7 @@ def decide(tensors: Tensors, options: Options) -> Decision:
 
 def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     views, a = checked(tensors, options)
-    rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, options.recompute
+    rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, options.recompute, a.w8a8
     out: torch.Tensor = _OPERATOR(*views, *rest)
     return unviewed(out, tensors.x.shape)
 
@@ -168,7 +168,7 @@ def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launched(op: str, *args: Any) -> Any:
     tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
-    form = format_of(tensors[1], tensors[7], tensors[9])
+    form = format_in(tensors[1], tensors[7], tensors[9], bool(kernel[2:] and kernel[2]))
     name = None if form is None else form.name
     options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
     launch, key = _find(tensors, options, op)
@@ -187,7 +187,9 @@ def _fake_saving(x: torch.Tensor, w1: torch.Tensor, w2: object, weights: torch.T
 
 def _differentiable(*args: Any) -> torch.Tensor:
     tensors, (function, gated, interleaved, alpha, limit, *rest) = Tensors(*args[:_COUNT]), args[_COUNT:]
-    kernel, recompute = (*rest, None, None)[:2]
+    kernel, recompute, w8a8 = (*rest, None, None, None)[:3]
+    if w8a8:
+        raise ValueError(NO_GRADIENTS)
     return differentiable(tensors, Activation(function, gated, interleaved, alpha, limit), kernel, bool(recompute))
 
 
@@ -201,6 +203,7 @@ _SCHEMA = (
     "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, str function, bool gated, "
     "bool interleaved, float alpha, float limit, str? kernel_name=None"
 )
-_OPERATOR = register(f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor", _forward, _fake, _differentiable, _flops)
+_FORWARD = f"moe_forward{_SCHEMA}, bool recompute=False, bool w8a8=False) -> Tensor"
+_OPERATOR = register(_FORWARD, _forward, _fake, _differentiable, _flops)
 # What the autograd rule calls in its place: the pre-activations too.
 register(f"moe_forward_saving{_SCHEMA}) -> (Tensor out, Tensor z)", _saving, _fake_saving, None, _flops)

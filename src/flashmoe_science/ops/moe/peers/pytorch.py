@@ -12,7 +12,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors, why_no_format
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate, add_bias, dequantised
+from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied, dequantised
 from flashmoe_science.ops.peer import one_config
 
 MAX_PAIRS = 64  # of batched_mm, up to which it is measured
@@ -28,8 +28,9 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    both = add_bias(functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
-    down = functional.grouped_mm(activate(both, activation), w2.transpose(1, 2), offs=ends)
+    rows = as_multiplied(x, activation)[order // top_k]
+    both = add_bias(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
+    down = functional.grouped_mm(as_multiplied(activate(both, activation), activation), w2.transpose(1, 2), offs=ends)
     down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     weights = topk_weights.to(x.dtype)
@@ -54,8 +55,8 @@ def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tens
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        both = add_bias(x[tokens] @ w1[expert].T, gate_up_bias, expert)
-        down = add_bias(activate(both, activation) @ w2[expert].T, down_bias, expert)
+        both = add_bias(as_multiplied(x[tokens], activation) @ w1[expert].T, gate_up_bias, expert)
+        down = add_bias(as_multiplied(activate(both, activation), activation) @ w2[expert].T, down_bias, expert)
         out.index_add_(0, tokens, down * topk_weights[tokens, place, None])
     return out.to(x.dtype)
 

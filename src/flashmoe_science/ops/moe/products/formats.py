@@ -219,6 +219,8 @@ def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     """Why these tiles do not support a problem's weights, in words; None where they may, and of weights in no format."""
     if problem.weight_format is None:
         return None
+    if FORMATS[problem.weight_format].w8a8:
+        return f"{problem.weight_format} quantises what weights are multiplied by; it multiplies by the dtype"
     dtypes = ("bf16",) if problem.weight_format in ("mxfp4", "fp8_block") else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"

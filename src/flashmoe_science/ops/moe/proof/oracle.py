@@ -5,12 +5,13 @@ fp64."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
-from flashmoe_science.ops.formats import dequantized, dequantized_rows, quantized_rows
+from flashmoe_science.ops.formats import dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
-from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -19,14 +20,13 @@ def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 
 def moe_scheme(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
-    """The oracle of products whose rows are e4m3 too, as ``quantized_rows`` gives them: of x, and of what is activated. By how
-    much it differs from ``moe_oracle`` is what the scheme costs, whoever computes it."""
-    return _experts(tensors, activation, torch.float64, _through_e4m3)
+    """The oracle of ``w8a8``. By how much it differs from the one without is what the scheme costs, whoever computes it."""
+    return _experts(tensors, replace(activation, w8a8=True), torch.float64)
 
 
 def moe_single_level(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The oracle of products that tensor cores of 8 bits add up over the whole depth: in 14 bits."""
-    return _experts(tensors, activation, torch.float64, product=_in_14_bits)
+    return _experts(tensors, activation, torch.float64, _in_14_bits)
 
 
 def _in_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -36,10 +36,6 @@ def _in_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         mantissa, exponent = torch.frexp(total + a[:, first : first + 32] @ b[first : first + 32])
         total = torch.ldexp((mantissa * 2**14).trunc(), exponent - 14)
     return total
-
-
-def _through_e4m3(rows: torch.Tensor) -> torch.Tensor:
-    return dequantized_rows(quantized_rows(rows), rows.dtype)
 
 
 def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -59,7 +55,6 @@ def _experts(
     tensors: Tensors,
     activation: Activation,
     dtype: torch.dtype,
-    rounded: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
     x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_ = tensors
@@ -70,8 +65,10 @@ def _experts(
             one[expert].to(dtype) if coded is None else dequantized(coded.of(expert), dtype, halves)
             for one, coded, halves in zip((w1, w2), in_format, (activation.halves, False), strict=True)
         )
-        both = add_bias(product(rounded(x[tokens].to(dtype)), first.T), gate_up_bias, expert)  # [rows, 2 * hidden]
-        row = add_bias(product(rounded(activate(both, activation)), second.T), down_bias, expert)  # [rows, dim]
+        rows = as_multiplied(x[tokens].to(dtype), activation)
+        both = add_bias(product(rows, first.T), gate_up_bias, expert)  # [rows, 2 * hidden]
+        active = as_multiplied(activate(both, activation), activation)
+        row = add_bias(product(active, second.T), down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 

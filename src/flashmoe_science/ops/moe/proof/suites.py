@@ -20,6 +20,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _FORMATS = (
     "e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",  # gpt-oss-20b
     "e128 k8 d2048 f768 bf16 w:fp8_block",  # qwen3-30b-a3b
+    "e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
 )
 
 
@@ -38,7 +39,10 @@ SUITES = {
     "moe-gpt-oss": _layers(("gpt-oss-20b",), "logits"),
     "moe-skewed": _layers(("qwen3-30b-a3b",), "zipf"),
     "moe-ids": _layers(("qwen3-30b-a3b",), ""),
-    "moe-formats": tuple(f"moe t{tokens} {one} logits" for one in _FORMATS for tokens in _TOKENS[:-1]),
+    "moe-formats": (
+        *(f"moe t{tokens} {one} logits" for one in _FORMATS for tokens in _TOKENS[:-1]),
+        *(f"moe t{tokens} e256 k8 d7168 f2048 bf16 w:fp8_block_w8a8 logits" for tokens in (1, 256)),  # deepseek-v3
+    ),
 }
 
 DEFAULT = (
@@ -58,6 +62,7 @@ BUILD = (
     "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t1024 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
@@ -80,6 +85,7 @@ SMALL = (
     "moe t5 e4 k2 d32 f24 fp32 bias relu2 ungated",
     "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved logits",
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+    "moe t5 e4 k2 d200 f72 bf16 w:fp8_block_w8a8",
     "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",
@@ -120,6 +126,7 @@ FEATURES = {
         "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
         "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
         "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block",  # deep enough to show sums of few bits
+        "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block_w8a8",
     ),
     "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
 }

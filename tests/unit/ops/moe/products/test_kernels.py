@@ -68,7 +68,7 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promised(kernel: AnyKernel) -> None:
-    form = " w:mxfp4" if "mxfp4" in kernel.name else ""
+    form = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_fp8_gluon_sm90": " w:fp8_block_w8a8"}.get(kernel.name, "")
     ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
     assert isinstance(ids, MoEProblem)
     assert H200 is not None
@@ -88,7 +88,8 @@ def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None
     for texts in operation("moe").contract().suites().values():
         for problem in map(parse_problem, texts):
             able = [kernel for kernel in ours() if kernel.cannot(problem, gpu_named(gpu)) is None]
-            assert able, problem
+            of_hopper = problem.weight_format == "fp8_block_w8a8"  # PyTorch's operators serve it elsewhere
+            assert able or (of_hopper and gpu != "h200"), problem
             assert all(kernel.configs(problem, gpu_named(gpu)) for kernel in able)
 
 

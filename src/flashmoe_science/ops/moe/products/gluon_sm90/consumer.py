@@ -54,7 +54,8 @@ def store(block, out_desc, row, end, column, buffers, NTH: gl.constexpr):
     else:
         buffer = buffers[NTH % len(buffers)]
         tma.store_wait(len(buffers) - 1)  # the last copy from this buffer has left it
-        buffer.reshape([ROWS, WIDTH]).store(block.to(out_desc.dtype))
+        here = buffer.reshape([out_desc.block_type.shape[2], WIDTH]).slice(0, ROWS, 0)
+        here.store(block.to(out_desc.dtype))
         fence_async_shared()
         if end is None:
             tma_store(out_desc, [0, row[0], row[1], column], buffer)

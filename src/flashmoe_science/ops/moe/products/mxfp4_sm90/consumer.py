@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from flashmoe_science.ops.gluon_bridge import as_gluon, barrier
+from flashmoe_science.ops.gluon_bridge import as_gluon
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import halves, sigmoid, store
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
@@ -27,7 +27,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import (
     chunks,
     upcast,
 )
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
+from flashmoe_science.ops.moe.products.stream_k import Segment, collect, leave
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
@@ -178,39 +178,6 @@ def multiply(
 
 
 @gluon.jit
-def _partial_at(partial, acc, program, memory, CONSUMER: gl.constexpr):
-    """Pointers to what a program leaves of a consumer's sums, which has room for a whole tile's: some are of fewer tokens."""
-    ROWS: gl.constexpr = acc.shape[0]
-    TOKENS: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, TOKENS, gl.SliceLayout(0, layout)), 0)
-    place = program * memory.out.shape[0] + CONSUMER
-    return partial + place * (ROWS * memory.a.shape[1]) + row * TOKENS + column
-
-
-@gluon.jit
-def _leave(acc, partial, flags, program, memory, CONSUMER: gl.constexpr):
-    """Write this program's sums of a tile whose end another one has, then the flag that says so."""
-    gl.store(_partial_at(partial, acc, program, memory, CONSUMER), acc)
-    barrier()
-    gl.atomic_add(flags + program * memory.out.shape[0] + CONSUMER, 1, sem="release")
-
-
-@gluon.jit
-def _collect(acc, partial, flags, first, memory, CONSUMER: gl.constexpr):
-    """The sums of a whole tile, of which programs from ``first`` to before this one have left theirs: this one's, then those in
-    order."""
-    for program in range(first, gl.program_id(0)):
-        flag = flags + program * memory.out.shape[0] + CONSUMER
-        written = gl.atomic_add(flag, 0, sem="acquire")
-        while written == 0:
-            written = gl.atomic_add(flag, 0, sem="acquire")
-        acc += gl.load(_partial_at(partial, acc, program, memory, CONSUMER))
-    return acc
-
-
-@gluon.jit
 def _activate(acc, column, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, WIDTH: gl.constexpr):
     """The activation of products whose rows are gates and ups in turn, eight and eight, as tokens [TOKENS, rows / 2] of the
     second product: their places are those of its operand (``operand.py``), and columns from ``WIDTH`` on are 0."""
@@ -281,9 +248,9 @@ def _consume_segment(
     of_expert = scales + segment.expert.to(gl.int64) * STRIDE_E
     acc, state = multiply(acc, state, memory, of_expert, rows, segment, SYNC, PAIRED, CONSUMER, DEPTH)
     if segment.stop < UNITS:
-        _leave(acc, partial, flags, segment.program, memory, CONSUMER)
+        leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, memory.a.shape[1])
     else:
-        acc = _collect(acc, partial, flags, segment.program, memory, CONSUMER)
+        acc = collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, memory.a.shape[1])
         buffers = (memory.out.index(CONSUMER),)
         _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, WIDTH, FUNCTION, ALPHA, LIMIT)
     return state

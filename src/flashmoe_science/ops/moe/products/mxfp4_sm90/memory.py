@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import Segment
+from flashmoe_science.ops.moe.products.stream_k import Segment
 from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
 CHUNKS = gl.constexpr(STEP.value // CHUNK.value)

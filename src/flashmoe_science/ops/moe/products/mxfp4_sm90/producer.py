@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import CHUNKS
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import APART, BLOCK, CHUNK, GROUP, PAIR, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.schedule import first_of, part_of_program, segment_of
+from flashmoe_science.ops.moe.products.stream_k import first_of, part_of_program, segment_of
 from flashmoe_science.ops.moe.rows import tables_of
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 

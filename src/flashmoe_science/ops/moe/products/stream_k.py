@@ -1,4 +1,4 @@
-"""The tile scheduler: whole tiles in waves of one for each program, and what is left over, less than a wave, by stream-K.
+"""The tile scheduler of grouped products: tiles in waves of one a program; what is left over, less than a wave, by stream-K.
 
 The K of the tiles left over is one line of units of one or two steps, of which each program has an equal part. The tile that it
 shares with the next program, of which it has the beginning, comes before its whole tiles: it leaves its sums in memory. The one
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.gluon_bridge import as_gluon
+from flashmoe_science.ops.gluon_bridge import as_gluon, barrier
 from flashmoe_science.ops.moe.rows import tile_at
 
 _tile_at = as_gluon(tile_at)
@@ -93,3 +93,36 @@ def segment_of(
     program = gl.program_id(0) - gl.where((after == 1) & (stop == UNITS), part.before, 0)
     column, stop = gl.where(none, -1, tile.column), gl.where(none, first, stop)
     return Segment(column, tile.row, tile.end, tile.expert, first, stop, program)
+
+
+@gluon.jit
+def _partial_at(partial, acc, program, NTH: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Pointers to what a program leaves of the ``NTH`` part of a tile's sums, of parts of up to ``COLUMNS`` columns."""
+    ROWS: gl.constexpr = acc.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, layout)), 0)
+    return partial + (program * PARTS + NTH) * (ROWS * COLUMNS) + row * WIDTH + column
+
+
+@gluon.jit
+def leave(acc, partial, flags, program, NTH: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Write this program's sums of the ``NTH`` of a tile's ``PARTS``, whose end another program has, then the flag that says
+    so."""
+    gl.store(_partial_at(partial, acc, program, NTH, PARTS, COLUMNS), acc)
+    barrier()
+    gl.atomic_add(flags + program * PARTS + NTH, 1, sem="release")
+
+
+@gluon.jit
+def collect(acc, partial, flags, first, NTH: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The sums of a whole tile, of which programs from ``first`` to before this one have left theirs: this one's, then those in
+    order."""
+    for program in range(first, gl.program_id(0)):
+        flag = flags + program * PARTS + NTH
+        written = gl.atomic_add(flag, 0, sem="acquire")
+        while written == 0:
+            written = gl.atomic_add(flag, 0, sem="acquire")
+        acc += gl.load(_partial_at(partial, acc, program, NTH, PARTS, COLUMNS))
+    return acc
