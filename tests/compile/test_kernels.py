@@ -90,6 +90,7 @@ BRANCHES = (
     "moe t256 e8 k2 d1000 f520 fp32",
     "moe t1 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
