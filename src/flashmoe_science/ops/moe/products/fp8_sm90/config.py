@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
+from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.formats import has_own_scales
 from flashmoe_science.ops.launch import Part, cdiv, next_power_of_2, workspace_bytes
@@ -15,13 +15,13 @@ from flashmoe_science.ops.moe.products.fp8_sm90.memory import BLOCK, STEP
 from flashmoe_science.ops.moe.products.fp8_sm90.quantize import scales_of
 from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
+from flashmoe_science.ops.moe.products.stream_k_launch import MOST_PROGRAMS
 from flashmoe_science.ops.moe.route.triton import routing_bytes
 from flashmoe_science.ops.moe.rows import RowCounts
 
 NAME = "moe_fp8_gluon_sm90"
 _STAGES = {8: 6, 16: 6, 32: 6, 64: 5, 128: 4}  # of tiles of so many tokens, that shared memory has room for
 THREADS, AT_LAUNCH, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 384, 168, 240, 24
-MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
 FLAGS = BLOCK.value // HALF.value * MOST_PROGRAMS  # of a product: one for each part of a tile of each program
 _MOST_SCALES = 2**31  # their index is counted in 32 bits
 
@@ -75,11 +75,6 @@ def blocks_of_ups(inputs: MoEInputs) -> int:
     if not has_own_scales(w1.shape[1], scale.shape[1]):
         raise CannotServe(f"hidden is {hidden} and a block of w1's scales has gates and ups; it needs blocks of each by itself")
     return cdiv(hidden, STEP.value)
-
-
-def programs(gpu: Gpu) -> int:
-    """A program for each multiprocessor."""
-    return min(gpu.sm_count, MOST_PROGRAMS)
 
 
 def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:

@@ -27,7 +27,6 @@ from flashmoe_science.ops.moe.products.fp8_sm90.config import (
     THREADS,
     check_inputs,
     configs,
-    programs,
     supports,
     workspace,
 )
@@ -35,6 +34,7 @@ from flashmoe_science.ops.moe.products.fp8_sm90.consumer import HALF, consume
 from flashmoe_science.ops.moe.products.fp8_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.fp8_sm90.memory import BLOCK, STEP, make_memory
 from flashmoe_science.ops.moe.products.fp8_sm90.producer import produce
+from flashmoe_science.ops.moe.products.stream_k_launch import programs
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.descriptors import ragged, template
-from flashmoe_science.ops.launch import Build, Encoder, Pointer, address, allocator, stand_in, workspace_allocator
+from flashmoe_science.ops.descriptors import template
+from flashmoe_science.ops.launch import Build, Pointer, address, allocator, stand_in, workspace_allocator
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoELaunch, Shape, contiguous
 from flashmoe_science.ops.moe.products.fp8_sm90 import quantize
 from flashmoe_science.ops.moe.products.fp8_sm90.config import (
     AT_LAUNCH,
@@ -22,16 +20,14 @@ from flashmoe_science.ops.moe.products.fp8_sm90.config import (
     PRODUCER_REGISTERS,
     blocks_of_ups,
     parts,
-    programs,
 )
 from flashmoe_science.ops.moe.products.fp8_sm90.consumer import HALF
 from flashmoe_science.ops.moe.products.fp8_sm90.memory import STEP
 from flashmoe_science.ops.moe.products.grouped import starts_early
+from flashmoe_science.ops.moe.products.stream_k_launch import Product, Tile, bound
 from flashmoe_science.ops.moe.rows import RowCounts
 
-Tile = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of the copy engine: a consumer's codes, shape and strides
-# bind(counts) of a product: launch(a, w, out, scales of a, of w, of out, partial, flags, tables)
-Product = Callable[[RowCounts], KernelLaunch]
+# Products launch(a, w, out, scales of a, of w, of out, partial, flags, tables)
 
 
 def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
@@ -79,23 +75,7 @@ def _product(
     of_a, *others = map(Pointer, (torch.float32, torch.float32, torch.float32, torch.int32, torch.int32))
     arguments = a, w, out, of_a, stand_in(scale), *others, 2, 2, *values
     build = Build(function, arguments, num_warps=4, maxnreg=AT_LAUNCH, launch_pdl=early)
-    encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))
-
-    @lru_cache(64)
-    def encoder_of_a(of_rows: int) -> Encoder:
-        """A map of more rows would let the copy engine read past the end of their memory."""
-        return build.encoder(0, a, (of_rows, depth), (depth, 1))
-
-    def bind(counts: RowCounts) -> KernelLaunch:
-        encode_a = encoder_of_a(counts.pairs)
-        start = build.bound((programs(gpu), 1, 1), counts.pairs, counts.tiles, *values)
-
-        def launch(a: Any, w: Any, out: Any, *pointers: Any) -> None:
-            start(*encode_a(a), *encode_w(w), *encode_out(out), *pointers)
-
-        return launch
-
-    return bind
+    return bound(build, (a, w, out), tile, depth, width, gpu, values)
 
 
 def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
+from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Part, next_power_of_2, workspace_bytes
 from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
@@ -15,6 +15,7 @@ from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import padded
+from flashmoe_science.ops.moe.products.stream_k_launch import MOST_PROGRAMS
 from flashmoe_science.ops.moe.route.triton import routing_bytes
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -23,7 +24,6 @@ MOST_CONSUMERS = 4
 _STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}  # of tiles of so many tokens, that shared memory has room for
 _FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
 WIDEST = 256  # tokens of a tile that has half a block of weights
-MOST_PROGRAMS = 132  # multiprocessors of the largest GPU
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
 
 
@@ -94,11 +94,6 @@ def blocks_of_experts(inputs: MoEInputs) -> int:
     if w1.stride(0) % block:
         raise CannotServe(f"w1 has stride {w1.stride(0)} in dimension 0; its copies need a multiple of {block}")
     return w1.stride(0) // block
-
-
-def programs(gpu: Gpu) -> int:
-    """A program for each multiprocessor."""
-    return min(gpu.sm_count, MOST_PROGRAMS)
 
 
 def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:

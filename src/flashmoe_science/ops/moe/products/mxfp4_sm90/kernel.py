@@ -27,7 +27,6 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
     NAME,
     check_inputs,
     configs,
-    programs,
     registers_of,
     supports,
     workspace,
@@ -37,6 +36,7 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.launch import bind_all, down, 
 from flashmoe_science.ops.moe.products.mxfp4_sm90.memory import make_memory
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
 from flashmoe_science.ops.moe.products.mxfp4_sm90.producer import produce
+from flashmoe_science.ops.moe.products.stream_k_launch import programs
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.descriptors import ragged, template
-from flashmoe_science.ops.launch import Build, Encoder, Pointer, address, allocator, argument, stand_in, workspace_allocator
+from flashmoe_science.ops.descriptors import template
+from flashmoe_science.ops.launch import Build, Pointer, address, allocator, argument, stand_in, workspace_allocator
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoELaunch, Shape, contiguous
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.mxfp4_sm90 import permute
 from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
@@ -21,17 +19,15 @@ from flashmoe_science.ops.moe.products.mxfp4_sm90.config import (
     WIDEST,
     blocks_of_experts,
     parts,
-    programs,
     registers_of,
     rows_of_a_column,
 )
 from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
+from flashmoe_science.ops.moe.products.stream_k_launch import Product, Tile, bound
 from flashmoe_science.ops.moe.rows import RowCounts
 
 _BYTES = STEP.value // 2
-Tile = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of the copy engine: a consumer's bytes, shape and strides
-# bind(counts) of a product: launch(a, w, out, scales, bias, partial, flags, tables)
-Product = Callable[[RowCounts], KernelLaunch]
+# Products launch(a, w, out, scales, bias, partial, flags, tables)
 
 
 def up(function: Any, inputs: MoEInputs, config: Config) -> Product:
@@ -94,23 +90,7 @@ def _product(
     out = template((1, 1, at_once, columns), "bf16")
     pointers = *map(stand_in, of_weights), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
     build = Build(function, (a, w, out, *pointers, 2, 2, *values), num_warps=4, maxnreg=registers.at_launch, launch_pdl=early)
-    encode_w, encode_out = build.encoder(1, w, *tile[1:]), build.encoder(2, out, *ragged((0, width), (width, 1)))
-
-    @lru_cache(64)
-    def encoder_of_a(of_rows: int) -> Encoder:
-        """A map of more rows would let the copy engine read past the end of their memory."""
-        return build.encoder(0, a, (of_rows, depth), (depth, 1))
-
-    def bind(counts: RowCounts) -> KernelLaunch:
-        encode_a = encoder_of_a(counts.pairs)
-        start = build.bound((programs(gpu), 1, 1), counts.pairs, counts.tiles, *values)
-
-        def launch(a: Any, w: Any, out: Any, *pointers: Any) -> None:
-            start(*encode_a(a), *encode_w(w), *encode_out(out), *pointers)
-
-        return launch
-
-    return bind
+    return bound(build, (a, w, out), tile, depth, width, gpu, values)
 
 
 def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
