@@ -50,21 +50,19 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second, experts
     side by side, steps; the best guess first, by reckoning: none has been measured."""
-    side = min(next_power_of_2(problem.top_k), 8)
-    few = 2 if problem.tokens > _TOKENS else 1  # two tiles of tokens leave registers for half of the steps
-    wide = FORMATS[str(problem.weight_format)].bits == 8
-    tiles = [
-        (32, 8, 2 if wide else 4, 8, side, 3 if wide else 6),
-        (32, 4, 2 if wide else 4, 8, max(side // 2, 1), 3 if wide else 6),
-        (16, 4, 4 if wide else 6, 4, min(side, 4), 3 if wide else 6),
-    ]
-    at_once = [(m, w, max(s // few, 1), v, e, max(t // few, 1)) for m, w, s, v, e, t in tiles]
-    return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in dict.fromkeys(at_once))
+    side, wide = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)].bits == 8
+    if problem.tokens > _TOKENS:  # two tiles of tokens leave registers for fewer steps
+        tiles = [(16, 8, 1 if wide else 2, 8, side, 1 if wide else 2), (16, 4, 1 if wide else 2, 8, max(side // 2, 1), 1)]
+    elif wide:
+        tiles = [(32, 8, 2, 8, side, 3), (16, 4, 4, 8, side, 2), (16, 8, 2, 8, max(side // 2, 1), 2)]
+    else:
+        tiles = [(32, 8, 2, 8, side, 3), (16, 4, 6, 8, side, 4), (16, 8, 3, 8, max(side // 2, 1), 3)]
+    return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in dict.fromkeys(tiles))
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
-    """Nowhere: it has not run on a GPU."""
-    return False
+    """To four tokens. It is the last of the kernels, and so serves only where it is asked for: it has not run on a GPU."""
+    return problem.tokens <= 4
 
 
 def _results(problem: MoEProblem, config: Config) -> int:

@@ -24,6 +24,7 @@ from flashmoe_science.ops.moe.products.gemv_gluon.operands import (
 )
 
 NONE = gl.constexpr(2**31 - 1)  # of no pair, and of no expert
+_CHUNK = 128
 
 
 class Rows(NamedTuple):
@@ -40,7 +41,7 @@ class Rows(NamedTuple):
 @gluon.constexpr_function
 def by_thread(scales: Any) -> bool:
     """Whether threads that share a chunk have scales of their own, which their weights are multiplied by."""
-    return scales[0] == "mxfp4" or (scales[0] == "int4" and scales[6] < CHUNK.value)
+    return scales[0] == "mxfp4" or (scales[0] == "int4" and scales[6] < _CHUNK)
 
 
 @gluon.constexpr_function
@@ -71,7 +72,7 @@ def steps_of(part: int, steps: int, each: int) -> int:
 @gluon.constexpr_function
 def inside_of(step: int, by: int, depth: int) -> bool:
     """Whether all chunks of a step are whole."""
-    return (step + 1) * by * CHUNK.value <= depth
+    return (step + 1) * by * _CHUNK <= depth
 
 
 @gluon.jit
