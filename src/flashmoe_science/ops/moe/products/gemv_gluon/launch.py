@@ -22,8 +22,8 @@ NAME = "moe_gemv_gluon"
 MAX_TOKENS, MAX_PLACES = 16, 16
 _TOKENS = 8  # columns of a product
 _ROWS = 16  # of weights, of a program of the second product
+_NAMES = ("up_rows", "up_warps", "up_steps", "down_warps", "down_side", "down_steps", "down_registers")
 _REGISTERS = 128  # of a thread at most: two programs of eight warps a multiprocessor
-_NAMES = ("up_rows", "up_warps", "up_steps", "down_warps", "down_side", "down_steps")
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
@@ -49,14 +49,18 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second, experts
-    side by side, steps; the best guess first, by reckoning: none has been measured."""
+    side by side, steps, registers of a thread; the best guess first, by reckoning: none has been measured."""
     side, wide = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)].bits == 8
+    half, once = max(side // 2, 1), problem.pairs() <= side
     if problem.tokens > _TOKENS:  # two tiles of tokens leave registers for fewer steps
-        tiles = [(16, 8, 1 if wide else 2, 8, side, 1 if wide else 2), (16, 4, 1 if wide else 2, 8, max(side // 2, 1), 1)]
+        tiles = [(16, 8, 1, 8, half, 1, 255), (16, 4, 1, 8, side, 1, 255)]
+        tiles = tiles if wide else [(16, 8, 2, 8, half, 2, 128), (16, 4, 2, 8, side, 2, 255)]
     elif wide:
-        tiles = [(32, 8, 2, 8, side, 3), (16, 4, 4, 8, side, 2), (16, 8, 2, 8, max(side // 2, 1), 2)]
+        first = (32, 8, 2, 8, side, 3, 128) if once else (32, 8, 2, 8, half, 3, 255)
+        tiles = [first, (16, 4, 4, 8, side, 2, 255), (16, 8, 2, 8, half, 2, 128)]
     else:
-        tiles = [(32, 8, 2, 8, side, 3), (16, 4, 6, 8, side, 4), (16, 8, 3, 8, max(side // 2, 1), 3)]
+        first = (32, 8, 2, 8, side, 6, 128) if once else (32, 8, 2, 8, half, 3, 128)
+        tiles = [first, (16, 4, 6, 8, side, 4, 255), (16, 8, 3, 8, half, 3, 128)]
     return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in dict.fromkeys(tiles))
 
 
@@ -104,12 +108,12 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
         first = *up_constexprs(inputs).values(), tuple(of_scales[0]), places, tiles
         first = *first, config["up_rows"], config["up_steps"], config["up_warps"], early
         pointers = stand_in(x), stand_in(w1), *of_up, stand_in(biases[0]), stand_in(ids), new
-        options = {"launch_pdl": early, "maxnreg": _REGISTERS}
-        build_up = Build(up, (*pointers, 2, *first), num_warps=config["up_warps"], **options)
+        build_up = Build(up, (*pointers, 2, *first), num_warps=config["up_warps"], maxnreg=_REGISTERS, launch_pdl=early)
         last = *down_constexprs(inputs).values(), p.top_k, tuple(of_scales[1]), places, tiles
         last = *last, _ROWS, config["down_steps"], config["down_warps"], config["down_side"], once, early
         pointers = new, stand_in(w2), *of_down, stand_in(biases[1]), stand_in(ids), stand_in(weights), Pointer(x.dtype)
-        return build_up, first, Build(down, (*pointers, 2, *last), num_warps=config["down_warps"], **options), last
+        options = {"num_warps": config["down_warps"], "maxnreg": config["down_registers"], "launch_pdl": early}
+        return build_up, first, Build(down, (*pointers, 2, *last), **options), last
 
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         p, x = like.problem, like.tensors.x

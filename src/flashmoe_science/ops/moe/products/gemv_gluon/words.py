@@ -21,18 +21,18 @@ and.b32 odd, {codes}, 0x80808080;
 shl.b32 x, {codes}, 6;
 shl.b32 y, even, 12;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[0]}, x, {given[0]};
+fma.rn.bf16x2 {to[0]}, x, {given[0]}, none;
 shl.b32 x, {codes}, 2;
 shl.b32 y, odd, 8;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[1]}, x, {given[0]};
+fma.rn.bf16x2 {to[1]}, x, {given[0]}, none;
 shr.u32 x, {codes}, 2;
 shl.b32 y, even, 4;
 lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[2]}, x, {given[0]};
+fma.rn.bf16x2 {to[2]}, x, {given[0]}, none;
 shr.u32 x, {codes}, 6;
 lop3.b32 x, x, odd, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[3]}, x, {given[0]};
+fma.rn.bf16x2 {to[3]}, x, {given[0]}, none;
 """
 # What a factor lacks of a scale above 2^1, and a NaN: a branch goes past it, which hardly any weights need.
 _REST_OF_SCALE = """
@@ -43,7 +43,7 @@ mul.lo.u32 x, x, 0x00800080;
 setp.eq.u32 p, {given[1]}, 255;
 selp.b32 x, 0x7FC07FC0, x, p;
 """
-_TIMES = "mul.rn.{dtype} {one}, {one}, {by};\n"
+_TIMES = "fma.rn.{dtype} {one}, {one}, {by}, none;\n"  # sm_80 has no product of two bf16 alone
 # 128 + n is bf16 whose lowest bits are n, as 1024 + n is fp16; less that much and the zero point.
 _INT4 = """
 lop3.b32 x, {codes}, 0x000F000F, {high}, 0xEA;
@@ -64,10 +64,10 @@ and.b32 odd, {codes}, 0x80808080;
 shl.b32 x, {codes}, {left};
 shl.b32 y, odd, 8;
 lop3.b32 x, x, y, {rest}, 0xE4;
-mul.rn.{dtype} {to[0]}, x, one;
+fma.rn.{dtype} {to[0]}, x, one, none;
 shr.u32 x, {codes}, {right};
 lop3.b32 x, x, odd, {rest}, 0xE4;
-mul.rn.{dtype} {to[1]}, x, one;
+fma.rn.{dtype} {to[1]}, x, one, none;
 and.b32 x, {codes}, 0x7F7F7F7F;
 add.u32 x, x, 0x01010101;
 or.b32 even, even, x;
@@ -99,7 +99,7 @@ def _block(body: str, after: str, results: int, given: int, one: str = "0") -> U
         )
         for word in range(_WORDS)
     )
-    text = f"{{\n.reg .b32 even, odd, x, y, one;\n.reg .pred p;\nmov.b32 even, 0;\nmov.b32 one, {one};\n{text}{after.format(given=of_given, first='$0')}}}"
+    text = f"{{\n.reg .b32 even, odd, x, y, one, none;\n.reg .pred p;\nmov.b32 even, 0;\nmov.b32 none, 0x80008000;\nmov.b32 one, {one};\n{text}{after.format(given=of_given, first='$0')}}}"
     operands = ["=&r"] * (_WORDS * results) + ["r"] * (_WORDS + BYTES.value * given)
     return Upcast(text, ",".join(operands))
 
