@@ -292,14 +292,14 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
 
 
 _LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
-_LAYOUTS = ("BlockedLayout", "DistributedLinearLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
+_LAYOUTS = (
+    *("BlockedLayout", "DistributedLinearLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout"),
+    "DotOperandLayout",
+)
 _DTYPES = ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
-    **{
-        name: getattr(torch, name)
-        for name in (*_DTYPES, "sigmoid", "erf", "exp", "exp2")
-    },
+    **{name: getattr(torch, name) for name in (*_DTYPES, "sigmoid", "erf", "exp", "exp2")},
     NVMMASharedLayout=_LAYOUT,
     program_id=lambda dim: Int(_run.program[dim]),
     num_programs=lambda dim: Int(_run.grid[dim]),

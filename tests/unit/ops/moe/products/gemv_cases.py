@@ -21,7 +21,7 @@ from tests.unit.ops.moe.products.format_cases import named, of_every_format
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.moe.call import MoEInputs, Tensors
+from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.products.gemv_gluon import launch
 from flashmoe_science.ops.moe.products.gemv_gluon.kernel import KERNEL
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle
@@ -37,7 +37,14 @@ MORE = (
     Case("moe t4 e40 k10 d256 f128 fp16 w:int4_g128_zero bias"),
     Case("moe t10 e3 k1 d160 f96 bf16 w:int4_g32_zero"),
 )
-CHANGES = ("foreign", "slices of larger tensors", "blocks 2^20 apart", "scales of e8m0", "NaN in one token", "zeros in one token")
+CHANGES = (
+    "foreign",
+    "slices of larger tensors",
+    "blocks 2^20 apart",
+    "scales of e8m0",
+    "NaN in one token",
+    "zeros in one token",
+)
 W8A8 = (
     fp8_cases.Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block_w8a8"),
     fp8_cases.Case("moe t13 e3 k2 d400 f272 bf16 w:fp8_block_w8a8 clamped"),

@@ -65,7 +65,7 @@ def _pairs_of(
     for tile in gl.static_range(TILES):
         token = tile * TOKENS + numbers(TOKENS, 1, layout, 3)
         chosen = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == expert
-        pairs = pairs + (gl.min(gl.where(chosen, token * TOP_K + place, NONE), 2),)
+        pairs = pairs + (gl.min(gl.where(chosen, token * TOP_K + place, NONE), 2),)  # type: ignore[assignment]
     return pairs
 
 
@@ -78,7 +78,7 @@ def _rows_of(pairs, BY: gl.constexpr, TILES: gl.constexpr):
     least = gl.expand_dims(gl.where(least == NONE, 0, least), 1)
     rows = ()
     for tile in gl.static_range(TILES):
-        rows = rows + (gl.where(pairs[tile] == NONE, least, pairs[tile]) // BY,)
+        rows = rows + (gl.where(pairs[tile] == NONE, least, pairs[tile]) // BY,)  # type: ignore[assignment]
     return rows
 
 
@@ -135,7 +135,10 @@ def _up(
     acc = none(TILES, ROWS, WARPS)
     for part in gl.static_range((EACH + STEPS - 1) // STEPS):
         held = read(rows, part * STEPS, steps_of(part, STEPS, EACH), DEPTH, SCALES, ROWS, WARPS, WARPS)
-        acc = multiply(acc, held, rows, x, at, part * STEPS, steps_of(part, STEPS, EACH), TILES, DEPTH, SCALES, ROWS, WARPS, WARPS, STRIDE_X, x.dtype.element_ty)
+        acc = multiply(
+            acc, held, rows, x, at, part * STEPS, steps_of(part, STEPS, EACH), TILES,
+            DEPTH, SCALES, ROWS, WARPS, WARPS, STRIDE_X, x.dtype.element_ty,
+        )  # fmt: skip
     acc = of_channels(acc, rows, TILES, SCALES, WARPS)
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [0, 1])
     nth = numbers(RESULTS, 0, stored, 2)
@@ -257,7 +260,10 @@ def _add(
             at = _rows_of(pairs, 1, TILES)
             if EARLY_START:
                 gdc_wait()
-        acc = multiply(acc, held, rows, a, at, part * STEPS, steps_of(part, STEPS, EACH), TILES, DEPTH, SCALES, ROWS, BY, WARPS, DEPTH, DTYPE)
+        acc = multiply(
+            acc, held, rows, a, at, part * STEPS, steps_of(part, STEPS, EACH), TILES,
+            DEPTH, SCALES, ROWS, BY, WARPS, DEPTH, DTYPE,
+        )  # fmt: skip
     acc = of_channels(acc, rows, TILES, SCALES, WARPS)
     by_column: gl.constexpr = places_layout(WARPS, WARPS, PLACES, True)
     place = numbers(PLACES, 2, by_column, 3)
@@ -271,7 +277,7 @@ def _add(
         chosen = gl.convert_layout(gl.max(chosen.to(gl.int32), 2), gl.SliceLayout(1, result), assert_trivial=True)
         # 0 times what a token that did not choose the expert has is not 0 where that is not finite.
         more = gl.where(gl.expand_dims(chosen, 1) > 0, acc[tile] * gl.expand_dims(weight, 1), 0.0)
-        added = added + (total[tile] + more,)
+        added = added + (total[tile] + more,)  # type: ignore[assignment]
     return added
 
 
@@ -290,7 +296,7 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
 
 KERNEL = our_kernel(
     name=NAME,
-    about="Gluon for a few tokens and weights in a format: the chosen experts' weights, read straight into tensor cores' operand",
+    about="Gluon for a few tokens and weights in a format, which go from memory straight into tensor cores' operand",
     supports=supports,
     configs=configs,
     run=run_of(plan),

@@ -48,8 +48,8 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second, experts
-    side by side, steps, registers of a thread; the best guess first, by reckoning: none has been measured."""
+    """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second,
+    experts side by side, steps, registers of a thread; the best guess first, by reckoning: none has been measured."""
     side, wide = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)].bits == 8
     half, once = max(side // 2, 1), problem.pairs() <= side
     if problem.tokens > _TOKENS:  # two tiles of tokens leave registers for fewer steps
@@ -98,6 +98,7 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
     early, of_scales, new = starts_early(x), scales_in_format(inputs), Pointer(_between(p, x.dtype))
     for scale in of_weights[:2]:
+        assert scale is not None
         if FORMATS[str(p.weight_format)].group == 32 and scale.dtype not in (torch.uint8, x.dtype):
             raise CannotServe(f"scales of groups of 32 are {scale.dtype}; it multiplies weights by those of {x.dtype}")
     places, (of_up, of_down) = next_power_of_2(p.top_k), (tuple(map(stand_in, of_weights[n::2])) for n in (0, 1))

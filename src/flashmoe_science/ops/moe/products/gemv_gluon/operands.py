@@ -108,7 +108,7 @@ def _every_byte(value, like):
 @gluon.jit
 def _made(assembly: gl.constexpr, given, DTYPE: gl.constexpr):
     """The two results of 16 bytes of four bits each, of the dtype."""
-    if DTYPE == gl.float16:
+    if gl.float16 == DTYPE:
         return gl.inline_asm_elementwise(assembly[0], assembly[1], given, (gl.float16, gl.float16), True, BYTES)
     else:
         return gl.inline_asm_elementwise(assembly[0], assembly[1], given, (gl.bfloat16, gl.bfloat16), True, BYTES)
@@ -119,17 +119,17 @@ def _of_four_bits(codes, scale, zero, FORMAT: gl.constexpr, DTYPE: gl.constexpr)
     if FORMAT == "mxfp4":
         factor = gl.minimum(scale, 128) * 0x00800080 + 0x3F003F00
         return _made(MXFP4, (codes, _every_byte(factor, codes), _every_byte(scale, codes)), DTYPE)
-    less = _every_byte((zero + (0xE400 if DTYPE == gl.float16 else 0xC300)) * 0x00010001, codes)
+    less = _every_byte((zero + (0xE400 if gl.float16 == DTYPE else 0xC300)) * 0x00010001, codes)
     if FORMAT == "int4 scaled":
-        scaled: gl.constexpr = INT4_SCALED_AS_FP16 if DTYPE == gl.float16 else INT4_SCALED_AS_BF16
+        scaled: gl.constexpr = INT4_SCALED_AS_FP16 if gl.float16 == DTYPE else INT4_SCALED_AS_BF16
         return _made(scaled, (codes, less, _every_byte(scale, codes)), DTYPE)
-    assembly: gl.constexpr = INT4_AS_FP16 if DTYPE == gl.float16 else INT4_AS_BF16
+    assembly: gl.constexpr = INT4_AS_FP16 if gl.float16 == DTYPE else INT4_AS_BF16
     return _made(assembly, (codes, less), DTYPE)
 
 
 @gluon.jit
 def _of_fp8(codes, DTYPE: gl.constexpr):
-    if DTYPE == gl.float16:
+    if gl.float16 == DTYPE:
         return gl.inline_asm_elementwise(FP8_AS_FP16[0], FP8_AS_FP16[1], [codes], gl.float16, True, BYTES)
     else:
         return gl.inline_asm_elementwise(FP8_AS_BF16[0], FP8_AS_BF16[1], [codes], gl.bfloat16, True, BYTES)
@@ -146,7 +146,8 @@ def upcast(codes, scale, zero, FORMAT: gl.constexpr, DTYPE: gl.constexpr, operan
         values = _of_fp8(codes, DTYPE).reshape([W, ROWS, 4, 8, 2, 2]).permute(0, 1, 3, 4, 2, 5)  # [.., q, word, n, half]
     else:
         one, two = _of_four_bits(codes, scale, zero, FORMAT, DTYPE)
-        values = gl.join(one, two).reshape([W, ROWS, 4, 4, 2, 2, 2]).permute(0, 1, 3, 6, 4, 2, 5)  # [.., q, word, n, half, n of 2]
+        values = gl.join(one, two).reshape([W, ROWS, 4, 4, 2, 2, 2])
+        values = values.permute(0, 1, 3, 6, 4, 2, 5)  # [.., q, word, n, half, n of 2]
     return gl.convert_layout(values.reshape([W, ROWS, CHUNK]), operand, assert_trivial=True)
 
 

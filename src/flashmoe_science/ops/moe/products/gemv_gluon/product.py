@@ -41,14 +41,16 @@ class Rows(NamedTuple):
 @gluon.constexpr_function
 def by_thread(scales: Any) -> bool:
     """Whether threads that share a chunk have scales of their own, which their weights are multiplied by."""
-    return scales[0] == "mxfp4" or (scales[0] == "int4" and scales[6] < _CHUNK)
+    return bool(scales[0] == "mxfp4" or (scales[0] == "int4" and scales[6] < _CHUNK))
 
 
 @gluon.constexpr_function
 def form_of(scales: Any) -> str:
     """As ``operands.upcast`` knows it."""
-    name = scales[0]
-    return name if name in ("mxfp4", "fp8_block_w8a8") else "fp8" if "fp8" in name else "int4 scaled" if by_thread(scales) else name
+    name: str = scales[0]
+    if name in ("mxfp4", "fp8_block_w8a8"):
+        return name
+    return "fp8" if in_fp8(scales) else "int4 scaled" if by_thread(scales) else "int4"
 
 
 @gluon.constexpr_function
@@ -223,7 +225,7 @@ def multiply(
     x_ptrs = ()
     for tile in gl.static_range(TILES):
         row = gl.convert_layout(at[tile], gl.SliceLayout(2, gl.SliceLayout(3, tokens)), assert_trivial=True)
-        x_ptrs = x_ptrs + (x + (gl.expand_dims(gl.expand_dims(row, 2), 3) * STRIDE + column),)
+        x_ptrs = x_ptrs + (x + (gl.expand_dims(gl.expand_dims(row, 2), 3) * STRIDE + column),)  # type: ignore[assignment]
     for step in gl.static_range(STEPS):
         a = _operand(
             held[3 * step], held[3 * step + 1], held[3 * step + 2], rows.shift, SCALES, DTYPE,
@@ -240,13 +242,13 @@ def multiply(
                 b, of_b = quantized(b)
             b = of_tokens(b, FORMAT, gl.DotOperandLayout(1, result, K_WIDTH))
             if by_thread(SCALES) or SCALES[0] == "fp8_channel":
-                added = added + (mma_v2(a, b, acc[tile]),)
+                added = added + (mma_v2(a, b, acc[tile]),)  # type: ignore[assignment]
             else:
                 part = mma_v2(a, b, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result))
                 by = _as_number(held[3 * step + 1])
                 if FORMAT == "fp8_block_w8a8":
                     by = by * gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
-                added = added + (acc[tile] + part * by,)
+                added = added + (acc[tile] + part * by,)  # type: ignore[assignment]
         acc = added
     return acc
 
@@ -256,7 +258,7 @@ def none(TILES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Sums of nothing."""
     acc = ()
     for _ in gl.static_range(TILES):
-        acc = acc + (gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS)),)
+        acc = acc + (gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS)),)  # type: ignore[assignment]
     return acc
 
 
@@ -267,6 +269,6 @@ def of_channels(acc, rows, TILES: gl.constexpr, SCALES: gl.constexpr, WARPS: gl.
         scale = gl.load(rows.scales, mask=spread(rows.here, 0, result_layout(WARPS), 3), other=0.0)
         scaled = ()
         for tile in gl.static_range(TILES):
-            scaled = scaled + (acc[tile] * scale.to(gl.float32),)
+            scaled = scaled + (acc[tile] * scale.to(gl.float32),)  # type: ignore[assignment]
         acc = scaled
     return acc

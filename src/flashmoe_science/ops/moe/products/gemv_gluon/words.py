@@ -79,6 +79,9 @@ selp.b32 {first}, {first}, {nan}, p;
 """
 
 
+_BEGIN = ".reg .b32 even, odd, x, y, one, none;\n.reg .pred p;\nmov.b32 even, 0;\nmov.b32 none, 0x80008000;\n"
+
+
 class Upcast(NamedTuple):
     """Inline assembly, and its constraints."""
 
@@ -99,7 +102,8 @@ def _block(body: str, after: str, results: int, given: int, one: str = "0") -> U
         )
         for word in range(_WORDS)
     )
-    text = f"{{\n.reg .b32 even, odd, x, y, one, none;\n.reg .pred p;\nmov.b32 even, 0;\nmov.b32 none, 0x80008000;\nmov.b32 one, {one};\n{text}{after.format(given=of_given, first='$0')}}}"
+    begin = f"{_BEGIN}mov.b32 one, {one};\n"
+    text = f"{{\n{begin}{text}{after.format(given=of_given, first='$0')}}}"
     operands = ["=&r"] * (_WORDS * results) + ["r"] * (_WORDS + BYTES.value * given)
     return Upcast(text, ",".join(operands))
 
