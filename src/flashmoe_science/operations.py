@@ -101,12 +101,12 @@ def parse_problem(text: str) -> Problem:
     Raises:
         ProblemError: a word is not understood, given twice or missing; the message gives the grammar.
     """
-    word, last = next(iter(text.split()), ""), text.split()[-1:]
+    word, *rest = text.split() or [""]
     for one in OPERATIONS:
-        if one.word == word and (on_ranks := re.fullmatch(rf"({one.cut})([0-9]{{1,9}})", *last)) and one.cut:
-            return OnRanks(one.parse(" ".join(text.split()[:-1])), on_ranks[1], int(on_ranks[2]))
-        if one.word == word:
-            return one.parse(text)
+        if one.word != word:
+            continue
+        ranks = re.fullmatch(f"{one.cut}([0-9]{{1,9}})", rest[-1]) if rest and one.cut else None
+        return one.parse(text) if ranks is None else OnRanks(one.parse(text[: text.rindex(rest[-1])]), one.cut, int(ranks[1]))
     if word != CUSTOM:
         raise ProblemError(f"problem {text!r} does not begin with {', '.join(map(repr, first_words()))}")
     custom = parse_custom(text)

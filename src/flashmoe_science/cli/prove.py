@@ -110,7 +110,8 @@ def prove(
     """
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
-    from flashmoe_science.measure.world import WorldPlan, world_size
+    from flashmoe_science.measure.world.ranks import world_size
+    from flashmoe_science.measure.world.run import WorldPlan
 
     price, asked = price_per_hour(), context.params
     folder, earlier = resume, None

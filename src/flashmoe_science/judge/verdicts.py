@@ -38,8 +38,8 @@ class Verdict:
     ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
     ``unmeasured`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
     kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
-    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``efficiency`` is, of a kernel on
-    N GPUs, the time of one GPU's call of the whole problem over N times its own. ``remarks`` are all three in words.
+    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``efficiency``, of a kernel on N
+    GPUs, is the time of one GPU's call of the whole problem over N times its own. ``remarks`` are all three in words.
     """
 
     problem: str

@@ -172,9 +172,9 @@ class Session:
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
-    def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False, rank: int = 0) -> bool:
-        """Write the result of an exam of a rank's part: a row, and a refusal where something is wrong. Returns whether nothing is. Where what
-        came back was no tensor of the right kind, there is no error to record, and no row."""
+    def examined(self, problem: Problem, entry: Entry, found: Finding, rank: int = 0, voids: bool = False) -> bool:
+        """Write the result of an exam, of several ranks of one's part: a row, and a refusal where something is wrong. Returns
+        whether nothing is. Where what came back was no tensor of the right kind, there is no error to record, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}

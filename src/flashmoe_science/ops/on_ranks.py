@@ -19,9 +19,9 @@ class Way(NamedTuple):
     """A way to compute a problem on the ranks of a group. Every rank calls it, with the inputs of the whole problem.
 
     ``prepare`` gives the call to be timed, and raises ValueError, ImportError or RuntimeError, in words, where there is none.
-    ``part`` takes this rank's part of what a call returns. ``alone``: the call is one GPU's, of the whole. ``graphs``: it can be
-    captured in a CUDA graph. ``within`` is entered around calls and not timed. ``same`` gives two results that must have equal
-    bits. ``launches`` is a pattern that a kernel's name must match, as a way that fell back to one GPU's has none.
+    ``part`` takes this rank's part of what a call returns. ``alone``: the call is one GPU's, of the whole. ``graphs``: it can
+    be captured in a CUDA graph. ``within`` is entered around calls and not timed. ``same`` gives two results that must have
+    equal bits. ``launches`` must be in the name of a kernel of a call: one that fell back to this GPU alone has none.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Way(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the oracle computes of a problem: a smaller ``problem`` with ``inputs``, both for the contract. ``of_reference`` takes
-    this rank's part of its results, ``of_part`` the same elements of this rank's part of a call's."""
+    """What the oracle computes of a problem: a smaller ``problem`` with ``inputs``, both for the contract. ``of_reference``
+    takes this rank's part of its results, ``of_part`` the same elements of this rank's part of a call's."""
 
     problem: Any
     inputs: Mapping[str, torch.Tensor]

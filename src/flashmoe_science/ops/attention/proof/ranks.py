@@ -162,8 +162,9 @@ def _attend(
     else:
         lengths = min(longest, q.shape[1]), min(longest, k.shape[1])
         varlen = public(f"{module}:flash_attn_varlen_func")
-        found = varlen(q[0], k[0], v[0], starts_q, starts_k, *lengths, causal=causal)[None]
-    return found[0] if isinstance(found, tuple) else found
+        found = varlen(q[0], k[0], v[0], starts_q, starts_k, *lengths, causal=causal)
+    out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return out if starts_q is None else out[None]
 
 
 def _gathered(
@@ -198,16 +199,13 @@ def _ring(problem: AttentionProblem, repeats: int, shared: bool) -> Callable[...
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (x.repeat_interleave(repeats, 2).transpose(1, 2) for x in (k, v))
-        options = {"enable_gqa": True} if shared else {}
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=problem.causal, **options)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=problem.causal, enable_gqa=shared)
         return out.transpose(1, 2)
 
     return call
 
 
-def _as_context_parallel(
-    group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], AbstractContextManager[Any]]:
+def _as_context_parallel(group: dist.ProcessGroup, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     @contextmanager
     def within() -> Iterator[None]:
         from torch.distributed.device_mesh import DeviceMesh
