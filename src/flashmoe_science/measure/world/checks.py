@@ -95,7 +95,7 @@ class Checks:
         except (ValueError, ImportError, RuntimeError) as error:
             reason = str(error) if isinstance(error, ValueError) else one_line(error)
         if reason := world.first_of(reason):
-            self.session.note(f"by {way.config}: {reason}", self.problem, entry.name)
+            self.session.note(f"by {way.config}: {reason}" if way.config else reason, self.problem, entry.name)
             return None
         try:
             with way.within():

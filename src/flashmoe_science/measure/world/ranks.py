@@ -37,7 +37,8 @@ class World:
         else:
             torch.set_num_threads(1)
         self.bench: Bench = bench_here()
-        if not dist.is_initialized():
+        self._made = not dist.is_initialized()
+        if self._made:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=_WAIT)
         group = dist.group.WORLD
         assert group is not None
@@ -48,6 +49,11 @@ class World:
         if len(set(self.cards)) > 1:
             raise ValueError(f"the ranks' GPUs are {', '.join(self.cards)}; a run needs cards of one kind")
         self._gate = torch.zeros(1, device=self.bench.device)
+
+    def end(self) -> None:
+        """Take the group down, where it was made here."""
+        if self._made:
+            dist.destroy_process_group()
 
     def gather(self, one: T) -> list[T]:
         """What each rank gives, in their order."""

@@ -61,6 +61,7 @@ class WorldPlan:
             with RunWriter(folder / f"run-{name}.jsonl") if self.world.rank == 0 else nullcontext(list[Row]()) as sink:
                 session = Session(self.world.bench, sink, self.request, watch, earlier, began)
                 outcomes.append(_run(self.world, session, name, problems))
+        self.world.end()
         return outcomes
 
 

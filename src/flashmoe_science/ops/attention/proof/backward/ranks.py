@@ -23,7 +23,7 @@ def ways(
             refuse(one.cannot)
             *qkv, dout = given(one, inputs, group, ("q", "k", "v", "dout"))
             leaves = [x.detach().requires_grad_() for x in qkv]
-            with torch.enable_grad():
+            with one.within(), torch.enable_grad():
                 out = one.fn(*leaves)
             return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
