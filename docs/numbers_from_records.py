@@ -94,8 +94,8 @@ class Numbers:
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:
-        """Our verdicts on one GPU that count (docs/design/0010), one a problem: that of the fastest of our kernels, which is what
-        dispatch runs once it is promoted."""
+        """Our verdicts on one GPU that count (docs/design/0010), one a problem: that of the fastest of our kernels, which is
+        what dispatch runs once it is promoted."""
         best: dict[tuple[Key, str], Verdict] = {}
         ours = [row for row in self.verdicts if row.of_ours and is_operation(row.op) and self._speaks_of_today(row)]
         counting = latest(ours, _work)

@@ -55,6 +55,11 @@ class Ready:
     def entry(self) -> Entry:
         return entry_of(self.way)
 
+    def within(self) -> Results:
+        """One call, as it is meant to be made."""
+        with self.way.within():
+            return self.call()
+
     @property
     def slowest(self) -> list[int]:
         return [max(times) for times in zip(*self.by_rank, strict=True)]
@@ -147,11 +152,10 @@ class Checks:
         if reason := world.first_of(profiler_works(world.bench.device, world.bench.synchronize)):
             raise ValueError(reason)
         kept = []
-        for one in ready:
-            with one.way.within():
-                launches = by_name(profile([one.call], world.bench.synchronize)[0])
+        for one, seen in zip(ready, profile([one.within for one in ready], world.bench.synchronize), strict=True):
+            launches = by_name(seen)
             wanted = one.way.launches
-            broken = [] if any(wanted in seen.name.lower() for seen in launches) else [f"no kernel named {wanted!r} ran"]
+            broken = [] if any(wanted in launch.name.lower() for launch in launches) else [f"no kernel named {wanted!r} ran"]
             self.session.record(CallPathRow, self.problem, one.entry, launches=launches, broken_promises=broken)
             kept += [] if world.first_of("; ".join(broken)) else [one]
         return kept

@@ -47,6 +47,7 @@ class World:
         card = torch.cuda.get_device_name() if on_gpu else None
         self.cards = [one for one in self.gather(card) if one is not None]
         if len(set(self.cards)) > 1:
+            self.end()
             raise ValueError(f"the ranks' GPUs are {', '.join(self.cards)}; a run needs cards of one kind")
         self._gate = torch.zeros(1, device=self.bench.device)
 

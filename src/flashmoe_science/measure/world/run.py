@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
 from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
 from flashmoe_science.measure.world.checks import Checks
@@ -46,11 +47,11 @@ class WorldPlan:
         self.groups = {word: tuple(_on_ranks(text) for text in named[word]) for word in words if word in named}
         if custom := tuple(_on_ranks(word) for word in words if word not in named):
             self.groups["custom"] = custom
+        for one in (one for problems in self.groups.values() for one in problems):
+            if current_gpu() is None and one.flops() > MAX_CPU_FLOPS:
+                raise ValueError(f"{one} is too much for a CPU, and there is no GPU here")
         self.world = World()
         self.writes = self.world.rank == 0
-        for one in (one for problems in self.groups.values() for one in problems):
-            if self.world.bench.gpu is None and one.flops() > MAX_CPU_FLOPS:
-                raise ValueError(f"{one} is too much for a CPU, and there is no GPU here")
 
     def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
         """A run for each suite, in a file of its own. Raises StoreError, and ValueError for a run that is to go on."""

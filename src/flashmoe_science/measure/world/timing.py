@@ -90,8 +90,7 @@ class Timing:
         """Whether one more call, of ours, gives the bits of the first on every rank; else what was sampled is void."""
         if one.way.origin != "ours":
             return True
-        with one.way.within():
-            again = one.way.part(one.call())
+        again = one.way.part(one.within())
         self.world.bench.synchronize()
         same = all(torch.equal(a, b) for a, b in zip(again, one.held, strict=True))
         reason = self.world.first_of("" if same else f"rank {self.world.rank}: a call on the {clock} clock has other bits")

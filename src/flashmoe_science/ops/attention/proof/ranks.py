@@ -206,15 +206,19 @@ def _ring(problem: AttentionProblem, repeats: int, shared: bool) -> Callable[...
 
 
 def _as_context_parallel(group: dist.ProcessGroup, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    @cache
+    def mesh() -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(group, device.type)
+
     @contextmanager
     def within() -> Iterator[None]:
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental import context_parallel
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        mesh = DeviceMesh.from_group(group, device.type)
         tokens = torch.zeros(2 * group.size(), device=device)  # it cuts what it is given: shards are cut already
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[0]):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), context_parallel(mesh(), buffers=[tokens], buffer_seq_dims=[0]):
             yield
 
     return within
