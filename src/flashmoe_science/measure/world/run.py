@@ -82,7 +82,7 @@ def _on_ranks(text: str) -> OnRanks:
 
 def _run(world: World, session: Session, name: str, problems: Sequence[OnRanks]) -> Outcome:
     session.begin(name, world.size, world.cards)
-    session.total = len(problems)
+    session.total, failed = len(problems), list[str]()
     for problem in problems:
         session.show_progress(str(problem))
         if any(world.gather(time.monotonic() > session.deadline)):
@@ -92,8 +92,9 @@ def _run(world: World, session: Session, name: str, problems: Sequence[OnRanks])
                 Timing(world, session, problem).time(Checks(world, session, problem).ready())
         except ValueError as error:  # the same on all ranks: it is of the problem
             session.unusable(str(error), problem)
+            failed.append(f"{problem} cannot be measured: {error}")
         session.finish(problem)
         gc.collect()
         if world.bench.gpu is not None:
             torch.cuda.empty_cache()
-    return session.end(None, session.total - session.done)
+    return session.end("; ".join(failed) or None, session.total - session.done)
