@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from flashmoe_science.ops.moe.peers import sonicmoe
+from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.ops.moe.peers import at_load, sonicmoe
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -16,6 +17,11 @@ def by_pytorch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Te
     renormalised over the chosen, in two launches fewer. Nothing waits for the host."""
     chosen, ids = logits.topk(top_k, dim=-1, sorted=False)
     return torch.softmax(chosen, -1, dtype=torch.float32), ids
+
+
+def has_ours(kernel: AnyKernel) -> bool:
+    """Whether ``route`` is called before a kernel's experts."""
+    return kernel.origin == "ours" or kernel.name == at_load.NAME
 
 
 def router_of(kernel: str, top_k: int) -> Router:

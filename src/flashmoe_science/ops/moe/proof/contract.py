@@ -25,7 +25,7 @@ from flashmoe_science.operations import public
 from flashmoe_science.ops.formats import packed, quantized, unpacked
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
-from flashmoe_science.ops.moe.peers.routers import router_of
+from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_scheme, moe_single_level, routing_oracle
@@ -254,7 +254,7 @@ class MoEContract(SharedContract):
             return _experts(kernel, config, like)
         problem, logits = like.problem.from_ids(), like.router_logits
         top_k = problem.top_k
-        if kernel.origin == "ours":
+        if has_ours(kernel):
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
             experts = _experts(kernel, config, like.routed(problem, weights, ids))
