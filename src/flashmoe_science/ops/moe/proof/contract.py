@@ -83,6 +83,7 @@ class SharedContract(Contract):
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's grouped products": "GroupProblemShape",
         "SonicMoE": "quack|^token_gather_sum_kernel",
+        "humming": "humming|process_input_kernel",
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
