@@ -3,8 +3,8 @@ that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What diff
 keyword: ``gate_up_bias``, ``down_bias``, the scales and zero points of weights in a ``weight_format``, ``activation`` and
 ``interleaved``, as ``fused_moe`` has them.
 
-There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
-(``peers/routers.py``).
+There every implementation is a router, called before its experts: ours ``route``, SonicMoE and triton_kernels their own, the
+others PyTorch's top-k (``peers/routers.py``).
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class SharedContract(Contract):
         "PyTorch's grouped products": "GroupProblemShape",
         "SonicMoE": "quack|^token_gather_sum_kernel",
         "humming": "humming|process_input_kernel",
+        "triton_kernels": "matmul_ogs",
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)

@@ -254,6 +254,7 @@ def test_peers_promise_the_kernels_of_their_own_families() -> None:
     names = {
         "grouped_mm": "cutlass::gemm::GroupProblemShape<",
         "sonicmoe": "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object",
+        "triton_kernels": "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x128x1_swiglu",
         "humming": "void humming<MmaOpClass, Shape<0u, 1536u, 2048u>, Shape<8u, 128u, 256u> >",
     }
     problem, h200 = parse_problem("moe t8 e8 k2 d512 f64 bf16"), gpu_named("h200")
