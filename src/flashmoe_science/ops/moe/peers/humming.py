@@ -1,9 +1,9 @@
 """humming (``humming-kernels``): products of weights of 4 and 8 bits, which it repacks at load, by wgmma.
 
 It multiplies rows of experts that lie one after another ("grouped_contiguous"), or tokens by tables of tiles ("indexed").
-Its input kernel places tokens by expert, activates, and quantises for fp8 products; PyTorch sorts the ids and sums by token, as
-around its own grouped products. Up to 128 pairs each may be a tile of its own: those tables are the same for any routing, which
-leaves out the sort. Sizes are padded to whole tiles, as vLLM pads them.
+Its input kernel places tokens by expert, activates, and quantises for fp8 products. It sorts no ids and sums nothing by token:
+the sort is ours, one launch or two where PyTorch takes several; the sum is PyTorch's embedding bag. Up to 128 pairs each may be
+a tile of its own: those tables are the same for any routing. Sizes are padded to whole tiles, as vLLM pads them.
 
 It compiles by NVRTC, of a wheel where LD_LIBRARY_PATH has the wheel's libraries, or by nvcc with HUMMING_COMPILER=nvcc.
 """
@@ -111,14 +111,27 @@ def _by_pair(inputs: MoEInputs) -> torch.Tensor:
 def _by_expert(inputs: MoEInputs) -> torch.Tensor:
     p, a, (x, _, _, weights, ids, *_) = inputs.problem, inputs.activation, inputs.tensors
     first, second = _products(p, "grouped_contiguous")
-    by_expert, order = ids.flatten().sort(stable=True)
-    numbers = torch.arange(p.experts + 1, device=x.device, dtype=by_expert.dtype)
-    offsets = torch.searchsorted(by_expert, numbers, out_int32=True)
-    row_of_pair = rows_of(order).view(p.tokens, p.top_k)
+    offsets, row_of_pair = _sorted(ids, p.experts)
     rows = _prepared(x, a, {"layout": "scatter", "scatter_idx": row_of_pair})
     both = _multiply(inputs, 0, first, rows, expert_layout=offsets)
     down = _multiply(inputs, 1, second, _prepared(both, a, _activation(a)), expert_layout=offsets)
     return summed(down, row_of_pair, weights.to(x.dtype))
+
+
+def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each expert, then the number of rows; and the row of each pair."""
+    if not ids.is_cuda:
+        by_expert, order = ids.flatten().sort(stable=True)
+        numbers = torch.arange(experts + 1, dtype=by_expert.dtype)
+        return torch.searchsorted(by_expert, numbers, out_int32=True), rows_of(order).view(ids.shape)
+    from flashmoe_science.ops.launch import address  # it brings Triton
+    from flashmoe_science.ops.moe.rows import RowCounts, bind_rows
+
+    counts = RowCounts(ids.numel(), experts, _SIDE)
+    tables = torch.empty(counts.length, dtype=torch.int32, device=ids.device)
+    bind_rows(ids, counts, early_start=False)(address(ids), address(tables))
+    row_of_pair, offsets = tables[counts.pairs :].split((counts.pairs, len(tables) - 2 * counts.pairs))
+    return offsets[: experts + 1], row_of_pair.view(ids.shape)
 
 
 def _multiply(
@@ -213,7 +226,8 @@ def _products(problem: MoEProblem, kind: str) -> tuple[Product, Product]:
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("humming"),)
+    sort = () if config["indexed"] else (Launch("^flashmoe_moe_(rows|count)$"),)
+    return (*sort, Launch("humming"))
 
 
 KERNEL = MoEKernel(

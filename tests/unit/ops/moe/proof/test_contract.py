@@ -260,7 +260,7 @@ def test_peers_promise_the_kernels_of_their_own_families() -> None:
     problem, h200 = parse_problem("moe t8 e8 k2 d512 f64 bf16"), gpu_named("h200")
     assert h200 is not None
     for name, launched in names.items():
-        promised = kernel_named(name, "moe").launches(problem, Config(), h200)
+        promised = kernel_named(name, "moe").launches(problem, Config(indexed=1), h200)
         assert any(re.search(one.name, launched) for one in promised)
         others = [one for other, one in names.items() if other != name]
         assert not any(re.search(one.name, other) for one in promised for other in others)
