@@ -52,6 +52,7 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "decoding, 1k to 128k keys": ("decode",),
     "decoding from pages of 16 and 64 keys": ("decode-paged",),
     "decoding drawn at random": ("decode-draw", "decode-paged-draw"),
+    "attention's backward": ("train",),
     "experts of Qwen3-30B-A3B": ("moe-qwen3",),
     "experts of Mixtral-8x7B": ("moe-mixtral",),
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
