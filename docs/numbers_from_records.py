@@ -20,7 +20,7 @@ from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standin
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.summary import JUDGEMENTS, NAMED, of_suites
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.operations import is_operation, operation, parse_problem
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof.suites import SUITES
 from flashmoe_science.store import Run, read_runs, refuse_torn
@@ -52,6 +52,7 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "decoding, 1k to 128k keys": ("decode",),
     "decoding from pages of 16 and 64 keys": ("decode-paged",),
     "decoding drawn at random": ("decode-draw", "decode-paged-draw"),
+    "attention's backward": ("train",),
     "experts of Qwen3-30B-A3B": ("moe-qwen3",),
     "experts of Mixtral-8x7B": ("moe-mixtral",),
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
@@ -94,10 +95,10 @@ class Numbers:
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:
-        """Our verdicts that count (docs/design/0010), one a problem: that of the fastest of our kernels, which is what dispatch
-        runs once it is promoted."""
+        """Our verdicts on one GPU that count (docs/design/0010), one a problem: that of the fastest of our kernels, which is
+        what dispatch runs once it is promoted."""
         best: dict[tuple[Key, str], Verdict] = {}
-        ours = [row for row in self.verdicts if row.of_ours and self._speaks_of_today(row)]
+        ours = [row for row in self.verdicts if row.of_ours and is_operation(row.op) and self._speaks_of_today(row)]
         counting = latest(ours, _work)
         for row in ours:
             if row.suite == NAMED and counting[_work(row)].suite != NAMED:

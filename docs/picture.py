@@ -31,6 +31,7 @@ PEERS = {
     "grouped_mm": "PyTorch",
     "batched_mm": "PyTorch",
     "sonicmoe": "SonicMoE",
+    "humming": "humming",
 }
 
 

@@ -101,6 +101,9 @@ class Kernel(Generic[P, I, O]):
     suits(problem, gpu): whether it is a good guess for a problem that no record is near to.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
+    load(problem, inputs): the inputs by name as ``run`` takes them, with new tensors in place of those that are prepared once,
+        when a model is loaded (weights that are repacked or dequantised); None for a kernel that takes a checkpoint's. It is
+        outside what is timed. A kernel keeps nothing of it by tensor: values also change without a new version.
     plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing
         to prepare. Raises CannotServe.
     workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
@@ -117,6 +120,7 @@ class Kernel(Generic[P, I, O]):
     run: Callable[[I, Config], O]
     launches: Callable[[P, Config, Gpu], tuple[Launch, ...]]
     plan: Callable[[I, Config], Launcher] | None = None
+    load: Callable[[P, Mapping[str, Any]], dict[str, Any]] | None = None
     workspace: Callable[[P, Config], int] = field(default=lambda problem, config: 0)
     suits: Callable[[P, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1

@@ -8,12 +8,13 @@ the module of that name.
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashmoe_science.problem import CUSTOM, Problem, ProblemError, parse_custom
+from flashmoe_science.problem import CUSTOM, OnRanks, Problem, ProblemError, parse_custom
 
 if TYPE_CHECKING:
     from flashmoe_science.contract import Contract
@@ -31,12 +32,14 @@ def public(name: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name, ``part`` what of each
-    of its rooms is this operation's, where it is not alone in the folder."""
+    of its rooms is this operation's, where it is not alone in the folder. ``cut`` is the word of what ranks share of it, empty
+    where none is proved."""
 
     name: str
     word: str
     package: str
     part: str = ""
+    cut: str = ""
 
     def parse(self, text: str) -> Problem:
         """Read the text form of a problem. Raises ProblemError."""
@@ -67,9 +70,9 @@ class Operation:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("attention", "attn", "flashmoe_science.ops.attention"),
-    Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward"),
-    Operation("moe", "moe", "flashmoe_science.ops.moe"),
+    Operation("attention", "attn", "flashmoe_science.ops.attention", cut="cp"),
+    Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward", cut="cp"),
+    Operation("moe", "moe", "flashmoe_science.ops.moe", cut="ep"),
     Operation("moe_backward", "moebwd", "flashmoe_science.ops.moe", "backward"),
 )
 
@@ -98,10 +101,12 @@ def parse_problem(text: str) -> Problem:
     Raises:
         ProblemError: a word is not understood, given twice or missing; the message gives the grammar.
     """
-    word = next(iter(text.split()), "")
+    word, *rest = text.split() or [""]
     for one in OPERATIONS:
-        if one.word == word:
-            return one.parse(text)
+        if one.word != word:
+            continue
+        ranks = re.fullmatch(f"{one.cut}([0-9]{{1,9}})", rest[-1]) if rest and one.cut else None
+        return one.parse(text) if ranks is None else OnRanks(one.parse(text[: text.rindex(rest[-1])]), one.cut, int(ranks[1]))
     if word != CUSTOM:
         raise ProblemError(f"problem {text!r} does not begin with {', '.join(map(repr, first_words()))}")
     custom = parse_custom(text)

@@ -140,6 +140,56 @@ class Problem:
         """The same work in the default memory order, as the dispatch table has it."""
         return self
 
+    def gpus(self) -> int:
+        """The number of GPUs that share the work."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class OnRanks(Problem):
+    """A problem whose work several GPUs share. Text form: that of the ``whole`` problem, then what is cut and the number of
+    ranks: ``cp2`` (the tokens of a context) or ``ep2`` (the experts). Costs are those of the whole.
+
+    Raises:
+        ProblemError: fewer than 2 ranks.
+    """
+
+    whole: Problem
+    cut: str
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_extent(f"the number of ranks after {self.cut!r}", self.ranks, least=2)
+
+    @property
+    def op(self) -> str:  # type: ignore[override]  # no kernel of the package is of it
+        return f"{self.whole.op}_{self.cut}"
+
+    @property
+    def dtype(self) -> Dtype:  # type: ignore[override]
+        return self.whole.dtype
+
+    def flops(self) -> int:
+        return self.whole.flops()
+
+    def min_bytes(self) -> int:
+        return self.whole.min_bytes()
+
+    def input_bytes(self) -> int | None:
+        return self.whole.input_bytes()
+
+    def queries(self) -> int | None:
+        return self.whole.queries()
+
+    def arithmetic(self) -> Arithmetic:
+        return self.whole.arithmetic()
+
+    def gpus(self) -> int:
+        return self.ranks
+
+    def __str__(self) -> str:
+        return f"{self.whole} {self.cut}{self.ranks}"
+
 
 @dataclass(frozen=True, slots=True)
 class CustomProblem(Problem):

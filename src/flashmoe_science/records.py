@@ -18,6 +18,7 @@ Cache = Literal["cold", "warm"]
 Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]  # in the order of a run
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
+ALONE = "one_gpu"  # of a run on several GPUs the peer that is one GPU's call of the whole problem
 
 
 # A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.
@@ -57,6 +58,7 @@ class Environment(_Model):
     torch: str
     triton: str | None
     packages: dict[str, str] = Field(default_factory=dict)  # peers and what they bring: fa3-fwd, flash-attn-4, cudnn
+    cards: list[str] = Field(default_factory=list)  # of a run on several GPUs that of each rank; ``gpu`` is the first
 
 
 class RunRow(_Row):
@@ -70,6 +72,7 @@ class RunRow(_Row):
     source_digest: str  # SHA-256 over the package's source files: which kernel produced the numbers
     seed: int
     environment: Environment
+    world: Annotated[int, Field(ge=1)] = 1  # ranks, each a process with a GPU of its own; rank 0 writes the rows
     price_per_hour: Annotated[float, Field(ge=0, le=1e10)] | None = None  # USD for the machine, where the user gave one
 
 
@@ -135,6 +138,7 @@ class CorrectnessRow(_OfKernel):
     outputs: Annotated[dict[str, ErrorStats], Field(min_length=1)]
     peak_extra_bytes: int | None = None  # device memory of one call beyond its inputs
     output_bytes: int | None = None  # of all outputs that were asked for
+    rank: Annotated[int, Field(ge=0)] = 0  # whose part of the outputs
 
     @property
     def tightest(self) -> ErrorStats:
@@ -156,7 +160,10 @@ _DISTINCTIVE = 8  # different samples: on a grid of 100 readings the same series
 
 class TimingRow(_OfKernel):
     """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` are a pair, each the mean of
-    ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control."""
+    ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control.
+
+    On several ranks a sample is the time of the slowest, and ``a_by_rank`` and ``b_by_rank`` are those of each; of rank 0 alone
+    where no other rank takes part."""
 
     kind: Literal["timing"] = "timing"
     op: str
@@ -170,6 +177,8 @@ class TimingRow(_OfKernel):
     input_sets: Annotated[int, Field(ge=1)]
     a: list[Nanoseconds]  # a call
     b: list[Nanoseconds]
+    a_by_rank: list[list[Nanoseconds]] = Field(default_factory=list)
+    b_by_rank: list[list[Nanoseconds]] = Field(default_factory=list)
     sm_clock_mhz: list[int] = Field(default_factory=list)  # before, after
     temperature_c: int | None = None
     power_w: float | None = None

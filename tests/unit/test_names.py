@@ -19,7 +19,7 @@ KERNELS = {
     *("moe_gemv_triton", "moe_grouped_gluon_sm90", "moe_grouped_triton"),
     *("fa3", "fa4", "flashinfer_fa2", "flashinfer_xqa", "flex"),
     *("sdpa", "sdpa_cudnn", "sdpa_efficient", "sdpa_flash", "sdpa_math"),
-    *("batched_mm", "expert_loop", "grouped_mm", "sonicmoe"),
+    *("batched_mm", "dequantised_at_load", "expert_loop", "grouped_mm", "humming", "sonicmoe", "triton_kernels"),
 }
 DEVICE_FUNCTIONS = {
     *("flashmoe_fwd_gluon_sm90", "flashmoe_packed_tiles_triton", "flashmoe_chunk_gluon_sm90", "flashmoe_chunk_merge"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.operations import parse_problem
-from flashmoe_science.problem import CustomProblem, ProblemError
+from flashmoe_science.hardware.floor import floor_ns
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.operations import is_operation, parse_problem
+from flashmoe_science.problem import CustomProblem, OnRanks, ProblemError
 
 
 def test_a_text_says_what_it_costs_and_its_sizes() -> None:
@@ -38,3 +40,38 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
         parse_problem(text)
     assert what in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "attn b1 h32 hk8 q16384 d128 bf16 causal bshd cp2",
+        "attnbwd b1 h32 q32768 d128 bf16 causal cp4",
+        "moe t8192 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed ep8",
+    ],
+)
+def test_ranks_share_the_work_of_a_problem(text: str) -> None:
+    problem, words = parse_problem(text), text.split()
+    assert isinstance(problem, OnRanks)
+    assert str(problem) == text
+    assert (problem.whole, problem.gpus()) == (parse_problem(" ".join(words[:-1])), int(words[-1][2:]))
+    assert (problem.flops(), problem.dtype, problem.whole.gpus()) == (problem.whole.flops(), "bf16", 1)
+    assert not is_operation(problem.op)
+    gpu = GPUS["h200"]
+    assert floor_ns(problem, gpu, "cold") == pytest.approx(floor_ns(problem.whole, gpu, "cold") / problem.gpus())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("attn b1 h1 q8 d8 bf16 ep2", "unknown word 'ep2'"),
+        ("attn b1 h1 q8 d8 cp2 bf16", "unknown word 'cp2'"),
+        ("attn b1 h1 q8 d8 bf16 cp1", "the number of ranks after 'cp' is 1"),
+        ("moe t8 e4 k2 d8 f8 bf16 cp2", "unknown word 'cp2'"),
+        ("moebwd t8 e4 k2 d8 f8 bf16 ep2", "unknown word 'ep2'"),
+        ("cp2", "does not begin with"),
+    ],
+)
+def test_words_of_ranks_that_are_not_are_refused(text: str, what: str) -> None:
+    with pytest.raises(ProblemError, match=what):
+        parse_problem(text)

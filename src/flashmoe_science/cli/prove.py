@@ -87,6 +87,9 @@ def prove(
     first (flashmoe check), then examined and timed in a process of its own: a crash, a hang or an exit is recorded, and the
     rest goes on. What is printed, and the report, are of that run alone.
 
+    Under torchrun the kernels that share a problem among GPUs are proved: of the suites context, context-backward, packed,
+    experts and tokens, or of problems as text (docs/several-gpus.md).
+
     Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
     into a second file beside the first.
 
@@ -103,9 +106,12 @@ def prove(
       flashmoe prove my_module:my_attention --against sdpa
       flashmoe prove examples/row_softmax.py:row_softmax --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
+      torchrun --nproc-per-node 2 -m flashmoe_science prove context experts
     """
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
+    from flashmoe_science.measure.world.ranks import world_size
+    from flashmoe_science.measure.world.run import WorldPlan
 
     price, asked = price_per_hour(), context.params
     folder, earlier = resume, None
@@ -121,7 +127,10 @@ def prove(
         command=("flashmoe", *sys.argv[1:]),
         **{name: asked[name] for name in _PASSED_ON},
     )
-    plan = Plan(request)
+    plan = WorldPlan(request) if world_size() > 1 else Plan(request)
+    if not plan.writes:  # rank 0 does, and judges: torchrun would end it if this rank ended with another code
+        plan.run(Path(), lambda *words: None)
+        return ExitCode.GOOD
     folder = folder or _folder(out)
     with Screen() as screen:
         try:

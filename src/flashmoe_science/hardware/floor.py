@@ -16,8 +16,8 @@ def floor_ns(problem: Problem, gpu: Gpu | None, cache: Literal["cold", "warm"]) 
     """The least time in nanoseconds that the chip could take for one call.
 
     The arithmetic at the fastest dense rate, and, where the L2 is cold, the inputs read once at the memory's bandwidth,
-    whichever takes longer. The output is left out: it may still be in the L2 when a call ends. None for ``gpu`` is a chip that
-    the table lacks, or a CPU: four times the fastest rates of the table.
+    whichever takes longer; of several GPUs, each its share. The output is left out: it may still be in the L2 when a call ends.
+    None for ``gpu`` is a chip that the table lacks, or a CPU: four times the fastest rates of the table.
 
     No method that is accurate enough (``Problem.arithmetic``) is faster than that rate:
 
@@ -33,7 +33,7 @@ def floor_ns(problem: Problem, gpu: Gpu | None, cache: Literal["cold", "warm"]) 
     gpus, headroom = ([gpu], _HEADROOM) if gpu else (list(GPUS.values()), _UNLISTED_HEADROOM)
     arithmetic = problem.flops() / max(one.fastest_flops(problem.arithmetic()) for one in gpus)
     traffic = _bytes_read(problem, gpus) / max(one.memory_bandwidth for one in gpus) if cache == "cold" else 0.0
-    return 1e9 * max(arithmetic, traffic) / headroom
+    return 1e9 * max(arithmetic, traffic) / headroom / problem.gpus()
 
 
 def _bytes_read(problem: Problem, gpus: list[Gpu]) -> int:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flashmoe_science.judge.comparison import Comparison
-from flashmoe_science.judge.formats import microseconds
+from flashmoe_science.judge.formats import microseconds, within
 from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
 from flashmoe_science.judge.trust import Trust
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import Cache, Clock, Origin
+from flashmoe_science.records import ALONE, Cache, Clock, Origin
 
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 Judgement = Literal["faster", "slower", "equivalent", "undecided", "refused"]
@@ -38,7 +38,8 @@ class Verdict:
     ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
     ``unmeasured`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
     kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
-    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``remarks`` are both in words.
+    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``efficiency``, of a kernel on N
+    GPUs, is the time of one GPU's call of the whole problem over N times its own. ``remarks`` are all three in words.
     """
 
     problem: str
@@ -79,6 +80,7 @@ class Verdict:
     unmeasured: tuple[str, ...] = ()
     promise: Literal["broken"] | None = None
     time_range_ns: tuple[float, float] | None = None
+    efficiency: float | None = None
     remarks: tuple[str, ...] = ()
     interval: Interval | None = field(default=None, repr=False, compare=False)
 
@@ -104,7 +106,7 @@ class Verdict:
         return {name: value for name, value in values.items() if value or name not in _REMARKED}
 
 
-_REMARKED = ("unfinished", "promise", "time_range_ns", "remarks")
+_REMARKED = ("unfinished", "promise", "time_range_ns", "efficiency", "remarks")
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:
@@ -199,6 +201,11 @@ class _Group:
         if ranges:
             low, high = map(microseconds, ranges)
             words.append(f"its own time ranged from {low} to {high} us beside different rivals")
+        alone, gpus = self._pairs_with(pair.kernel, [ALONE]), self.problem.gpus()
+        efficiency = alone[0].interval.ratio / gpus if alone and pair.kernel != ALONE else None
+        if efficiency is not None:
+            ends = within(*(end / gpus for end in (alone[0].interval.low, alone[0].interval.high)))
+            words.append(f"efficiency {efficiency:.3f} [{ends}]: one GPU's time over {gpus} times its own")
         return {
             "config": pair.config,
             "time_ns": pair.time_ns,
@@ -212,6 +219,7 @@ class _Group:
             "output_bytes": output,
             "promise": "broken" if broken else None,
             "time_range_ns": ranges,
+            "efficiency": efficiency,
             "remarks": tuple(words),
         }
 

@@ -12,7 +12,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.kernel import AnyKernel, Config
-from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.operations import is_operation, operation, parse_problem
 
 LEAST_LEAD = 1.03  # a peer's, by all of the ratio's interval
 
@@ -35,6 +35,7 @@ def promote(rows: Iterable[Verdict], cards: Cards, faster: Peers = lambda row: [
     newer than the record, or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None
     where it was paired with none."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in cards and not is_drawn(row.suite))
+    able = (row for row in able if is_operation(row.op))  # of one GPU
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
     for (gpu, problem, _), row in sorted(counted.items(), key=lambda item: item[1].time_ns or 0.0):

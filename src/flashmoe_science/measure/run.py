@@ -20,6 +20,8 @@ from flashmoe_science.store import RunWriter
 class Plan:
     """A request made definite. Making it raises ValueError, in one line, for whatever cannot be done."""
 
+    writes = True  # this process has the records
+
     def __init__(self, request: Request) -> None:
         self.request, self.bench = request, bench_here()
         self.groups = groups(request, self.bench.gpu)

@@ -116,8 +116,9 @@ class Session:
         self.done = self.total = 0
         self.doing = ""  # what was begun last, in words
 
-    def begin(self, suite: str) -> None:
-        """Write the header, the refusals of earlier runs that remain valid, and notes on the machine."""
+    def begin(self, suite: str, world: int = 1, cards: Sequence[str] = ()) -> None:
+        """Write the header, the refusals of earlier runs that remain valid, and notes on the machine. ``cards`` are the GPUs of
+        the ``world`` ranks."""
         self.add(
             RunRow(
                 run=self.run,
@@ -127,7 +128,8 @@ class Session:
                 commit=commit(),
                 source_digest=source_digest(),
                 seed=self.request.seed,
-                environment=environment(self.bench),
+                environment=environment(self.bench).model_copy(update={"cards": list(cards)}),
+                world=world,
                 price_per_hour=self.request.price,
             )
         )
@@ -170,13 +172,13 @@ class Session:
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
-    def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
-        """Write the result of an exam: a row, and a refusal where something is wrong. Returns whether nothing is. Where what
-        came back was no tensor of the right kind, there is no error to record, and no row."""
+    def examined(self, problem: Problem, entry: Entry, found: Finding, rank: int = 0, voids: bool = False) -> bool:
+        """Write the result of an exam, of several ranks of one's part: a row, and a refusal where something is wrong. Returns
+        whether nothing is. Where what came back was no tensor of the right kind, there is no error to record, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}
-            self.record(CorrectnessRow, problem, entry, origin=entry.origin, **errors, **sizes)
+            self.record(CorrectnessRow, problem, entry, origin=entry.origin, rank=rank, **errors, **sizes)
         if found.reasons:
             self.refuse("correctness", "; ".join(found.reasons), problem, entry, voids, found.codes)
         return not found.reasons

@@ -24,7 +24,6 @@ from flashmoe_science.formats import FORMATS, Format
 SIDE = FORMATS["fp8_block"].block[0]
 _MX = 32  # columns of a scale of mxfp4
 BITS = {torch.uint8: 4, torch.float8_e4m3fn: 8, torch.int32: 4}  # of a code, by what has them
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 _LARGEST_EXPONENT = 2  # of e2m1
 _LARGEST_E4M3 = 448.0
 _SUBNORMAL, _NAN = 0x400000, 0x7FC00000  # fp32: 2^-127, and what is no number
@@ -80,14 +79,21 @@ def dequantized(weights: Weights, dtype: torch.dtype, halves: bool = False) -> t
         zero = 8 if zero_point is None else unpacked(zero_point.mT).mT[..., : codes.shape[-2], :].repeat_interleave(group, -1)
         return ((integers - zero).to(wide) * scale.repeat_interleave(group, -1)).to(dtype)
     if form is FORMATS["mxfp4"]:
-        signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], dtype=wide, device=codes.device)
-        values = signed[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
+        values = _e2m1(codes.device).to(wide)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
         return (values * scale.repeat_interleave(_MX, -1)).to(dtype)
     rows = codes.shape[-2]
     half = rows // 2 if halves and has_own_scales(rows, scale.shape[-2]) else rows
     row = torch.arange(rows, device=codes.device)
     of_rows = scale.index_select(-2, row // half * _blocks(half) + row % half // SIDE)
     return (codes.to(wide) * of_rows.repeat_interleave(SIDE, -1)[..., : codes.shape[-1]]).to(dtype)
+
+
+def _e2m1(device: torch.device) -> torch.Tensor:
+    """The value of each of the 16 codes, made on the device: a copy to it could not be captured."""
+    code = torch.arange(16, device=device)
+    exponent, mantissa = code >> 1 & 3, code & 1
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+    return torch.where(code < 8, 1, -1) * (halves / 2)
 
 
 def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: bool = False) -> Weights:

@@ -191,3 +191,15 @@ def test_a_gpu_quantises_to_the_same_bits(form: Format) -> None:
         assert (right is None and got is None) or torch.equal(right.view(torch.uint8), got.cpu().view(torch.uint8))
     for right, got in zip(quantized_rows(weight)[:2], quantized_rows(weight.cuda())[:2], strict=True):
         assert torch.equal(right.view(torch.uint8), got.cpu().view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [one for one in FORMATS.values() if one.name != "fp8_block_w8a8"], ids=lambda one: one.name)
+def test_a_graph_captures_dequantising(form: Format) -> None:
+    weights = Weights(*(None if one is None else one.cuda() for one in quantized(torch.randn(2, 256, 256), form)))
+    dequantized(weights, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = dequantized(weights, torch.bfloat16)
+    graph.replay()
+    assert torch.equal(captured, dequantized(weights, torch.bfloat16))

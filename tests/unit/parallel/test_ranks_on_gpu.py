@@ -1,13 +1,20 @@
 """Ranks that are two GPUs of one host: the examples by NCCL, and what is read from the other GPU's memory.
 
 torchrun --nproc-per-node 2 -m tests.unit.parallel.test_ranks_on_gpu
+
+The first calls build some thirty kernels, on each rank by itself: rank 0 prints how far it is, and which calls take long.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +25,23 @@ from flashmoe_science.parallel import ContextWorkspace, ExpertWorkspace, context
 
 ROOT = Path(__file__).parents[3]
 CALLS = 200
+HANGS_S = 45  # after which each rank prints where it is, again and again
+LONG_S = 1.0  # of a call, in which kernels are built
+BEGAN = time.monotonic()
+
+
+def say(what: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"[{time.monotonic() - BEGAN:5.1f} s] {what}", flush=True)
+
+
+@contextmanager
+def step(what: str) -> Iterator[None]:
+    """Say what took long."""
+    began = time.monotonic()
+    yield
+    if (took := time.monotonic() - began) > LONG_S:
+        say(f"{what}: {took:.1f} s")
 
 
 @pytest.mark.gpu
@@ -46,10 +70,12 @@ def attention(rank: int) -> None:
         if call % 7 == rank:
             torch.cuda._sleep(2_000_000)  # a rank is late
         found = []
-        for more in ({}, {"workspace": workspace}):
-            out = context_attention(*leaves, **options, **more)
-            found.append([out, *(torch.autograd.grad(out, leaves, out.detach()) if out.requires_grad else ())])
-        assert all(map(torch.equal, *found)), f"call {call}, {tokens} tokens: other bits"
+        with step(f"attention, call {call}, {tokens} tokens, window {options['window_size']}, gradients {call % 4 == 0}"):
+            for more in ({}, {"workspace": workspace}):
+                out = context_attention(*leaves, **options, **more)
+                found.append([out, *(torch.autograd.grad(out, leaves, out.detach()) if out.requires_grad else ())])
+            assert all(map(torch.equal, *found)), f"call {call}, {tokens} tokens: other bits"
+    say(f"attention: {CALLS} calls have the bits of messages")
     qkv, options = drawn(1024), {"group": dist.group.WORLD, "causal": True}
     context_attention(*qkv, workspace=workspace, **options)
     graph = torch.cuda.CUDAGraph()
@@ -68,8 +94,11 @@ def main() -> None:
     """Both transports give the same bits, forward and backward, call after call of other tokens, and in a CUDA graph."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl")
+    faulthandler.dump_traceback_later(HANGS_S, repeat=True)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=100))
+    say("the ranks have met")
     attention(rank)
+    say("attention: so has a CUDA graph")
     sizes = (dist.group.WORLD, 64, 256, 4, 16)
     by = [ExpertWorkspace(*sizes, transport=transport) for transport in ("collectives", "symmetric")]
     draw = torch.Generator("cuda").manual_seed(rank)
@@ -86,11 +115,13 @@ def main() -> None:
         if call % 7 == rank:
             torch.cuda._sleep(2_000_000)  # a rank is late
         found = []
-        for workspace in by:
-            out = expert_parallel_moe(x, *weights, routing, ids, workspace=workspace, combine=combine)
-            gradients = torch.autograd.grad(out, [x, *weights, routing], torch.ones_like(out)) if call % 3 == 0 else ()
-            found.append([out, *gradients])
-        assert all(map(torch.equal, *found)), f"call {call}, {combine}: other bits"
+        with step(f"experts, call {call}, {tokens} tokens, {combine}, gradients {call % 3 == 0}"):
+            for workspace in by:
+                out = expert_parallel_moe(x, *weights, routing, ids, workspace=workspace, combine=combine)
+                gradients = torch.autograd.grad(out, [x, *weights, routing], torch.ones_like(out)) if call % 3 == 0 else ()
+                found.append([out, *gradients])
+            assert all(map(torch.equal, *found)), f"call {call}, {combine}: other bits"
+    say(f"experts: {CALLS} calls have the bits of NCCL")
     x, routing = drawn(64, 256).bfloat16(), drawn(64, 4).softmax(-1)
     ids = torch.randint(16, (64, 4), generator=draw, device="cuda", dtype=torch.int32)
     with torch.no_grad():
@@ -103,7 +134,8 @@ def main() -> None:
             captured.fill_(torch.nan)
             graph.replay()
             assert torch.equal(captured, expert_parallel_moe(x, *weights, routing, ids, workspace=by[0])), "in a graph"
-    print(f"rank {rank}: {by[1]}: the bits of {by[0]}")
+    print(f"rank {rank}: {by[1]}: the bits of {by[0]}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 

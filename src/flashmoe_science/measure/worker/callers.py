@@ -51,7 +51,11 @@ class KernelCaller:
     _calls: dict[Use, Callable[[Any], Any]] = field(default_factory=dict)
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
-        return self.bind_given(self.contract.for_kernel(self.problem, inputs), use)
+        return self.bind_given(self.contract.for_kernel(self.problem, self.loaded(inputs)), use)
+
+    def loaded(self, inputs: Tensors) -> Tensors:
+        """The inputs with the kernel's work at load done, anew at every call."""
+        return inputs if self.kernel.load is None else self.kernel.load(self.problem, inputs)
 
     def bind_given(self, given: Any, use: Use) -> Callable[[], Any]:
         """A call on what the contract's ``for_kernel`` gave."""

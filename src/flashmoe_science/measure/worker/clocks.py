@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.worker.worker import Worker
 
 Bound = Callable[[], Any]
+Load = Callable[[Any, Tensors], Tensors] | None
 _CPU_SAMPLE_NS = 10_000_000  # long compared with a message between two processes on a busy machine
 _COPIED_BYTES = 2**34  # of input sets of which copies are kept; values of larger ones are made again
 _KEPT = 4  # outputs of calls in the middle of a graph
@@ -106,7 +107,8 @@ class Clocks:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._trusted = worker.trusted
         self._sets: list[Tensors] = []
-        self._given: dict[int, Any] = {}  # by the index of a set, what kernels take of it, all of them the same
+        # By the index of a set and a kernel's work at load, None for most: the tensors after it, and what kernels take of them.
+        self._given: dict[tuple[int, Load], tuple[Tensors, Any]] = {}
         self._seed = 0
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
@@ -144,9 +146,11 @@ class Clocks:
         """A call on an input set."""
         if isinstance(caller, FunctionCaller):
             return caller.bind(self._sets[index], clock)
-        if index not in self._given:
-            self._given[index] = self.contract.for_kernel(self.problem, self._sets[index])
-        return caller.bind_given(self._given[index], clock)
+        key = index, caller.kernel.load
+        if key not in self._given:
+            loaded = caller.loaded(self._sets[index])
+            self._given[key] = loaded, self.contract.for_kernel(self.problem, loaded)
+        return caller.bind_given(self._given[key][1], clock)
 
     def _make_sets(self, sets: int, seed: int) -> None:
         first, self._seed = len(self._sets), seed
@@ -161,8 +165,11 @@ class Clocks:
                     tensor.data.copy_(values[name])
         else:
             self._copy_values(scale)
-        for index, given in self._given.items():
-            self.contract.renew(self.problem, self._sets[index], given)
+        for (index, load), (loaded, given) in self._given.items():
+            if load is not None:  # in place, as graphs have the addresses
+                for name, one in load(self.problem, self._sets[index]).items():
+                    loaded[name].copy_(one)
+            self.contract.renew(self.problem, loaded, given)
         self.bench.synchronize()
         return {}
 

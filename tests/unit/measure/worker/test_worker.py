@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import Case, Memory
-from flashmoe_science.measure.worker import clocks
+from flashmoe_science.measure.worker import callers, clocks
 from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.operations import kernel_named
+from flashmoe_science.problem import Problem
 
 
 def test_what_a_problem_held_is_freed_when_the_next_begins() -> None:
@@ -57,9 +61,9 @@ def test_what_a_backward_is_given_of_its_forward_is_computed_anew_on_new_values(
     for scale in (0.5, 1.0):
         worker.command("refresh")(scale)
         for index, inputs in enumerate(made._sets):
-            given, right = made._given[index].saved, made.contract.for_kernel(made.problem, inputs).saved
-            assert torch.equal(given.lse, right.lse)
-            assert torch.equal(given.out, right.out)
+            (_, given), right = made._given[index, None], made.contract.for_kernel(made.problem, inputs).saved
+            assert torch.equal(given.saved.lse, right.lse)
+            assert torch.equal(given.saved.out, right.out)
 
 
 def test_a_function_and_its_rival_keep_as_many_results_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +92,29 @@ def test_only_the_inputs_of_the_last_call_are_held_on_to() -> None:
     for _ in range(3):
         worker.command("repeat")("sdpa", "", Case(0), times=1, more_s=0.0, path="out", most=10**6)
     assert sum(isinstance(one, dict) for one in calls._previous) == 1
+
+
+def test_work_at_load_is_outside_a_peer_s_calls_and_done_anew_on_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are written without a new version, so that a peer which kept its own by tensor would compute on old ones."""
+    peer, loads = kernel_named("dequantised_at_load", "moe"), []
+
+    def load(problem: Problem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        loads.append(problem)
+        assert peer.load is not None
+        return peer.load(problem, inputs)
+
+    listed = SimpleNamespace(peers=lambda: (replace(peer, load=load),), ours=tuple)
+    monkeypatch.setattr(callers, "operation", lambda name: listed)
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
+    worker.command("open")(None, "moe")
+    worker.command("problem")("moe t5 e4 k2 d128 f128 bf16 w:fp8_block")
+    slot = worker.command("prepare")(peer.name, "", "eager", sets=2, cache="warm", seed=5)["slot"]
+    made = worker.command("prepare").__self__
+    for scale in (0.5, 1.0):
+        worker.command("refresh")(scale)
+        before = len(loads)
+        worker.command("sample")(slot)
+        assert len(loads) == before
+        for index, inputs in enumerate(made._sets):
+            ((_, given),) = (one for (at, _), one in made._given.items() if at == index)
+            assert torch.equal(given.tensors.w1, load(made.problem, inputs)["w1"])

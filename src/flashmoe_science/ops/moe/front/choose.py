@@ -53,6 +53,7 @@ class Plan(NamedTuple):
     by_address: bool
 
 
+LOADS = "it prepares weights at load, which no call of fused_moe is: it is there to be measured"
 PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
 
 
@@ -151,6 +152,8 @@ def _measured() -> frozenset[MoEProblem]:
 
 def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
+        if chosen.load is not None:
+            raise CannotServe(LOADS)
         if chosen.plan is None:
             if inputs.saves_z:
                 raise CannotServe(NO_PRE_ACTIVATIONS)

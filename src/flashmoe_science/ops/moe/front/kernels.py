@@ -6,10 +6,13 @@ from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.moe.call import MoEKernel
-from flashmoe_science.ops.moe.peers import pytorch, sonicmoe
+from flashmoe_science.ops.moe.peers import at_load, humming, pytorch, sonicmoe, triton_kernels
 
 FALLBACK = "grouped_mm"  # PyTorch's grouped products
-PEERS: tuple[MoEKernel, ...] = (pytorch.GROUPED_MM, pytorch.BATCHED_MM, sonicmoe.KERNEL, pytorch.EXPERT_LOOP)
+PEERS: tuple[MoEKernel, ...] = (
+    *(pytorch.GROUPED_MM, pytorch.BATCHED_MM, sonicmoe.KERNEL, pytorch.EXPERT_LOOP),
+    *(at_load.KERNEL, humming.KERNEL, triton_kernels.KERNEL),
+)
 
 
 @cache

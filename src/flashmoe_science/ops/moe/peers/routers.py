@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from flashmoe_science.ops.moe.peers import sonicmoe
+from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.ops.moe.peers import at_load, sonicmoe, triton_kernels
 
-Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# What the experts of its own kernel take as weights and ids.
+Router = Callable[[torch.Tensor], tuple[Any, Any]]
 
 
 def by_pytorch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,7 +21,13 @@ def by_pytorch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Te
     return torch.softmax(chosen, -1, dtype=torch.float32), ids
 
 
+def has_ours(kernel: AnyKernel) -> bool:
+    """Whether ``route`` is called before a kernel's experts."""
+    return kernel.origin == "ours" or kernel.name == at_load.NAME
+
+
 def router_of(kernel: str, top_k: int) -> Router:
     """The router that is called before a peer's experts."""
-    router = sonicmoe.route if kernel == sonicmoe.KERNEL.name else by_pytorch
+    own = {sonicmoe.KERNEL.name: sonicmoe.route, triton_kernels.NAME: triton_kernels.route}
+    router = own.get(kernel, by_pytorch)
     return lambda logits: router(logits, top_k)

@@ -3,8 +3,8 @@ that start from router logits ``fn(x, w1, w2, router_logits, top_k)``. What diff
 keyword: ``gate_up_bias``, ``down_bias``, the scales and zero points of weights in a ``weight_format``, ``activation`` and
 ``interleaved``, as ``fused_moe`` has them.
 
-There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
-(``peers/routers.py``).
+There every implementation is a router, called before its experts: ours ``route``, SonicMoE and triton_kernels their own, the
+others PyTorch's top-k (``peers/routers.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashmoe_science.operations import public
 from flashmoe_science.ops.formats import packed, quantized, unpacked
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
-from flashmoe_science.ops.moe.peers.routers import router_of
+from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_scheme, moe_single_level, routing_oracle
@@ -83,6 +83,8 @@ class SharedContract(Contract):
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's grouped products": "GroupProblemShape",
         "SonicMoE": "quack|^token_gather_sum_kernel",
+        "humming": "humming|process_input_kernel",
+        "triton_kernels": "matmul_ogs",
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
@@ -254,7 +256,7 @@ class MoEContract(SharedContract):
             return _experts(kernel, config, like)
         problem, logits = like.problem.from_ids(), like.router_logits
         top_k = problem.top_k
-        if kernel.origin == "ours":
+        if has_ours(kernel):
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
             experts = _experts(kernel, config, like.routed(problem, weights, ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
+from flashmoe_science.measure.worker.callers import KernelCaller
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.front.kernels import PEERS
@@ -117,8 +119,7 @@ def test_the_peers_are_right(text: str, distribution: str) -> None:
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
     assert able
     for peer in able:
-        given = CONTRACT.for_kernel(problem, inputs)
-        got = CONTRACT.planned(peer, peer.configs(problem, None)[0], given)(given)
+        got = KernelCaller(CONTRACT, problem, None, peer, peer.configs(problem, None)[0]).bind(inputs, "exam")()
         assert got.dtype == inputs["x"].dtype
         assert wrong(problem, inputs, got) == [], peer.name
 
@@ -210,6 +211,8 @@ def test_what_the_peers_need_is_said_in_words() -> None:
         ("sonicmoe", "moe t8 e8 k2 d64 f64 bf16"): "dim is 64; SonicMoE needs 512 or more",
         ("sonicmoe", "moe t8 e12 k2 d512 f64 bf16"): "the problem has 2 of 12",
         ("batched_mm", "moe t8 e8 k8 d512 f64 bf16"): None,
+        ("dequantised_at_load", "moe t8 e8 k2 d512 f64 bf16 w:mxfp4"): None,
+        ("dequantised_at_load", "moe t8 e8 k2 d512 f64 bf16"): "there is nothing to dequantise",
         ("batched_mm", "moe t9 e8 k8 d512 f64 bf16"): "tokens times top_k is 72",
     }
     for (name, text), words in said.items():
@@ -251,12 +254,37 @@ def test_peers_promise_the_kernels_of_their_own_families() -> None:
     names = {
         "grouped_mm": "cutlass::gemm::GroupProblemShape<",
         "sonicmoe": "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object",
+        "triton_kernels": "_matmul_ogs_NNT_bf16xbf16xmxfp4_16x128x128x1_swiglu",
+        "humming": "void humming<MmaOpClass, Shape<0u, 1536u, 2048u>, Shape<8u, 128u, 256u> >",
     }
     problem, h200 = parse_problem("moe t8 e8 k2 d512 f64 bf16"), gpu_named("h200")
     assert h200 is not None
     for name, launched in names.items():
-        promised = kernel_named(name, "moe").launches(problem, Config(), h200)
+        promised = kernel_named(name, "moe").launches(problem, Config(indexed=1), h200)
         assert any(re.search(one.name, launched) for one in promised)
         others = [one for other, one in names.items() if other != name]
         assert not any(re.search(one.name, other) for one in promised for other in others)
         assert all(any(re.search(pattern, one) for pattern in CONTRACT.families.values()) for one in names.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [
+        ("moe t4096 e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved logits", "^flashmoe_moe_up$"),
+        ("moe t4096 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8 logits", "^flashmoe_moe_up_gluon_sm90$"),
+        ("moe t1 e128 k8 d2048 f768 bf16 w:int4_g128 logits", "^flashmoe_moe_gemv"),
+    ],
+)
+def test_weights_dequantised_at_load_are_for_the_kernel_that_dispatch_would_choose(text: str, ours: str) -> None:
+    """Its router is ours too: this project's best for who has the memory."""
+    h200 = gpu_named("h200")
+    assert h200 is not None
+    promised = [one.name for one in kernel_named("dequantised_at_load", "moe").launches(parse_problem(text), Config(), h200)]
+    assert promised[0].startswith("^flashmoe_moe_route")
+    assert any(one.startswith(ours) for one in promised)
+
+
+def test_fused_moe_refuses_a_peer_that_prepares_weights_at_load() -> None:
+    problem, inputs = drawn("moe t9 e4 k2 d128 f128 bf16 w:fp8_block")
+    with pytest.raises(ValueError, match="it prepares weights at load, which no call of fused_moe is"):
+        CONTRACT.call(partial(fm.fused_moe, kernel="dequantised_at_load"), problem, inputs)

@@ -54,9 +54,9 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest have half
-    the weights of the others: they are the last guess, and only where experts fill them."""
+    the weights of the others: they are no guess where experts do not fill one, and the first where most fill two."""
     mean = problem.rows_per_expert()
-    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST // 2)
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST if mean >= 2 * WIDEST else WIDEST // 2)
     most = WIDEST if mean >= WIDEST else WIDEST // 2
     return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES and tokens <= most)
 

@@ -1,0 +1,100 @@
+"""A run on several ranks, each a process with a GPU of its own, or on the CPU: ``torchrun ... -m flashmoe_science prove``.
+
+Every rank makes the same inputs and goes the same way; rank 0 writes the rows. A sample begins on all ranks at once and is the
+time of the slowest. The samples of all ways to compute a problem alternate. Each rank's part of each answer is held to the
+oracle, of a sample of the elements, and to one GPU's call.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
+from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
+from flashmoe_science.measure.world.checks import Checks
+from flashmoe_science.measure.world.ranks import World, world_size
+from flashmoe_science.measure.world.timing import Timing
+from flashmoe_science.operations import OPERATIONS, parse_problem
+from flashmoe_science.problem import OnRanks, ProblemError
+from flashmoe_science.records import Row
+from flashmoe_science.store import RunWriter
+
+
+def suites() -> dict[str, tuple[str, ...]]:
+    """Name -> the problems of a suite on several ranks, as text without their last word."""
+    modules = (one.module("proof", "ranks") for one in OPERATIONS if one.cut)
+    return {name: texts for module in modules for name, texts in module.SUITES.items()}
+
+
+class WorldPlan:
+    """A request made definite, on this rank. Making it raises ValueError, in one line, for whatever cannot be done."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.found = request, list[str]()
+        named = suites()
+        refused = [f"--{word} is given" for word in ("kernel", "against", "draw") if getattr(request, word)]
+        refused += [f"{word} is named" for word in request.functions]
+        if refused:
+            raise ValueError(f"{refused[0]}, which is not for several ranks")
+        words = request.targets or tuple(named)
+        self.groups = {word: tuple(_on_ranks(text) for text in named[word]) for word in words if word in named}
+        if custom := tuple(_on_ranks(word) for word in words if word not in named):
+            self.groups["custom"] = custom
+        for one in (one for problems in self.groups.values() for one in problems):
+            if current_gpu() is None and one.flops() > MAX_CPU_FLOPS:
+                raise ValueError(f"{one} is too much for a CPU, and there is no GPU here")
+        self.world = World()
+        self.writes = self.world.rank == 0
+
+    def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
+        """A run for each suite, in a file of its own. Raises StoreError, and ValueError for a run that is to go on."""
+        if earlier is not NOTHING_EARLIER:
+            raise ValueError("--resume is given; a run on several ranks is begun anew")
+        began, outcomes = time.monotonic(), list[Outcome]()
+        for name, problems in self.groups.items():
+            with RunWriter(folder / f"run-{name}.jsonl") if self.world.rank == 0 else nullcontext(list[Row]()) as sink:
+                session = Session(self.world.bench, sink, self.request, watch, earlier, began)
+                outcomes.append(_run(self.world, session, name, problems))
+        self.world.end()
+        return outcomes
+
+
+def _on_ranks(text: str) -> OnRanks:
+    """The problem on the ranks that there are. Raises ValueError: a text that says another number, or of no operation that is
+    spread."""
+    problem, ranks = parse_problem(text), world_size()
+    if not isinstance(problem, OnRanks):
+        cut = next((one.cut for one in OPERATIONS if one.name == problem.op), "")
+        if not cut:
+            raise ValueError(f"'{problem}' is not measured on several ranks")
+        problem = OnRanks(problem, cut, ranks)
+    if problem.ranks != ranks:
+        raise ProblemError(f"'{problem}' is of {problem.ranks} ranks; torchrun started {ranks}")
+    return problem
+
+
+def _run(world: World, session: Session, name: str, problems: Sequence[OnRanks]) -> Outcome:
+    session.begin(name, world.size, world.cards)
+    session.total, failed = len(problems), list[str]()
+    for problem in problems:
+        session.show_progress(str(problem))
+        if any(world.gather(time.monotonic() > session.deadline)):
+            break
+        try:
+            with torch.no_grad():
+                Timing(world, session, problem).time(Checks(world, session, problem).ready())
+        except ValueError as error:  # the same on all ranks: it is of the problem
+            session.unusable(str(error), problem)
+            failed.append(f"{problem} cannot be measured: {error}")
+        session.finish(problem)
+        gc.collect()
+        if world.bench.gpu is not None:
+            torch.cuda.empty_cache()
+    return session.end("; ".join(failed) or None, session.total - session.done)
