@@ -34,7 +34,7 @@ CASES = (
     ("a100", f"moe t1 {QWEN3} bf16 w:fp8_block"),
     ("a100", f"moe t1 {QWEN3} bf16 w:int4_g128"),
 )
-SPILLS = 0 if machine_code.VERSION == "3.6" else 48  # bytes a thread, of 3.9's assembler
+SPILLS = 0 if machine_code.VERSION == "3.6" else 64  # bytes a thread, of 3.9's assembler
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
