@@ -33,7 +33,8 @@ def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
         ("moe t1 e40 k20 d64 f64 bf16 w:mxfp4", GPU, "top_k is 20; it is for at most 16"),
         ("moe t1 e4 k2 d128 f128 fp16 w:fp8_block", GPU, "multiplied as bf16, and the problem is fp16"),
         ("moe t1 e4 k2 d129 f128 bf16 w:fp8_block", GPU, "dim is 129; codes are read in pairs"),
-        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block_w8a8", GPUS["a100"], "multiplies fp8, which"),
+        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block_w8a8", GPUS["l4"], "is served on compute capability 9.0"),
+        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block_w8a8 bias", GPU, "is served without biases"),
     ],
 )
 def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> None:

@@ -11,7 +11,7 @@ from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, argument, cdiv, next_power_of_2, stand_in
-from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, Bind, MoEInputs, MoELaunch, Shape, contiguous
+from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, Bind, MoEInputs, MoELaunch, Shape, activation_of, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.formats import in_bytes, scales_in_format
 from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
@@ -32,9 +32,8 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
     assert device is not None
     if problem.weight_format is None:
         return f"its weights are in a format, and the problem's {problem.dtype}"
-    w8a8 = FORMATS[problem.weight_format].w8a8
-    if w8a8 and device.compute_capability < (8, 9):
-        return f"{problem.weight_format} multiplies fp8, which {device.product} does not"
+    if FORMATS[problem.weight_format].w8a8 and (reason := _why_not_w8a8(problem, device)):
+        return reason
     dtypes = ("bf16",) if problem.weight_format == "mxfp4" or "block" in problem.weight_format else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
@@ -45,6 +44,15 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         if size % 2:
             return f"{name} is {size}; codes are read in pairs"
     return why_no_router(problem)
+
+
+def _why_not_w8a8(problem: MoEProblem, device: Gpu) -> str | None:
+    """It serves no more than Hopper's own kernel, so that no call gets it before it has run on a GPU."""
+    if device.compute_capability != (9, 0):
+        return f"{problem.weight_format} is served on compute capability 9.0, not on {device.product}"
+    if problem.bias or not activation_of(problem).halves or problem.dim % 16 or problem.hidden % 16:
+        return f"{problem.weight_format} is served without biases, of gates before ups, in multiples of 16"
+    return None
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
