@@ -28,6 +28,7 @@ def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
     ("text", "gpu", "words"),
     [
         ("moe t1 e4 k2 d64 f64 bf16 w:mxfp4", None, "need a GPU"),
+        ("moe t1 e4 k2 d64 f64 bf16 w:mxfp4", GPUS["b200"], "8.0 to 9.0, not"),
         ("moe t1 e4 k2 d64 f64 bf16", GPU, "its weights are in a format, and the problem's bf16"),
         ("moe t17 e4 k2 d64 f64 bf16 w:mxfp4", GPU, "tokens is 17; it is for at most 16"),
         ("moe t1 e40 k20 d64 f64 bf16 w:mxfp4", GPU, "top_k is 20; it is for at most 16"),

@@ -1,7 +1,7 @@
 """Mixture of experts with weights in a format for a token or a few, in Gluon: two products by mma.sync, without sorting.
 
 Shapes: x [T, H], w1 [E, 2I, H] (or [E, I, H]) and w2 [E, H, I] in a format (``ops/formats.py``); weights and ids [T, K] ->
-out [T, H]. bf16, of int4 and fp8 channels fp16 too; T to 16; sums in fp32; sm_80 and up, w8a8 on Hopper.
+out [T, H]. bf16, of int4 and fp8 channels fp16 too; T to 16; sums in fp32; sm_80 to sm_90, w8a8 on Hopper.
 
 The chosen experts' weights are all there is to read. Tokens are the columns of a product, eight of an instruction whether they
 are there or not; weights are its rows, and become its operand in the registers that they were loaded into, 16 bytes a thread

@@ -30,6 +30,8 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
     assert device is not None
+    if device.compute_capability >= (10, 0):  # on some no other kernel of ours would come before it, which has run on no GPU
+        return f"serves compute capability 8.0 to 9.0, not {device.product}"
     if problem.weight_format is None:
         return f"its weights are in a format, and the problem's {problem.dtype}"
     if FORMATS[problem.weight_format].w8a8 and (reason := _why_not_w8a8(problem, device)):
