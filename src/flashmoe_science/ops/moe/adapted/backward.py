@@ -74,8 +74,8 @@ def plan(
     early, columns, x, new = starts_early(t.x), cdiv(p.hidden, config["hidden_n"]), stand_in(t.x), Pointer(t.x.dtype)
     ranks = ranks_of(adapters)
     of_first = None if first is None else _side(inputs, first, (new, p.rows_of_w1(), True), (x, t.x.stride(0), False))
-    of_weights = stand_in(t.topk_weights)
-    of_second = None if second is None else _side(inputs, second, (new, p.dim, False), (new, p.hidden, True), of_weights)
+    weights = stand_in(t.topk_weights)
+    of_second = None if second is None else _side(inputs, second, (new, p.dim, False), (new, p.hidden, True), weights)
     products = hidden(inputs, config, ranks[1]), rows(inputs, config, ranks[0]) if wanted.dx else None
     add = combine.build(p, t.x.dtype, None, early) if wanted.dx else None
     sum_routing = build_routing(inputs, columns, early) if wanted.dtopk_weights else None

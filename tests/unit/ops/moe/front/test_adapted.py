@@ -115,6 +115,16 @@ def test_results_and_gradients_are_within_their_rounding(dtype: torch.dtype, ran
     assert all(map(torch.equal, got, again))
 
 
+def test_gradcheck_in_fp64() -> None:
+    call, parts = given(torch.float64, bias=True)
+    names = [name for name, one in call.items() if one.requires_grad]
+
+    def function(*every: torch.Tensor) -> torch.Tensor:
+        return adapted(call | dict(zip(names, every, strict=False)), list(every[-4:]))
+
+    assert torch.autograd.gradcheck(function, leaves(call, parts))
+
+
 def test_an_expert_without_rows_and_one_adapter_alone() -> None:
     call, parts = given()
     gradients = torch.autograd.grad(adapted(call, parts).sum(), parts)
