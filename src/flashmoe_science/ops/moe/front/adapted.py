@@ -56,8 +56,13 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
 
 def _decide(tensors: Tensors, activation: Activation, options: Options, adapters: Adapters) -> Decision:
     """What serves a call. Raises CannotServe."""
-    if options.kernel in (None, FALLBACK):
-        return Decision(FALLBACK, Config(), f"{_WHY}, which PyTorch's grouped products serve", "required")
+    if options.kernel == FALLBACK:
+        return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    if options.kernel is None:
+        reason = adapted_sm90.why_not(tensors, activation, options, adapters, by_name=False)
+        if reason is None:
+            return Decision(adapted_sm90.NAME, Config(), _WHY, "modelled")
+        return Decision(FALLBACK, Config(), f"{_WHY}, which PyTorch's grouped products serve: {reason}", "required")
     if options.kernel != adapted_sm90.NAME:
         can = f"{FALLBACK!r} and {adapted_sm90.NAME!r} can"
         raise CannotServe(f"kernel {options.kernel!r} cannot serve this call: {_WHY}; {can}")

@@ -29,8 +29,10 @@ NAME = "moe_grouped_gluon_sm90"  # the kernel of the forward's products, by whic
 _INPUTS = 5  # of Tensors, those that such a call has
 
 
-def why_not(tensors: Tensors, activation: Activation, options: Options, adapters: Adapters) -> str | None:
-    """Why these kernels do not serve a call, in words; None where they may."""
+def why_not(
+    tensors: Tensors, activation: Activation, options: Options, adapters: Adapters, by_name: bool = True
+) -> str | None:  # fmt: skip
+    """Why these kernels do not serve a call, in words; None where they may. Not ``by_name`` they serve many rows alone."""
     if TRITON_MISSING:
         return TRITON_MISSING
     if torch.compiler.is_compiling() or not (is_plain(*tensors, *parts_of(adapters)) or is_explaining()):
@@ -44,9 +46,11 @@ def why_not(tensors: Tensors, activation: Activation, options: Options, adapters
     if not tensors.x.shape[0]:
         return "hidden_states has no tokens"
     from flashmoe_science.ops.moe.adapted.forward import why_not_memory
-    from flashmoe_science.ops.moe.products.gluon_sm90.config import supports
+    from flashmoe_science.ops.moe.products.gluon_sm90.config import MIN_ROWS, supports
 
     inputs = inputs_of(tensors, activation)
+    if not by_name and (rows := inputs.problem.rows_per_expert()) < MIN_ROWS:
+        return f"an expert has {rows:.1f} rows on average; it is a good guess from {MIN_ROWS}"
     return supports(inputs.problem, gpu_of(tensors.x)) or why_not_memory(inputs, adapters)
 
 

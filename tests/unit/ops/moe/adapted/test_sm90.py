@@ -54,6 +54,14 @@ def test_on_the_cpu_and_on_other_gpus_they_are_refused_too() -> None:
         called(CASES[0], "cpu")
 
 
+@pytest.mark.parametrize(
+    ("tokens", "gpu", "serves"), [(96, "h200", NAME), (95, "h200", "grouped_mm"), (96, "a100", "grouped_mm")]
+)
+def test_they_are_the_default_on_hopper_where_an_expert_has_many_rows(tokens: int, gpu: str, serves: str) -> None:
+    with assume(gpu_named(gpu)):
+        assert called(Case(f"moe t{tokens} e4 k2 d16 f8 bf16"), "cpu", kernel=None).kernel == serves
+
+
 def called(case: Case, device: str, **change: Any) -> Any:
     """What serves a call of a case, which is asked for by name."""
     inputs = inputs_of(case, device)
