@@ -82,7 +82,8 @@ def fused_moe(
             Megatron's ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
         adapters: of LoRA, beside ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank],
             scaling), which stand for scaling times b times a added to weights [E, out, in], also of ``transposed`` ones. That
-            sum is not formed, nor a gradient of the weights; a and b have gradients. Served by PyTorch's grouped products.
+            sum is not formed, nor a gradient of the weights; a and b have gradients. Served by "moe_grouped_gluon_sm90" on
+            Hopper, and by PyTorch's grouped products.
         weight_format: None for weights of the dtype of ``hidden_states``; else the checkpoint's tensors as they lie:
             "mxfp4", codes [E, N, K / 2] or [E, N, K / 32, 16] of bytes (the low four bits are the even column), scales
             [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, bf16, e8m0 or

@@ -93,7 +93,9 @@ def test_by_our_kernels(interpreted: Interpreter) -> None:
 @pytest.mark.parametrize(("width", "experts"), [(64, 0), (128, 0), (128, 32), (256, 32)])
 def test_by_our_kernels_on_a_gpu(width: int, experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of PyTorch's own products
-    rate = 0.128 / max(width, 128)  # at 1e-2 PyTorch's operators diverge too
+    # At higher rates PyTorch's operators are no better: of (256, 32), which begins at 3.5, those in fp32 end at 0.9 with 5e-4.
+    # At these an H200 ends at 0.056 (PyTorch's in bf16 at 0.056, in fp32 at 0.093), and (128, 32) at 0.23, at 1e-3 at 0.49.
+    rate = {(128, 32): 5e-4, (256, 32): 1e-4}.get((width, experts), 1e-3)
     assert_equal(twice("cuda", torch.bfloat16, 8, width, 700, rate, experts))
 
 

@@ -18,7 +18,7 @@ from flashmoe_science.ops.on_ranks import Results
 from flashmoe_science.problem import OnRanks
 from flashmoe_science.records import Cache, Clock, TimingRow
 
-_SAMPLE_NS, _MAX_CALLS = 4e6, 200
+_SAMPLE_NS, _MAX_CALLS = 2e7, 200  # so long that the clock of the GPU settles
 _MIN_ROUNDS, _MAX_ROUNDS, _QUICK_ROUNDS = 12, 24, 6
 _ROUNDS_S = 2.0  # of a problem and a clock, beyond the least rounds
 _GRAPH_NS = 1e6  # a call of ours below which the host's time may be most of it: it is timed in a graph too

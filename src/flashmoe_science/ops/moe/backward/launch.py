@@ -111,7 +111,7 @@ def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, product
     the first product writes."""
     early, t, wanted = starts_early(inputs.tensors.x), inputs.tensors, wanted_of(inputs)
     add = combine.build(inputs.problem, t.x.dtype, None, early) if wanted.dx else None
-    sum_routing = _build_routing(inputs, columns, early) if wanted.dtopk_weights else None
+    sum_routing = build_routing(inputs, columns, early) if wanted.dtopk_weights else None
     of_z = _build_bias(inputs, t.z, None, t.gate_up_bias, early) if wanted.dgate_up_bias else None
     of_out = _build_bias(inputs, t.dout, t.topk_weights, t.down_bias, early) if wanted.ddown_bias else None
 
@@ -129,7 +129,7 @@ def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, product
             made = Gradients(*[None if one is None else new(*one) for one in of_gradients])
             made = made._replace(**{name: one for name, one in sums._asdict().items() if one is not None})
             memory, tables, dz, active, partials, of_x = take()  # kept alive to the end of this call
-            dout = _fitting(tensors.dout)
+            dout = fitting(tensors.dout)
             x, w1, w2, weights, ids, _, down_bias, *_, z, _ = map(argument, tensors)
             d = address(dout)
             dx, to_w1, to_w2, to_weights, to_bias_1, to_bias_2 = map(argument, made)
@@ -158,13 +158,13 @@ def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, product
     return bind
 
 
-def _fitting(dout: torch.Tensor) -> torch.Tensor:
+def fitting(dout: torch.Tensor) -> torch.Tensor:
     """A gradient as kernels take it, copied where it is expanded, say, or begins between two multiples of 16 bytes."""
     fits = dout.is_contiguous() and dout.data_ptr() % 16 == 0
     return dout if fits else dout.clone(memory_format=torch.contiguous_format)
 
 
-def _build_routing(inputs: BackwardInputs, columns: int, early: bool) -> Product:
+def build_routing(inputs: BackwardInputs, columns: int, early: bool) -> Product:
     """launch(partials, dout, down_bias, ids, out, tables)."""
     p, t = inputs.problem, inputs.tensors
     values = (columns, p.top_k, p.dim, ROUTING_ROWS, ROUTING_COLUMNS, early)

@@ -17,13 +17,15 @@ from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked
 from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, checked_adapters
 from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Wanted
+from flashmoe_science.ops.moe.front import adapted_sm90
+from flashmoe_science.ops.moe.front.adapted_sm90 import adapters_of, parts_of
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.choose import with_dequantising
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import Rows, backward_by_rows, products, pytorch_moe, saving_moe, sums_of_products
 
 _COUNT = len(Tensors._fields)
-_WHY = "adapters are given, which PyTorch's grouped products alone serve"
+_WHY = "adapters are given"
 
 
 def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters: Any, weight_grads: Any) -> torch.Tensor:
@@ -37,13 +39,14 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
     views, activation = checked(given, how)
     if activation.w8a8:
         raise ValueError(f"adapters are given and weight_format is {how.weight_format!r}; it must be 'fp8_block' then")
-    if how.kernel not in (None, FALLBACK):
-        raise CannotServe(f"kernel {how.kernel!r} cannot serve this call: {_WHY} (kernel {FALLBACK!r})")
     low = checked_adapters(adapters, views)
+    decision = _decide(views, activation, how, low)
     if is_explaining():
-        raise Explained(with_dequantising(Decision(FALLBACK, Config(), _WHY, "required"), how.weight_format))
-    parts = [part for one in low for part in ((None, None) if one is None else one[:2])]
-    if torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
+        raise Explained(with_dequantising(decision, how.weight_format))
+    parts = parts_of(low)
+    if decision.kernel != FALLBACK:
+        out = adapted_sm90.experts(views, activation, low)
+    elif torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
         out = pytorch_moe(views, activation, low)
     else:
         scalings = tuple(0.0 if one is None else one.scaling for one in low)
@@ -51,12 +54,29 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
     return unviewed(out, given.x.shape)
 
 
+def _decide(tensors: Tensors, activation: Activation, options: Options, adapters: Adapters) -> Decision:
+    """What serves a call. Raises CannotServe."""
+    if options.kernel == FALLBACK:
+        return Decision(FALLBACK, Config(), "asked for by name", "requested")
+    if options.kernel is None:
+        reason = adapted_sm90.why_not(tensors, activation, options, adapters, by_name=False)
+        if reason is None:
+            return Decision(adapted_sm90.NAME, Config(), _WHY, "modelled")
+        return Decision(FALLBACK, Config(), f"{_WHY}, which PyTorch's grouped products serve: {reason}", "required")
+    if options.kernel != adapted_sm90.NAME:
+        can = f"{FALLBACK!r} and {adapted_sm90.NAME!r} can"
+        raise CannotServe(f"kernel {options.kernel!r} cannot serve this call: {_WHY}; {can}")
+    if (reason := adapted_sm90.why_not(tensors, activation, options, adapters)) is not None:
+        raise CannotServe(f"kernel {options.kernel!r} cannot serve this call: {_WHY}, and {reason}; {FALLBACK!r} can")
+    return Decision(adapted_sm90.NAME, Config(), "asked for by name", "requested")
+
+
 class _Adapted(torch.autograd.Function):
     """The experts, whose gradients of "w1" and "w2" are those of the adapters beside them."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, recompute: bool, scalings: tuple[float, float], *given: Any) -> torch.Tensor:
-        out, z = saving_moe(Tensors(*given[:_COUNT]), activation, _adapters(given[_COUNT:], scalings))
+        out, z = saving_moe(Tensors(*given[:_COUNT]), activation, adapters_of(given[_COUNT:], scalings))
         ctx.call = activation, scalings
         ctx.save_for_backward(*given, None if recompute else z)
         return out
@@ -67,7 +87,7 @@ class _Adapted(torch.autograd.Function):
         activation, scalings = ctx.call
         *given, z = ctx.saved_tensors
         _, _, _, *needed = ctx.needs_input_grad
-        adapters = _adapters(given[_COUNT:], scalings)
+        adapters = adapters_of(given[_COUNT:], scalings)
         of_parts: list[torch.Tensor | None] = [None, None, None, None]
 
         def of_weights(name: str, left: torch.Tensor, right: torch.Tensor, rows: Rows) -> None:
@@ -82,13 +102,6 @@ class _Adapted(torch.autograd.Function):
         like = dict(zip(Tensors._fields, given, strict=False))
         gradients = (made[f"d{name}"].to(like[name].dtype) if f"d{name}" in made else None for name in Tensors._fields)
         return (None, None, None, *gradients, *of_parts)
-
-
-def _adapters(parts: Any, scalings: tuple[float, float]) -> Adapters:
-    first, second = (
-        None if a is None else LowRank(a, b, scaling) for (a, b), scaling in zip((parts[:2], parts[2:]), scalings, strict=True)
-    )
-    return first, second
 
 
 def _gradients(

@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.device.sm90 import FAR, window_of
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
-from flashmoe_science.ops.attention.problem import padded_head_dim
+from flashmoe_science.ops.attention.problem import head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
@@ -30,12 +30,23 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
         return (Config(block_m=128, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
     if width == 128:
         return (Config(block_m=64, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
+    columns = [sum(head_parts(dim)) for dim in (problem.head_dim, problem.head_dim_v)]
+    if not problem.features.softcap and max(columns) < 256 and sum(columns) <= 320:  # of dK and dV, in registers
+        return (Config(block_m=32, consumers=2, stages=2, warps_dq=8, stages_dq=4),)
     return (Config(block_m=64, consumers=1, stages=2, warps_dq=8, stages_dq=4),)
 
 
 def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO: powers of two, of which copies fill the rest with zeros."""
     return max(padded_head_dim(problem.head_dim), 64), max(padded_head_dim(problem.head_dim_v), 64)
+
+
+def second_slices(problem: AttentionBackwardProblem, config: Config) -> tuple[int, int]:
+    """Columns of the second slice of the tiles of Q and K, and of V and dO (columns.py), 0 of whole tiles. A lone consumer's
+    two warpgroups have 16 or more each."""
+    least = 32 // config["consumers"]
+    of_qk, of_v = (head_parts(max(dim, 64))[1:] for dim in (problem.head_dim, problem.head_dim_v))
+    return max(least, *of_qk) if of_qk else 0, max(least, *of_v) if of_v else 0
 
 
 def threads(config: Config) -> tuple[int, int]:

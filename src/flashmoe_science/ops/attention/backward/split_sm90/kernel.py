@@ -11,7 +11,8 @@ scores are computed twice, once for dK and dV and once for dQ, five products are
 
 The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
 wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave. Of a window it has for
-each tile of keys the queries that see it; of packed sequences as many as the longest has (band.py).
+each tile of keys the queries that see it; of packed sequences as many as the longest has (band.py). Of a head whose columns are
+no power of two products leave out most of a tile's rest (columns.py).
 """
 
 from __future__ import annotations

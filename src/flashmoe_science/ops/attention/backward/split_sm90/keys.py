@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -25,6 +24,17 @@ from flashmoe_science.ops.attention.backward.split_sm90.band import (
     number_of_sequence,
     origin_of,
     sequence_at,
+)
+from flashmoe_science.ops.attention.backward.split_sm90.columns import (
+    keep,
+    layout_of,
+    load_kept,
+    no_columns,
+    put,
+    scaled,
+    start_columns,
+    start_over_columns,
+    wait_for_columns,
 )
 from flashmoe_science.ops.attention.device.mask import columns_before
 from flashmoe_science.ops.attention.device.softcap import Scales, capped, capped_scales
@@ -64,6 +74,14 @@ class Kept(NamedTuple):
     dk: Any
     dv: Any
     row: Any
+
+
+class Second(NamedTuple):
+    """Columns of the second slice of tiles, and of those of dV where not whole (columns.py)."""
+
+    qk: Any
+    v: Any
+    dv: Any
 
 
 class Work(NamedTuple):
@@ -167,7 +185,10 @@ def _load(descs, smem, barriers, work):
 
 
 @gluon.jit
-def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART: gl.constexpr, MASKED: gl.constexpr):
+def _step(
+    step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART: gl.constexpr, SECOND: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
     """dK and dV with a tile of queries added, whose dS goes out.
 
     dV is started before dP is waited for: the assembler would else move that wait above all of the exponentials, and nothing
@@ -176,15 +197,15 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PA
     STAGES: gl.constexpr = smem.q.shape[0]
     BLOCK_M: gl.constexpr = smem.q.shape[-2]
     CONSUMERS: gl.constexpr = smem.k.shape[0]
-    s_layout: gl.constexpr = _layout(BLOCK_M, CONSUMERS)
+    s_layout: gl.constexpr = layout_of(BLOCK_M, 4, 3 - CONSUMERS)
     stage = step % STAGES
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [BLOCK_M, D], [BLOCK_M, DV]
     k, v = as_matrix(smem.k, PART), as_matrix(smem.v, PART)  # [KEYS, D], [KEYS, DV]
     mbarrier.wait(barriers.full.index(stage), step // STAGES & 1)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
-    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, BLOCK_M]
-    dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(1, [s])
+    s = start_over_columns(k, q, zeros, SECOND.qk)  # [KEYS, BLOCK_M]
+    dp = start_over_columns(v, dout, zeros, SECOND.v)
+    s = warpgroup_mma_wait(2 if SECOND.v else 1, [s])
     lse = smem.lse.index(stage).load(gl.SliceLayout(0, s_layout))  # [BLOCK_M]
     if scales.cap is None:
         p = gl.exp2(s * scales.log2 - lse[None, :])
@@ -207,44 +228,29 @@ def _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PA
     if scales.cap is not None:
         p *= -4.0 * half * (1.0 + half)  # 1 - tanh^2
     if CONSUMERS == 2:
-        operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-        dv = warpgroup_mma(gl.convert_layout(p16, operand), dout, dv, is_async=True)
+        dv = start_columns(p16, dout, dv, SECOND.dv, True)
     else:
         smem.p.store(p16)
         fence_async_shared()
         barrier()
-        dv = warpgroup_mma(smem.p, dout, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, [dp])
+        dv = start_columns(smem.p, dout, dv, SECOND.dv)
+    dp = warpgroup_mma_wait(len(dv), [dp])
     delta = smem.delta.index(stage).load(gl.SliceLayout(0, s_layout))
     ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
     ds_smem.store(ds)
     fence_async_shared()
     barrier()
-    dk = warpgroup_mma(ds_smem, q, dk, is_async=True)
+    dk = start_columns(ds_smem, q, dk, SECOND.qk)
     tma_store(descs.ds, [space_row, 0], ds_smem)
-    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    done = wait_for_columns(0, dk + dv)
+    dk, dv = done[: len(dk)], done[len(dk) :]
     tma.store_wait(_SLOTS - 1)  # the slot that the next step takes; the barrier of the arrival tells all warps
     mbarrier.arrive(barriers.empty.index(stage))
     return dk, dv
 
 
-@gluon.constexpr_function
-def _layout(columns: int, consumers: int) -> Any:
-    """The layout of an accumulator of 64 rows: of a lone consumer of two warpgroups each has half of the columns."""
-    halves = 2 if consumers == 1 else 1
-    return gl.NVMMADistributedLayout([3, 0], [4, halves], [16, columns // halves, 16])
-
-
 @gluon.jit
-def kept_at(base, row, x):
-    """The addresses of sums between waves, of the rows from ``row`` on: as x, [rows, width]."""
-    layout: gl.constexpr = x.type.layout
-    rows = row + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    return base + rows.to(gl.int64)[:, None] * x.shape[1] + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constexpr, MASKS: gl.constexpr):
+def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constexpr, SECOND: gl.constexpr, MASKS: gl.constexpr):
     """A consumer: KEYS keys."""
     CONSUMERS: gl.constexpr = smem.k.shape[0]
     scales = Scales(scale * 1.4426950408889634, softcap)
@@ -252,12 +258,12 @@ def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constex
         scales = capped_scales(scale, softcap)
     D: gl.constexpr = smem.k.shape[-1]
     DV: gl.constexpr = smem.v.shape[-1]
-    dk = gl.zeros([KEYS, D], gl.float32, _layout(D, CONSUMERS))
-    dv = gl.zeros([KEYS, DV], gl.float32, _layout(DV, CONSUMERS))
+    dk = no_columns(KEYS, D, SECOND.qk, 4, 3 - CONSUMERS)
+    dv = no_columns(KEYS, DV, SECOND.dv, 4, 3 - CONSUMERS)
     if kept.dk is not None:
         resumes = _resumes(work)
-        dk = gl.load(kept_at(kept.dk, kept.row + PART * KEYS, dk), mask=resumes, other=0.0)
-        dv = gl.load(kept_at(kept.dv, kept.row + PART * KEYS, dv), mask=resumes, other=0.0)
+        dk = load_kept(kept.dk, kept.row + PART * KEYS, dk, resumes, D)
+        dv = load_kept(kept.dv, kept.row + PART * KEYS, dv, resumes, DV)
     mbarrier.wait(barriers.keys, 0)
     step = gl.to_tensor(0)
     first, end = _heads(work)
@@ -266,35 +272,35 @@ def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constex
         space_row = _space_row(work, one, low, CONSUMERS * KEYS) + PART * KEYS
         if MASKS:
             for tile in range(low, whole):
-                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, True)
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, SECOND, True)
                 step += 1
                 space_row += CONSUMERS * KEYS
         for tile in range(whole, beyond):
-            dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, False)
+            dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, SECOND, False)
             step += 1
             space_row += CONSUMERS * KEYS
         if work.begin is not None:
             for tile in range(beyond, high):
-                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, True)
+                dk, dv = _step(step, tile, space_row, dk, dv, descs, smem, barriers, work, scales, PART, SECOND, True)
                 step += 1
                 space_row += CONSUMERS * KEYS
     if kept.dk is not None:
         if work.end_step < _steps(work):
-            gl.store(kept_at(kept.dk, kept.row + PART * KEYS, dk), dk)
-            gl.store(kept_at(kept.dv, kept.row + PART * KEYS, dv), dv)
+            keep(kept.dk, kept.row + PART * KEYS, dk, D)
+            keep(kept.dv, kept.row + PART * KEYS, dv, DV)
         else:
-            _write(dk, dv, descs, smem, work, scale, PART)
+            _write(dk, dv, descs, smem, work, scale, PART, SECOND)
     else:
-        _write(dk, dv, descs, smem, work, scale, PART)
+        _write(dk, dv, descs, smem, work, scale, PART, SECOND)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr):
+def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr, SECOND: gl.constexpr):
     """Write dK and dV, by way of the memory of K and V."""
     barrier()
-    as_matrix(smem.k, PART).store((dk * scale).to(smem.k.dtype))
-    as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
+    put(as_matrix(smem.k, PART), scaled(dk, scale), SECOND.qk)
+    put(as_matrix(smem.v, PART), dv, SECOND.dv)
     fence_async_shared()
     barrier()
     origin = origin_of(None if work.band is None else work.sequence.every_key, work.batch, work.head)
@@ -310,7 +316,7 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, end_step, first_tile, tiles_n,
     band, begin, batches, total_q, total_k,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr, SECOND_QK: gl.constexpr, SECOND_V: gl.constexpr,
 ):  # fmt: skip
     """The grid: heads of a set, tiles of keys, sets of heads of keys. The wave has ``tiles_n`` tiles of keys from
     ``first_tile`` on; those that no query of the wave sees are left out. Without MASKS every query sees every key."""
@@ -370,10 +376,13 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     results = Tensors(q_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, ds_desc, ds_desc)
     barriers = Barriers(full, empty, keys)
     kept = Kept(dk_kept, dv_kept, place * BLOCK_N)
+    # With P in registers two products of few columns take longer than one of 128 (docs/notes/fwd-gluon-sm90.md).
+    WHOLE_DV: gl.constexpr = CONSUMERS == 2 and v_smem.shape[-1] <= 128
+    SECOND: gl.constexpr = Second(SECOND_QK, SECOND_V, 0 if WHOLE_DV else SECOND_V)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, SECOND, MASKS)),
                 (_load, (sources, smem, barriers, work)),
             ],
             [1], [PRODUCER_REGS],
@@ -381,8 +390,8 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, MASKS)),
-                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 1, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 0, SECOND, MASKS)),
+                (_consume, (results, smem, barriers, work, kept, softmax_scale, softcap, 1, SECOND, MASKS)),
                 (_load, (sources, smem, barriers, work)),
             ],
             [4, 1], [CONSUMER_REGS, PRODUCER_REGS],

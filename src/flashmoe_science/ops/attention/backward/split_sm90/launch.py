@@ -24,6 +24,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.config import (
     QUERIES,
     ROWS,
     Sizes,
+    second_slices,
     sizes_like,
     widths,
 )
@@ -69,6 +70,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         problem = self._problem = inputs.problem
         self._config, self._sm_count = config, gpu.sm_count
         (of_qk, of_v), block_m = widths(problem), config["block_m"]
+        self._seconds = second_slices(problem, config)
         outer = (1, 1, 1) if problem.features.lengths == "packed" else (1, 1)
         q, dout, k, v, dq = (
             template((*outer, *tile), problem.dtype)
@@ -137,7 +139,7 @@ class SplitBackwardLauncher(BackwardLauncher):
     ) -> Bound:
         consumers = self._config["consumers"]
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
-        constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS)
+        constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS, *self._seconds)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
         of_band = _of_band(sizes)
         cap = 0.5 if self._problem.features.softcap else None
@@ -159,7 +161,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         self, k: torch.Tensor, lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> Bound:
         warps = self._config["warps_dq"]
-        constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS)
+        constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS, self._seconds[0])
         kept, of_band = Pointer(torch.float32) if space.dq else None, _of_band(sizes)
         arguments = (*self._of_queries, kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
         options = {"num_warps": warps, "maxnreg": _REGISTERS_OF_TWO if warps == 4 else _REGISTERS}

@@ -10,8 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from flashmoe_science.ops.attention.backward.split_sm90.band import (
@@ -26,7 +24,15 @@ from flashmoe_science.ops.attention.backward.split_sm90.band import (
     row_of_space,
     sequence_at,
 )
-from flashmoe_science.ops.attention.backward.split_sm90.keys import kept_at
+from flashmoe_science.ops.attention.backward.split_sm90.columns import (
+    keep,
+    load_kept,
+    no_columns,
+    put,
+    scaled,
+    start_columns,
+    wait_for_columns,
+)
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, reinterpret, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
@@ -126,36 +132,35 @@ def _ends(work):
 
 
 @gluon.jit
-def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl.constexpr):
+def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl.constexpr, SECOND: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[-1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    dq = gl.zeros([QUERIES, D], gl.float32, layout)
+    dq = no_columns(QUERIES, D, SECOND, WARPS, 1)
     if kept.dq is not None:
-        dq = gl.load(kept_at(kept.dq, kept.row, dq), mask=_resumes(work), other=0.0)
+        dq = load_kept(kept.dq, kept.row, dq, _resumes(work), D)
     for i in range(_count(work)):
         stage = i % STAGES
         mbarrier.wait(full.index(stage), i // STAGES & 1)
         ds = ds_smem.index(stage).permute((1, 0))  # [QUERIES, KEYS]
-        dq = warpgroup_mma(ds, as_matrix(k_smem, stage), dq, is_async=True)
-        dq = warpgroup_mma_wait(1, [dq])
+        dq = start_columns(ds, as_matrix(k_smem, stage), dq, SECOND)
+        dq = wait_for_columns(len(dq), dq)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), pred=i > 0)  # the product before this one is done
-    dq = warpgroup_mma_wait(0, [dq])
+    dq = wait_for_columns(0, dq)
     if kept.dq is not None:
         if _continues(work):
-            gl.store(kept_at(kept.dq, kept.row, dq), dq)
+            keep(kept.dq, kept.row, dq, D)
         elif _ends(work):
-            _write(dq_desc, ds_smem, work, dq * scale)
+            _write(dq_desc, ds_smem, work, scaled(dq, scale), SECOND)
     else:
-        _write(dq_desc, ds_smem, work, dq * scale)
+        _write(dq_desc, ds_smem, work, scaled(dq, scale), SECOND)
 
 
 @gluon.jit
-def _write(dq_desc, ds_smem, work, dq):
+def _write(dq_desc, ds_smem, work, dq, SECOND: gl.constexpr):
     """Write dQ by way of the memory of dS."""
     barrier()
     out = reinterpret(ds_smem, dq_desc.dtype, [1] + dq_desc.block_type.shape, dq_desc.layout)
-    as_matrix(out, 0).store(dq.to(dq_desc.dtype))
+    put(as_matrix(out, 0), dq, SECOND)
     fence_async_shared()
     barrier()
     origin = origin_of(None if work.start is None else work.sequence.queries, work.batch, work.head)
@@ -168,7 +173,7 @@ def flashmoe_bwd_dq_gluon_sm90(
     ds_desc, k_desc, dq_desc, dq_kept, cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
     heads_kv, group, seqlen_k, tiles_m, offset, first_head, first_step, first_key, end_key, tiles_n,
     band, begin, batches, total_q, total_k,
-    WARPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    WARPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGS: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     """The grid: heads of a set, tiles of queries of the wave, sets of heads of keys. ``tiles_m`` and ``first_step`` are of
     QUERIES, of one head after another that shares the key head; the last ones, which see the most keys, start first."""
@@ -213,7 +218,7 @@ def flashmoe_bwd_dq_gluon_sm90(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (dq_desc, ds_smem, k_smem, full, empty, work, kept, softmax_scale, WARPS)),
+            (_consume, (dq_desc, ds_smem, k_smem, full, empty, work, kept, softmax_scale, WARPS, SECOND)),
             (_load, (ds_desc, k_desc, ds_smem, k_smem, full, empty, work, BLOCK_N)),
         ],
         [1], [PRODUCER_REGS],

@@ -18,7 +18,7 @@ from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async_arrive, reinter
 from flashmoe_science.ops.moe.activation import activated_backward
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import halves, multiply, sigmoid, store
 from flashmoe_science.ops.moe.products.gluon_sm90.memory import make_memory
-from flashmoe_science.ops.moe.products.gluon_sm90.producer import fill, keep_tokens
+from flashmoe_science.ops.moe.products.gluon_sm90.producer import Low, deepened, fill, keep_tokens
 from flashmoe_science.ops.moe.rows import tables_of, tile_at
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish, receive
 
@@ -75,9 +75,9 @@ def _fill_z(z, memory, tile, state, BLOCK_N: gl.constexpr, INTERLEAVED: gl.const
 
 @gluon.jit
 def _produce(
-    dout, w_desc, z, tables, counts, memory, tokens,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr,
-    GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    dout, w_desc, low, z, tables, counts, memory, tokens,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, RANK: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Fill the stages of all tiles of this program. The first clears the counters by which dW's programs take tiles."""
     pairs, tiles, counters = counts
@@ -96,6 +96,8 @@ def _produce(
         iteration += 1
         keep_tokens(parts.pair_of_row, tile, tokens, layout, TOP_K)
         state = fill(dout, w_desc, memory, tokens, tile, state, 0, DEPTH, DEPTH, DEPTH, TRANSPOSED)
+        if RANK != 0:
+            state = fill(low.rows, low.w, memory, None, tile, state, 0, RANK, RANK, 0, TRANSPOSED, True)
         index = gl.num_programs(0) + gl.atomic_add(parts.counters, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
         state = _fill_z(z, memory, tile, state, BLOCK_N, INTERLEAVED)
@@ -222,16 +224,16 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["pairs", "tiles", "counters"])
 def flashmoe_moe_dhidden_gluon_sm90(
-    dout, w_desc, gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc, weights, partials, tables,
-    pairs, tiles, counters,
+    dout, w_desc, gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc, low_desc, beside_desc,
+    weights, partials, tables, pairs, tiles, counters,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
-    FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    FUNCTION: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, RANK: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """dA' = dout[token of row] . w[expert, n], or ``TRANSPOSED`` . w[expert, :, n], and what follows from it: dz, weight times
     act(z), and partials [rows, tiles of n], the sums of dA' times act(z). ``INTERLEAVED``: gates and ups of z alternate, and
-    both descriptors of z, and of dz, are of all of it."""
+    both descriptors of z, and of dz, are of all of it. ``RANK``: of what is added to dA', low[row] . beside[expert, as w]."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = active_desc.block_type.shape[2]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1 if TRANSPOSED else 2]
@@ -242,17 +244,19 @@ def flashmoe_moe_dhidden_gluon_sm90(
     tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
     z = Z(gates_desc, ups_desc, of_gates_desc, of_ups_desc, active_desc)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
+    DEEP: gl.constexpr = deepened(DEPTH, RANK, BLOCK_K)
+    low = Low(low_desc, beside_desc)
     gl.warp_specialize(
         [
             (_consume, (
-                z, weights, partials, tables, memory, 0, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
+                z, weights, partials, tables, memory, 0, DEEP, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
             )),
             (_produce, (
-                dout, w_desc, z, tables, (pairs, tiles, counters), memory, tokens, EXPERTS, TOP_K, DEPTH, COLUMNS, BLOCK_N,
-                GROUP, TRANSPOSED, INTERLEAVED,
+                dout, w_desc, low, z, tables, (pairs, tiles, counters), memory, tokens, EXPERTS, TOP_K, DEPTH, RANK, COLUMNS,
+                BLOCK_N, GROUP, TRANSPOSED, INTERLEAVED,
             )),
             (_consume, (
-                z, weights, partials, tables, memory, 1, DEPTH, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
+                z, weights, partials, tables, memory, 1, DEEP, COLUMNS, TRANSPOSED, FUNCTION, INTERLEAVED, ALPHA, LIMIT,
             )),
         ],
         [4, 4],

@@ -24,59 +24,69 @@ from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
-def rows(inputs: BackwardInputs, config: Config) -> Product:
-    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged."""
+def rows(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
+    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged. What ``rank`` is of
+    comes last: rows [rows, rank], and weights [E, rank, H] beside w1 by rows, else [E, H, rank]."""
     p, t, deep = inputs.problem, inputs.tensors, config["block_k"]
     depth = p.rows_of_w1()
     w1, transposed = by_rows(t.w1), t.w1.stride(2) == 1
     tile = (1, deep, config["block_n"]) if transposed else (1, config["block_n"], deep)
     weights = Weights(tile, tuple(w1.shape), w1.stride())
-    constexprs = {"EXPERTS": p.experts, "DEPTH": depth, "WIDTH": p.dim, "TRANSPOSED": transposed}
-    copies = template((ROWS, deep), p.dtype)
-    bind = product(flashmoe_moe_down_gluon_sm90, t.x, config, copies, weights, constexprs, COPYING)
+    constexprs = {"EXPERTS": p.experts, "DEPTH": depth, "WIDTH": p.dim, "TRANSPOSED": transposed, "RANK": rank}
+    copies, beside = template((ROWS, deep), p.dtype), weights.beside(rank, transposed)
+    bind = product(flashmoe_moe_down_gluon_sm90, t.x, config, copies, weights, beside, constexprs, COPYING)
 
     def bound(counts: RowCounts) -> KernelLaunch:
         start = bind(counts)
-        return lambda dz, w, out, tables: start(dz, w, None, None, None, out, tables)
+        return lambda dz, w, out, tables, *low: start(dz, w, None, None, None, out, tables, *low)
 
     return bound
 
 
-def hidden(inputs: BackwardInputs, config: Config) -> Product:
-    """The first product, which gathers rows of dout. It writes all that it can."""
+def hidden(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
+    """The first product, which gathers rows of dout. It writes all that it can. What ``rank`` is of comes last, as of ``rows``:
+    beside w2 [E, rank, I], else [E, I, rank]."""
     p, a, t, gpu = inputs.problem, inputs.activation, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
     w2, transposed, deep, columns = by_rows(t.w2), t.w2.stride(2) == 1, config["block_k"], config["hidden_n"]
-    w = template((1, deep, columns) if transposed else (1, columns, deep), p.dtype)
+    weights = Weights((1, deep, columns) if transposed else (1, columns, deep), tuple(w2.shape), w2.stride())
+    w, of_low = template(weights.tile, p.dtype), template((ROWS, deep), p.dtype)
     of_z = template((ROWS, Z_COLUMNS), p.dtype)
     out = template((1, 1, ROWS, STORE_COLUMNS), p.dtype)
     values = (
-        p.experts, p.top_k, p.dim, p.hidden, transposed, a.function, a.interleaved, a.alpha, a.limit,
+        p.experts, p.top_k, p.dim, p.hidden, transposed, a.function, a.interleaved, a.alpha, a.limit, rank,
         config["block_m"], columns, config["group"], config["hidden_stages"], *GATHERING,
     )  # fmt: skip
     pointers = (stand_in(t.topk_weights), Pointer(torch.float32), Pointer(torch.int32))
-    arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *pointers, 2, 2, 2, *values)
+    low = (of_low, w) if rank else (None, None)
+    arguments = (Pointer(t.x.dtype), w, of_z, of_z, out, out, out, *low, *pointers, 2, 2, 2, *values)
     options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": starts_early(t.x)}
     build, width = Build(flashmoe_moe_dhidden_gluon_sm90, arguments, **options), p.hidden
-    encode_w = build.encoder(0, w, tuple(w2.shape), w2.stride())
+    encode_w = build.encoder(0, w, *weights[1:])
+    encode_beside = build.encoder(7, w, *weights.beside(rank, transposed)[1:]) if rank else None
     of_part = 2 * width if a.interleaved else width  # of z's columns: where gates and ups alternate there is one part
     ups = 0 if a.interleaved else 2 * width  # bytes after the gates
     parts = [build.encoder(3 + n, out, *ragged((0, of_part), (2 * width, 1))) for n in range(2)]
     encode_active = build.encoder(5, out, *ragged((0, width), (width, 1)))
 
     @lru_cache(64)
-    def encoders_of_z(rows: int) -> tuple[Encoder, Encoder]:
-        """Maps of more rows would let the copy engine read past the end of their memory."""
+    def encoders_of_rows(rows: int) -> tuple[Encoder, Encoder, Encoder | None]:
+        """Of z and of the low-rank product's: maps of more rows would let the copy engine read past the end of their memory."""
         of_gates, of_ups = (build.encoder(1 + n, of_z, (rows, of_part), (2 * width, 1)) for n in range(2))
-        return of_gates, of_ups
+        return of_gates, of_ups, build.encoder(6, of_low, (rows, rank), (rank, 1)) if rank else None
 
     def bind(counts: RowCounts) -> KernelLaunch:
-        of_gates, of_ups = encoders_of_z(counts.pairs)
+        of_gates, of_ups, encode_low = encoders_of_rows(counts.pairs)
         start = build.bound(grid(counts, width, columns, gpu), counts.pairs, counts.tiles, counts.length, *values)
 
-        def launch(dout: Any, w: Any, z: Any, weights: Any, dz: Any, active: Any, partials: Any, tables: Any) -> None:
+        def launch(
+            dout: Any, w: Any, z: Any, weights: Any, dz: Any, active: Any, partials: Any, tables: Any, *low: Any
+        ) -> None:
             given = (*of_gates(z), *of_ups(z + ups), *parts[0](dz), *parts[1](dz + ups), *encode_active(active))
-            start(dout, *encode_w(w), *given, weights, partials, tables)
+            beside = (None, None)
+            if encode_low is not None and encode_beside is not None:
+                beside = *encode_low(low[0]), *encode_beside(low[1])
+            start(dout, *encode_w(w), *given, *beside, weights, partials, tables)
 
         return launch
 

@@ -20,7 +20,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.backward.grouped_triton.config import HIDDEN, ROWS, WEIGHTS, configs, supports, tile_of
+from flashmoe_science.ops.moe.backward.grouped_triton.config import HIDDEN, ROWS, WEIGHTS, Tile, configs, supports, tile_of
 from flashmoe_science.ops.moe.backward.grouped_triton.hidden import flashmoe_moe_dhidden
 from flashmoe_science.ops.moe.backward.grouped_triton.weights import flashmoe_moe_dweights
 from flashmoe_science.ops.moe.backward.launch import (
@@ -47,15 +47,15 @@ NAME = "moe_bwd_triton"
 
 def plan(inputs: BackwardInputs, config: Config) -> BackwardBind:
     wanted, needs = wanted_of(inputs), needs_of(inputs)
-    t, of_hidden = inputs.tensors, tile_of(config, HIDDEN)
+    t, of_hidden, of_weights = inputs.tensors, tile_of(config, HIDDEN), tile_of(config, WEIGHTS)
     dw1, dw2 = inputs.sums
     x, new = stand_in(t.x), Pointer(t.x.dtype)
     products = Products(
         build_hidden(inputs, config, needs) if any(needs) else None,
         build_rows(inputs, config) if wanted.dx else None,
         # dW1 [E, 2I, H] is written as [E, H, 2I], so that what is gathered, x or dout, is on one side.
-        build_weights(inputs, config, x, t.x.stride(0), _result(t.w1, dw1).mT, dw1 is not None) if wanted.dw1 else None,
-        build_weights(inputs, config, new, t.x.shape[1], _result(t.w2, dw2), dw2 is not None) if wanted.dw2 else None,
+        build_weights(inputs, of_weights, x, t.x.stride(0), _result(t.w1, dw1).mT, dw1 is not None) if wanted.dw1 else None,
+        build_weights(inputs, of_weights, new, t.x.shape[1], _result(t.w2, dw2), dw2 is not None) if wanted.dw2 else None,
     )
     return grouped_backward(inputs, of_hidden.m, cdiv(inputs.problem.hidden, of_hidden.n), products, needs)
 
@@ -108,20 +108,35 @@ def _result(weights: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
 
 
 def build_weights(
-    inputs: BackwardInputs, config: Config, gathered: Pointer | None, stride: int, out: torch.Tensor, adds: bool
-) -> Product:
-    """launch(gathered, other, out, tables) of a weight's gradient, which is like ``out`` [E, H, width of other]."""
-    p, tile = inputs.problem, tile_of(config, WEIGHTS)
+    inputs: BackwardInputs, tile: Tile, gathered: Pointer | None, stride: int, out: torch.Tensor, adds: bool = False,
+    by_row: bool = False, weights: Pointer | None = None, factor: Pointer | None = None,
+) -> Product:  # fmt: skip
+    """launch(gathered, other, out, tables) of a weight's gradient, which is like ``out`` [E, H, width of other]. ``by_row``:
+    what is gathered has rows in their order. In a launch come last ``weights`` of pairs, and a ``factor`` and its partials."""
+    p = inputs.problem
     _, height, width = out.shape
     values = (
-        p.experts, p.top_k, height, width, stride, *out.stride(), adds, tile.m, tile.n, tile.k,
+        p.experts, None if by_row else p.top_k, height, width, stride, *out.stride(), adds, tile.m, tile.n, tile.k,
         *_schedule(inputs, tile.stages).values(),
     )  # fmt: skip
-    arguments = (gathered, Pointer(inputs.tensors.x.dtype), stand_in(out), Pointer(torch.int32), 2, 2, *values)
+    of_factor = (factor, None if factor is None else Pointer(torch.float32))
+    other = Pointer(inputs.tensors.x.dtype)
+    arguments = (gathered, other, weights, *of_factor, stand_in(out), Pointer(torch.int32), 2, 2, *values)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": starts_early(inputs.tensors.x)}
     build = Build(flashmoe_moe_dweights, arguments, **options)
     grid = (p.experts * cdiv(height, tile.m) * cdiv(width, tile.n), 1, 1)
-    return lambda counts: build.bound(grid, counts.pairs, counts.tiles, *values)
+
+    def bound(counts: RowCounts) -> Any:
+        start = build.bound(grid, counts.pairs, counts.tiles, *values)
+
+        def launch(
+            gathered: Any, other: Any, out: Any, tables: Any, weights: Any = None, factor: Any = None, partials: Any = None
+        ) -> None:
+            start(gathered, other, weights, factor, partials, out, tables)
+
+        return launch
+
+    return bound
 
 
 def workspace(problem: MoEBackwardProblem, config: Config) -> int:

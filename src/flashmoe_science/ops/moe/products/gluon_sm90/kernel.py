@@ -33,21 +33,21 @@ from flashmoe_science.ops.moe.products.gluon_sm90.config import (
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.gluon_sm90.launch import down, up
 from flashmoe_science.ops.moe.products.gluon_sm90.memory import make_memory
-from flashmoe_science.ops.moe.products.gluon_sm90.producer import produce
+from flashmoe_science.ops.moe.products.gluon_sm90.producer import Low, deepened, produce
 from flashmoe_science.ops.moe.products.grouped import grouped, launches_around, workspace
 from flashmoe_science.ops.moe.rows import RowCounts
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up_gluon_sm90(
-    x, w_desc, out_desc, gates_desc, ups_desc, tables, pairs, tiles,
+    x, w_desc, out_desc, gates_desc, ups_desc, low_desc, beside_desc, tables, pairs, tiles,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_X: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, RANK: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n]); with gates_desc
-    and ups_desc what is activated is written too."""
+    and ups_desc what is activated is written too. ``RANK``: of what is added before, low[row] . beside[expert, as w]."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = out_desc.block_type.shape[2]
     # A stage is full when 128 threads' copies are complete, and the weights.
@@ -56,11 +56,16 @@ def flashmoe_moe_up_gluon_sm90(
     tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
+    DEEP: gl.constexpr = deepened(DEPTH, RANK, w_desc.block_type.shape[4])
+    low = Low(low_desc, beside_desc)
     gl.warp_specialize(
         [
-            (consume, (out_desc, gates_desc, ups_desc, memory, 0, DEPTH, FUNCTION, ALPHA, LIMIT)),
-            (produce, (x, w_desc, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP, 4)),
-            (consume, (out_desc, gates_desc, ups_desc, memory, 1, DEPTH, FUNCTION, ALPHA, LIMIT)),
+            (consume, (out_desc, gates_desc, ups_desc, memory, 0, DEEP, FUNCTION, ALPHA, LIMIT)),
+            (produce, (
+                x, w_desc, low, tables, (pairs, tiles), memory, tokens, EXPERTS, TOP_K, DEPTH, RANK, STRIDE_X, COLUMNS, GROUP,
+                4,
+            )),
+            (consume, (out_desc, gates_desc, ups_desc, memory, 1, DEEP, FUNCTION, ALPHA, LIMIT)),
         ],
         [4, 4],
         [PRODUCER_REGS, CONSUMER_REGS],
@@ -69,24 +74,28 @@ def flashmoe_moe_up_gluon_sm90(
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_gluon_sm90(
-    a_desc, w_desc, out_desc, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr,
+    a_desc, w_desc, out_desc, low_desc, beside_desc, tables, pairs, tiles,
+    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, TRANSPOSED: gl.constexpr, RANK: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]."""
+    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]; where there is a
+    ``RANK`` and low[row] . beside[expert, as w]."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
     memory = make_memory(w_desc, out_desc, ROWS, a_desc.block_type.shape[1], BLOCK_M // ROWS, STAGES, 1)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    DEEP: gl.constexpr = deepened(DEPTH, RANK, a_desc.block_type.shape[1])
+    low = Low(low_desc, beside_desc)
     gl.warp_specialize(
         [
-            (consume, (out_desc, None, None, memory, 0, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
+            (consume, (out_desc, None, None, memory, 0, DEEP, None, 0.0, 0.0, TRANSPOSED)),
             (produce, (
-                a_desc, w_desc, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1, TRANSPOSED,
+                a_desc, w_desc, low, tables, (pairs, tiles), memory, None, EXPERTS, 1, DEPTH, RANK, 0, COLUMNS, GROUP, 1,
+                TRANSPOSED,
             )),
-            (consume, (out_desc, None, None, memory, 1, DEPTH, None, 0.0, 0.0, TRANSPOSED)),
+            (consume, (out_desc, None, None, memory, 1, DEEP, None, 0.0, 0.0, TRANSPOSED)),
         ],
         [1, 4],
         [PRODUCER_REGS, CONSUMER_REGS],

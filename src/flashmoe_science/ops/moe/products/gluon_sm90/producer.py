@@ -6,6 +6,8 @@ product's rows follow each other, and the copy engine takes them, one warp. Weig
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -17,6 +19,20 @@ from flashmoe_science.ops.pipeline_gluon import advance, first_stage, publish
 LATE = gl.constexpr(6)  # stages before a tile's end at which the next one is scheduled: as long as its look-up takes
 _tables_of = as_gluon(tables_of)
 _tile_at = as_gluon(tile_at)
+
+
+class Low(NamedTuple):
+    """The descriptors of a low-rank product that is added to a product, as more of its depth: rows [rows, rank], and weights
+    beside those of the product, whose tiles are of their shape. None where there is none."""
+
+    rows: Any
+    w: Any
+
+
+@gluon.constexpr_function
+def deepened(depth: int, rank: int, block_k: int) -> int:
+    """The depth of a product in whole stages, and of the low-rank product that follows in stages of its own."""
+    return (depth + block_k - 1) // block_k * block_k + rank
 
 
 @gluon.jit
@@ -64,10 +80,11 @@ def _weights_at(w_desc, tile, k, TRANSPOSED: gl.constexpr):
 def fill(
     a, w_desc, memory, tokens, tile, state,
     START: gl.constexpr, STOP: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
+    TRANSPOSED: gl.constexpr = False, BESIDE_GATHERED: gl.constexpr = False,
 ):  # fmt: skip
     """Copy columns from ``START`` to ``STOP`` of a tile's rows and weights to stages of the ring: x's rows of ``tokens``, or
-    rows that follow each other. Of the latter, those past an expert's end are the next one's; no one stores them."""
+    rows that follow each other. Of the latter, those past an expert's end are the next one's; no one stores them.
+    ``BESIDE_GATHERED``: the ring's other stages are gathered, and are full after the arrivals of threads too."""
     STAGES: gl.constexpr = memory.w.shape[0]
     CONSUMERS: gl.constexpr = memory.a.shape[0] // STAGES
     ROWS: gl.constexpr = memory.a.shape[1]
@@ -84,6 +101,8 @@ def fill(
             tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
             for c in gl.static_range(CONSUMERS):
                 tma_load(a, [tile.row + c * ROWS, k], bar, memory.a.index(CONSUMERS * stage + c), pred=c < present)
+            if BESIDE_GATHERED:
+                cp_async_arrive(bar, increment_count=False)
         else:
             mbarrier.expect(bar, w_desc.block_type.nbytes)
             tma_load(w_desc, _weights_at(w_desc, tile, k, TRANSPOSED), bar, memory.w.index(stage))
@@ -95,8 +114,8 @@ def fill(
 
 @gluon.jit
 def produce(
-    a, w_desc, tables, counts, memory, tokens,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
+    a, w_desc, low, tables, counts, memory, tokens,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, RANK: gl.constexpr, STRIDE: gl.constexpr,
     COLUMNS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr, TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Fill the stages of all tiles of this program: of the first product, or without ``tokens`` of the second. The next tile is
@@ -122,5 +141,7 @@ def produce(
         index = gl.num_programs(0) + gl.atomic_add(parts.counters + PRODUCT, 1, sem="relaxed")
         following = _tile_at(index, parts, tiles, COLUMNS, GROUP, ROWS)
         state = fill(a, w_desc, memory, tokens, tile, state, EARLY, DEPTH, DEPTH, STRIDE, TRANSPOSED)
+        if RANK != 0:
+            state = fill(low.rows, low.w, memory, None, tile, state, 0, RANK, RANK, 0, TRANSPOSED, tokens is not None)
         tile = following
     publish(memory.mailbox, iteration, (-1, 0, 0), one)

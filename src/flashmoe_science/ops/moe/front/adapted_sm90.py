@@ -1,0 +1,134 @@
+"""Experts with low-rank adapters by our kernels for Hopper, as part of PyTorch's graph.
+
+Saved between the passes are the call's own tensors, the adapters, the pre-activations and two rows of a rank a pair.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashmoe_science.hardware.probe import gpu_of
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.calls import (
+    device_guard,
+    find_launch,
+    guards_of,
+    is_plain,
+    needs_grad,
+    store_launch,
+    without_autocast,
+)
+from flashmoe_science.ops.explain import is_explaining
+from flashmoe_science.ops.moe.call import DTYPES, Activation, Options, Tensors, inputs_of
+from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank
+from flashmoe_science.ops.moe.call.backward import BackwardTensors, Wanted, backward_inputs_of
+
+NAME = "moe_grouped_gluon_sm90"  # the kernel of the forward's products, by which both passes are asked for
+_INPUTS = 5  # of Tensors, those that such a call has
+
+
+def why_not(
+    tensors: Tensors, activation: Activation, options: Options, adapters: Adapters, by_name: bool = True
+) -> str | None:  # fmt: skip
+    """Why these kernels do not serve a call, in words; None where they may. Not ``by_name`` they serve many rows alone."""
+    if TRITON_MISSING:
+        return TRITON_MISSING
+    if torch.compiler.is_compiling() or not (is_plain(*tensors, *parts_of(adapters)) or is_explaining()):
+        return "torch.compile, a transform or a tensor's subclass has a part in the call"
+    if options.recompute:
+        return "recompute is True; it keeps the pre-activations"
+    if adapters == (None, None):
+        return "neither adapter is given"
+    if tensors.x.dtype not in DTYPES:
+        return f"hidden_states has dtype {tensors.x.dtype}; it serves fp16 and bf16"
+    if not tensors.x.shape[0]:
+        return "hidden_states has no tokens"
+    from flashmoe_science.ops.moe.adapted.forward import why_not_memory
+    from flashmoe_science.ops.moe.products.gluon_sm90.config import MIN_ROWS, supports
+
+    inputs = inputs_of(tensors, activation)
+    if not by_name and (rows := inputs.problem.rows_per_expert()) < MIN_ROWS:
+        return f"an expert has {rows:.1f} rows on average; it is a good guess from {MIN_ROWS}"
+    return supports(inputs.problem, gpu_of(tensors.x)) or why_not_memory(inputs, adapters)
+
+
+def parts_of(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
+    """a and b of the first, a and b of the second."""
+    return tuple(part for low in adapters for part in ((None, None) if low is None else low[:2]))
+
+
+def adapters_of(parts: Any, scalings: tuple[float, float]) -> Adapters:
+    first, second = (
+        None if a is None else LowRank(a, b, scaling) for (a, b), scaling in zip((parts[:2], parts[2:]), scalings, strict=True)
+    )
+    return first, second
+
+
+def experts(tensors: Tensors, activation: Activation, adapters: Adapters) -> torch.Tensor:
+    """The experts of a call that ``why_not`` has nothing against."""
+    parts = parts_of(adapters)
+    if not needs_grad(*tensors, *parts):
+        out: torch.Tensor = _forward(tensors, activation, adapters, saves_z=False)[0]
+        return out
+    scalings = tuple(0.0 if low is None else low.scaling for low in adapters)
+    return _Adapted.apply(activation, scalings, *tensors[:_INPUTS], *parts)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Adapted(torch.autograd.Function):
+    """The experts, whose weights have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, scalings: tuple[float, float], *given: Any) -> torch.Tensor:
+        adapters = adapters_of(given[_INPUTS:], scalings)
+        out, *saved = _forward(Tensors(*given[:_INPUTS]), activation, adapters, saves_z=True)
+        ctx.call = activation, scalings
+        ctx.save_for_backward(*given, *saved)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        activation, scalings = ctx.call
+        *given, z, u1, u2 = ctx.saved_tensors
+        _, _, of_x, _, _, of_weights, *_ = ctx.needs_input_grad
+        adapters = adapters_of(given[_INPUTS:], scalings)
+        tensors = BackwardTensors(*Tensors(*given[:_INPUTS]), z, dout)
+        with without_autocast(dout):
+            dx, dweights, *made = _backward(tensors, activation, adapters, (u1, u2), (of_x, of_weights))
+        return None, None, dx, None, None, dweights, None, *made
+
+
+def _forward(tensors: Tensors, activation: Activation, adapters: Adapters, saves_z: bool) -> Any:
+    parts = parts_of(adapters)
+    given = [one for one in (*tensors, *parts) if one is not None]
+    key = ("moe, adapted", tensors.x.shape, activation, saves_z, *(one is None for one in parts))
+    launch = find_launch(key, given)
+    if launch is None:
+        from flashmoe_science.ops.moe.adapted.forward import plan
+        from flashmoe_science.ops.moe.products.gluon_sm90.config import configs
+
+        inputs, guard = inputs_of(tensors, activation, saves_z), device_guard(tensors.x.get_device())
+        config = configs(inputs.problem, gpu_of(tensors.x))[0]
+        launch = guard(guard(plan)(inputs, adapters, config)(inputs))
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(inputs_of(tensors, activation).tensors, adapters)
+
+
+def _backward(
+    tensors: BackwardTensors, activation: Activation, adapters: Adapters, saved: Any, wanted: tuple[bool, bool]
+) -> Any:
+    parts = parts_of(adapters)
+    given = [one for one in (*tensors, *parts, *saved) if one is not None]
+    key = ("moe, adapted backward", tensors.x.shape, activation, wanted, *(one is None for one in parts))
+    launch = find_launch(key, given)
+    if launch is None:
+        from flashmoe_science.ops.moe.adapted.backward import AdaptedWanted, plan
+        from flashmoe_science.ops.moe.backward.gluon_sm90.config import configs
+
+        inputs, guard = backward_inputs_of(tensors, activation, Wanted()), device_guard(tensors.x.get_device())
+        config = configs(inputs.problem, gpu_of(tensors.x))[0]
+        launch = guard(guard(plan)(inputs, adapters, AdaptedWanted(*wanted), config)(inputs))
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(backward_inputs_of(tensors, activation, Wanted()).tensors, adapters, saved)
