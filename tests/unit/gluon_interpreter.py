@@ -66,6 +66,9 @@ class Values(torch.Tensor):
     def split(self) -> tuple[torch.Tensor, ...]:
         return self.unbind(-1)
 
+    def to(self, dtype: Any, bitcast: bool = False) -> torch.Tensor:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def _values(tensor: torch.Tensor) -> Any:
     """What a program has of a tensor: of one integer an Int."""
@@ -260,6 +263,8 @@ _ASSEMBLY = {"mov.b32": lambda values: values, "ex2.approx.ftz.f32": torch.exp2,
 def _assembly(text: str, constraints: str, given: list[Any], dtypes: Any, is_pure: bool, pack: int) -> Any:
     if text.startswith("{"):
         given = [one.int() if one.dtype == torch.int64 else one for one in given]  # whole numbers of a program are of 32 bits
+        if isinstance(dtypes, torch.dtype):
+            return _values(run_block(text, given, (dtypes,), pack)[0])
         return tuple(map(_values, run_block(text, given, dtypes, pack)))
     if text.startswith("ld.global"):
         nbytes = int(text.split()[0].rpartition(".u")[2]) // 8
@@ -287,14 +292,14 @@ def _specialize(partitions: list[Any], warps: Any, registers: Any) -> None:
 
 
 _LAYOUT = SimpleNamespace(parent=None, get_default_for=lambda *args: None)
-_LAYOUTS = ("BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout", "DotOperandLayout")
-_TORCH = ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
+_LAYOUTS = (
+    *("BlockedLayout", "DistributedLinearLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMADistributedLayout"),
+    "DotOperandLayout",
+)
+_DTYPES = ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
-    **{
-        name: getattr(torch, name)
-        for name in ("uint8", "int32", "int64", "bfloat16", "float32", "sigmoid", "erf", "exp", "exp2")
-    },
+    **{name: getattr(torch, name) for name in (*_DTYPES, "sigmoid", "erf", "exp", "exp2")},
     NVMMASharedLayout=_LAYOUT,
     program_id=lambda dim: Int(_run.program[dim]),
     num_programs=lambda dim: Int(_run.grid[dim]),
@@ -311,9 +316,11 @@ _LANGUAGE = SimpleNamespace(
     abs=torch.abs,
     sum=lambda values, dim: _values(values.sum(dim)),
     max=lambda values, dim: _values(values.amax(dim)),
+    min=lambda values, dim: _values(values.amin(dim)),
     expand_dims=torch.unsqueeze,
     broadcast_to=torch.broadcast_to,
     math=SimpleNamespace(div_rn=torch.div),
+    div_rn=torch.div,
     float8e4nv=torch.float8_e4m3fn,
     join=lambda *two: torch.stack(two, -1),
     gather=lambda values, index, axis: torch.gather(values, axis, index.long()),

@@ -60,10 +60,14 @@ def _select(a: Any, b: Any, c: Any, table: int) -> Any:
     return found
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Two bf16 products."""
-    one, two = (torch.as_tensor(value).to(torch.uint32).contiguous().view(-1, 1).view(torch.bfloat16) for value in (a, b))
-    return (one.double() * two.double()).bfloat16().view(torch.uint32).squeeze(-1).long()
+def _in_two(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """What is computed of two numbers of each register, and rounded once."""
+
+    def compute(*given: Any) -> torch.Tensor:
+        numbers = (torch.as_tensor(one).to(torch.uint32).contiguous().view(-1, 1).view(dtype).double() for one in given)
+        return of(*numbers).to(dtype).view(torch.uint32).squeeze(-1).long()
+
+    return compute
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -73,7 +77,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "lop3.b32": _select,
-    "mul.rn.bf16x2": _multiply,
+    "mul.rn.bf16x2": _in_two(torch.bfloat16, torch.mul),
+    "mul.rn.f16x2": _in_two(torch.float16, torch.mul),
+    "fma.rn.bf16x2": _in_two(torch.bfloat16, lambda a, b, c: a * b + c),
+    "fma.rn.f16x2": _in_two(torch.float16, lambda a, b, c: a * b + c),
+    "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
     "sub.u32": lambda a, b: a - b,
     "max.u32": lambda a, b: a.clamp(min=b),

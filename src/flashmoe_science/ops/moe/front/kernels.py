@@ -22,7 +22,8 @@ def ours() -> tuple[MoEKernel, ...]:
         return ()
     from flashmoe_science.ops.moe.products import gemv, triton
     from flashmoe_science.ops.moe.products.fp8_sm90 import kernel as fp8_sm90
+    from flashmoe_science.ops.moe.products.gemv_gluon import kernel as gemv_gluon
     from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as gluon_sm90
     from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel as mxfp4_sm90
 
-    return (gemv.KERNEL, gluon_sm90.KERNEL, mxfp4_sm90.KERNEL, fp8_sm90.KERNEL, triton.KERNEL)
+    return (gemv.KERNEL, gluon_sm90.KERNEL, mxfp4_sm90.KERNEL, fp8_sm90.KERNEL, triton.KERNEL, gemv_gluon.KERNEL)

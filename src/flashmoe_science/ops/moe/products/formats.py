@@ -283,7 +283,7 @@ def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
     assert in_format is not None
     for (codes, scale, zero_point), halves in zip(in_format, (inputs.activation.halves, False), strict=True):
         half = codes.shape[1] // 2
-        own = name == "fp8_block" and halves and has_own_scales(codes.shape[1], scale.shape[1])
+        own = name.startswith("fp8_block") and halves and has_own_scales(codes.shape[1], scale.shape[1])
         of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
         second = -(-half // SIDE) * SIDE if own else half
         high, wide = FORMATS[name].block

@@ -68,7 +68,8 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promised(kernel: AnyKernel) -> None:
-    form = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_fp8_gluon_sm90": " w:fp8_block_w8a8"}.get(kernel.name, "")
+    forms = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_fp8_gluon_sm90": " w:fp8_block_w8a8", "moe_gemv_gluon": " w:mxfp4"}
+    form = forms.get(kernel.name, "")
     ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
     assert isinstance(ids, MoEProblem)
     assert H200 is not None

@@ -1,0 +1,152 @@
+"""Host-side part of moe_gemv_gluon: the problems it supports, its configs, and its two launches."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from flashmoe_science.formats import FORMATS
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, argument, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, Bind, MoEInputs, MoELaunch, Shape, activation_of, contiguous
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.formats import in_bytes, scales_in_format
+from flashmoe_science.ops.moe.products.grouped import down_constexprs, starts_early, up_constexprs
+from flashmoe_science.ops.moe.route.triton import routing_bytes, why_no_router
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "moe_gemv_gluon"
+MAX_TOKENS, MAX_PLACES = 16, 16
+_TOKENS = 8  # columns of a product
+_ROWS = 16  # of weights, of a program of the second product
+_NAMES = ("up_rows", "up_warps", "up_steps", "down_warps", "down_side", "down_steps", "down_registers")
+_REGISTERS = 128  # of a thread at most: two programs of eight warps a multiprocessor
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if reason := why_no_triton(device):
+        return reason
+    assert device is not None
+    if device.compute_capability >= (10, 0):  # on some no other kernel of ours would come before it, which has run on no GPU
+        return f"serves compute capability 8.0 to 9.0, not {device.product}"
+    if problem.weight_format is None:
+        return f"its weights are in a format, and the problem's {problem.dtype}"
+    if FORMATS[problem.weight_format].w8a8 and (reason := _why_not_w8a8(problem, device)):
+        return reason
+    dtypes = ("bf16",) if problem.weight_format == "mxfp4" or "block" in problem.weight_format else ("bf16", "fp16")
+    if problem.dtype not in dtypes:
+        return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
+    for name, size, most in (("tokens", problem.tokens, MAX_TOKENS), ("top_k", problem.top_k, MAX_PLACES)):
+        if size > most:
+            return f"{name} is {size}; it is for at most {most}"
+    for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
+        if size % 2:
+            return f"{name} is {size}; codes are read in pairs"
+    return why_no_router(problem)
+
+
+def _why_not_w8a8(problem: MoEProblem, device: Gpu) -> str | None:
+    """It serves no more than Hopper's own kernel, so that no call gets it before it has run on a GPU."""
+    if device.compute_capability != (9, 0):
+        return f"{problem.weight_format} is served on compute capability 9.0, not on {device.product}"
+    if problem.bias or not activation_of(problem).halves or problem.dim % 16 or problem.hidden % 16:
+        return f"{problem.weight_format} is served without biases, of gates before ups, in multiples of 16"
+    return None
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second,
+    experts side by side, steps, registers of a thread; the best guess first, by reckoning: none has been measured."""
+    side, wide = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)].bits == 8
+    half, once = max(side // 2, 1), problem.pairs() <= side
+    if problem.tokens > _TOKENS:  # two tiles of tokens leave registers for fewer steps
+        tiles = [(16, 8, 1, 8, half, 1, 255), (16, 4, 1, 8, side, 1, 255)]
+        tiles = tiles if wide else [(16, 8, 2, 8, half, 2, 128), (16, 4, 2, 8, side, 2, 255)]
+    elif wide:
+        first = (32, 8, 2, 8, side, 3, 128) if once else (32, 8, 2, 8, half, 3, 255)
+        tiles = [first, (16, 4, 4, 8, side, 2, 255), (16, 8, 2, 8, half, 2, 128)]
+    else:
+        first = (32, 8, 2, 8, side, 6, 128) if once else (32, 8, 2, 8, half, 3, 128)
+        tiles = [first, (16, 4, 6, 8, side, 4, 255), (16, 8, 3, 8, half, 3, 128)]
+    return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in dict.fromkeys(tiles))
+
+
+def suits(problem: MoEProblem, gpu: Gpu) -> bool:
+    """To four tokens. It is the last of the kernels, and so serves only where it is asked for: it has not run on a GPU."""
+    return problem.tokens <= 4
+
+
+def _results(problem: MoEProblem, config: Config) -> int:
+    """Columns of the first product's result of a program."""
+    return config["up_rows"] // (2 if problem.gated else 1)
+
+
+def grids(problem: MoEProblem, config: Config) -> tuple[Grid, Grid]:
+    up = cdiv(problem.hidden, _results(problem, config)) * problem.pairs()
+    return (up, 1, 1), (cdiv(problem.dim, _ROWS), 1, 1)
+
+
+def _between(problem: MoEProblem, dtype: torch.dtype) -> torch.dtype:
+    """Of the rows between the products: fp32 where the second quantises them."""
+    return torch.float32 if FORMATS[str(problem.weight_format)].w8a8 else dtype
+
+
+def workspace(problem: MoEProblem, config: Config) -> int:
+    """Bytes of the rows between the products, and of what a router before them chose."""
+    size = 4 if FORMATS[str(problem.weight_format)].w8a8 else DTYPE_BYTES[problem.dtype]
+    return problem.pairs() * problem.hidden * size + routing_bytes(problem)
+
+
+def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
+    """The ``plan`` of both kernels."""
+    if inputs.saves_z:
+        raise CannotServe(NO_PRE_ACTIVATIONS)
+    inputs = in_bytes(inputs)
+    p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
+    early, of_scales, new = starts_early(x), scales_in_format(inputs), Pointer(_between(p, x.dtype))
+    for scale in of_weights[:2]:
+        assert scale is not None
+        if FORMATS[str(p.weight_format)].group == 32 and scale.dtype not in (torch.uint8, x.dtype):
+            raise CannotServe(f"scales of groups of 32 are {scale.dtype}; it multiplies weights by those of {x.dtype}")
+    places, (of_up, of_down) = next_power_of_2(p.top_k), (tuple(map(stand_in, of_weights[n::2])) for n in (0, 1))
+
+    @cache
+    def builds(tiles: int, once: bool) -> tuple[Build, tuple[Any, ...], Build, tuple[Any, ...]]:
+        """Both, of so many tiles of tokens, and of no more experts than ``down_side``; with their constexprs."""
+        first = *up_constexprs(inputs).values(), tuple(of_scales[0]), places, tiles
+        first = *first, config["up_rows"], config["up_steps"], config["up_warps"], early
+        pointers = stand_in(x), stand_in(w1), *of_up, stand_in(biases[0]), stand_in(ids), new
+        build_up = Build(up, (*pointers, 2, *first), num_warps=config["up_warps"], maxnreg=_REGISTERS, launch_pdl=early)
+        last = *down_constexprs(inputs).values(), p.top_k, tuple(of_scales[1]), places, tiles
+        last = *last, _ROWS, config["down_steps"], config["down_warps"], config["down_side"], once, early
+        pointers = new, stand_in(w2), *of_down, stand_in(biases[1]), stand_in(ids), stand_in(weights), Pointer(x.dtype)
+        options = {"num_warps": config["down_warps"], "maxnreg": config["down_registers"], "launch_pdl": early}
+        return build_up, first, Build(down, (*pointers, 2, *last), **options), last
+
+    def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
+        p, x = like.problem, like.tensors.x
+        allocate, (grid_up, grid_down) = allocator(x.is_cuda), grids(p, config)
+        build_up, first, build_down, last = builds(cdiv(p.tokens, _TOKENS), p.pairs() <= config["down_side"])
+        launch_up, launch_down = build_up.bound(grid_up, p.tokens, *first), build_down.bound(grid_down, p.tokens, *last)
+        of_active, result = ((p.pairs(), p.hidden), (p.hidden, 1), _between(p, x.dtype)), contiguous(shape, x.dtype)
+
+        def call(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+            gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
+            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
+        ) -> torch.Tensor:  # fmt: skip
+            active, out = allocate(*of_active), allocate(*result)
+            rows, chosen = address(active), address(ids)
+            of_up = address(gate_up_scale), argument(gate_up_zero_point), argument(gate_up_bias)
+            launch_up(address(x), address(w1), *of_up, chosen, rows)
+            of_down = address(down_scale), argument(down_zero_point), argument(down_bias)
+            launch_down(rows, address(w2), *of_down, chosen, address(weights), address(out))
+            return out
+
+        return call
+
+    return bind

@@ -1,0 +1,49 @@
+"""moe_gemv_gluon on a GPU: every case with every config, results that repeat, layers of models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.ops.moe.cases import Case, inputs_of
+from tests.unit.ops.moe.products.format_cases import on
+from tests.unit.ops.moe.products.gemv_cases import every, faults
+
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.products.gemv_gluon.kernel import KERNEL
+
+pytestmark = pytest.mark.gpu
+CASES = dict(every())
+LARGER = (
+    "moe t{} e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",
+    "moe t{} e128 k8 d2048 f768 bf16 w:fp8_block",
+    "moe t{} e128 k8 d2048 f768 bf16 w:int4_g128",
+    "moe t{} e128 k8 d2048 f768 bf16 w:fp8_channel",
+    "moe t{} e16 k8 d7168 f2048 bf16 w:fp8_block",
+)
+
+
+def hold(inputs: MoEInputs) -> None:
+    gpu = current_gpu(torch.device("cuda"))
+    if reason := KERNEL.cannot(inputs.problem, gpu):
+        pytest.skip(reason)
+    for config in KERNEL.configs(inputs.problem, gpu):
+        try:
+            out = KERNEL.run(inputs, config)
+        except CannotServe:
+            return
+        assert faults(inputs, out) == [], config
+        again = (KERNEL.run(inputs, config) for _ in range(20))
+        assert all(torch.equal(one.nan_to_num(), out.nan_to_num()) for one in again), config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_right_and_repeats(name: str) -> None:
+    hold(on(CASES[name], "cuda"))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize("text", LARGER)
+def test_a_layer_is_right_and_repeats(text: str, tokens: int) -> None:
+    hold(inputs_of(Case(text.format(tokens), routing="foreign" if tokens == 5 else "random"), "cuda"))
