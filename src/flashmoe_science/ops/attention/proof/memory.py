@@ -37,9 +37,11 @@ def two_orders(made: Made) -> Made:
 
 
 def expanded(made: Made) -> Made:
-    """K of the first batch for all, V of the first head for all: strides of 0."""
+    """K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
     if "cache_seqlens" in made or "cu_seqlens_q" in made:
         return made
+    if "bias" in made:
+        made = made | {"bias": made["bias"][:, :, :1].expand_as(made["bias"])}
     return made | {"k": made["k"][:1].expand_as(made["k"]), "v": made["v"][:, :1].expand_as(made["v"])}
 
 
@@ -58,6 +60,14 @@ def with_an_outlier(made: Made) -> Made:
     """One key of each head far larger than the others: the scores of half of the queries are one-hot."""
     if made["k"].element_size() > 1:
         made["k"][:, :, made["k"].shape[2] // 3] *= _OUTLIER
+    return made
+
+
+def padded_on_the_left(made: Made) -> Made:
+    """A mask or a bias that hides the first three quarters of the keys: of whole tiles no key is seen."""
+    if "bias" in made:
+        hidden = False if made["bias"].dtype == torch.bool else -torch.inf
+        made["bias"][..., : made["bias"].shape[-1] * 3 // 4] = hidden
     return made
 
 
