@@ -134,6 +134,14 @@ def test_a_fault_of_real_use_is_named(one: Fault) -> None:
     assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
 
 
+def test_a_problem_of_features_sits_the_exam_too() -> None:
+    """A fault that other values alone meet, in a problem that is not the plainest."""
+    plain, sinks = "attn b1 h2 q16 d16 fp32", "attn b1 h2 q60 k40 d128 fp32 causal sinks"
+    result = result_of(swept(PLANTED["sinks_of_the_first_call"], plain, sinks))
+    assert {str(one.problem) for one in result.of("wrong") if one.inputs == "the whole exam"} == {sinks}
+    assert "wrong-for-a-seed" in result.codes
+
+
 def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
     lines = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa",

@@ -90,7 +90,7 @@ class MoEBackwardContract(SharedContract):
             squared = {**inputs, "topk_weights": inputs["topk_weights"].square()}
             words = "it is right for routing weights that are applied twice"
             yield Mistake("weights-twice", words, self.reference(problem, squared))
-        yield from super().mistakes(replace(problem, bias=False) if problem.bias else problem, _without_biases(inputs))
+        yield from super().mistakes(problem, inputs)
 
     def for_kernel(self, problem: MoEBackwardProblem, inputs: Inputs) -> BackwardInputs | StepInputs:
         if problem.routing != "ids":
@@ -168,10 +168,6 @@ def _gradients(
 
 def _of_call(inputs: Inputs) -> Inputs:
     return {name: one for name, one in inputs.items() if name != "dout"}
-
-
-def _without_biases(inputs: Inputs) -> Inputs:
-    return {name: one for name, one in inputs.items() if name not in BIASES}
 
 
 CONTRACT = MoEBackwardContract()
