@@ -142,6 +142,23 @@ def test_a_problem_of_features_sits_the_exam_too() -> None:
     assert "wrong-for-a-seed" in result.codes
 
 
+@pytest.mark.parametrize("problem", ["attnbwd b2 h4 hk2 q9 k70 d16 fp32 bias", "attnbwd b2 h4 hk2 q9 k70 d16 bf16 boolmask"])
+def test_a_right_backward_with_a_mask_is_right_however_the_mask_is_given(problem: str, tmp_path: Path) -> None:
+    lines = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa",
+        "from flashmoe_science.contract import contract",
+        "@contract('attention_backward')",
+        "def attention(q, k, v, causal=False, softmax_scale=None, attn_mask=None):",
+        "    return sdpa(q, k, v, attn_mask=attn_mask, scale=softmax_scale, enable_gqa=True)",
+    )
+    (tmp_path / "masked.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'masked.py'}:attention", problem).checked
+    asked = {one.inputs: one.answer for one in checked}
+    assert asked.pop("a gradient into the log-sum-exp too") == "not served"
+    assert {"slices of larger tensors", "a mask that hides the first keys from all"} <= asked.keys()
+    assert set(asked.values()) == {"right"}, [one.words for one in checked if one.answer != "right"]
+
+
 def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
     lines = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa",

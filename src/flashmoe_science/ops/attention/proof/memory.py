@@ -40,7 +40,7 @@ def expanded(made: Made) -> Made:
     """K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
     if "cache_seqlens" in made or "cu_seqlens_q" in made:
         return made
-    if "bias" in made:
+    if "bias" in made and not _has_gradient(made):  # of an expanded one it would be a sum
         made = made | {"bias": made["bias"][:, :, :1].expand_as(made["bias"])}
     return made | {"k": made["k"][:1].expand_as(made["k"]), "v": made["v"][:, :1].expand_as(made["v"])}
 
@@ -69,6 +69,11 @@ def padded_on_the_left(made: Made) -> Made:
         hidden = False if made["bias"].dtype == torch.bool else -torch.inf
         made["bias"][..., : made["bias"].shape[-1] * 3 // 4] = hidden
     return made
+
+
+def _has_gradient(made: Made) -> bool:
+    """Whether the bias of a backward's inputs is differentiated: a boolean mask is not."""
+    return "dout" in made and made["bias"].is_floating_point()
 
 
 def expanded_gradient(made: Made) -> Made:
