@@ -119,9 +119,7 @@ class AttentionBackwardContract(SharedContract):
     def plain(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_plain(self._for_backward(problem, inputs))
 
-    def cap(
-        self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
-    ) -> tuple[Errors, ...]:
+    def cap(self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         features, given = problem.features, self._for_backward(problem, inputs)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
@@ -162,9 +160,7 @@ class AttentionBackwardContract(SharedContract):
     def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
         return tuple(one for one in result if one is not None)
 
-    def planned(
-        self, kernel: BackwardKernel, config: Config, like: BackwardInputs
-    ) -> Callable[[BackwardInputs], Gradients]:
+    def planned(self, kernel: BackwardKernel, config: Config, like: BackwardInputs) -> Callable[[BackwardInputs], Gradients]:
         return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
 
 
