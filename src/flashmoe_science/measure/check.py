@@ -189,7 +189,8 @@ class Sweep:
 
     def go(self, problems: Iterable[Problem]) -> None:
         """Check every problem once, then run the full exam on the first right one, and every other kind of inputs there;
-        where it is right on none, the exam may find the reason. A few others sit the exam too. Raises ContractFailed: the contract's own code failed."""
+        where it is right on none, the exam may find the reason. A few others sit the exam too.
+        Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")

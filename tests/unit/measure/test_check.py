@@ -142,6 +142,15 @@ def test_a_problem_of_features_sits_the_exam_too() -> None:
     assert "wrong-for-a-seed" in result.codes
 
 
+def test_no_query_loses_its_last_key_to_a_mask_of_the_first() -> None:
+    """A bias of -inf everywhere makes NaN of honest autograd, and of PyTorch's own attention."""
+    for problem in map(parse_problem, ("attn b1 h2 q40 k50 d8 fp32 causal bias", "attn b1 h2 q9 k9 d8 fp32 causal bias")):
+        contract = ATTENTION.variant("a mask that hides the first keys from all")
+        bias = contract.inputs(problem, CPU.device, torch.Generator().manual_seed(1))["bias"]
+        seen = torch.ones(bias.shape[2:], dtype=torch.bool).tril(problem.seqlen_k - problem.seqlen_q)
+        assert (bias.isfinite() & seen).any(-1).all()
+
+
 @pytest.mark.parametrize("problem", ["attnbwd b2 h4 hk2 q9 k70 d16 fp32 bias", "attnbwd b2 h4 hk2 q9 k70 d16 bf16 boolmask"])
 def test_a_right_backward_with_a_mask_is_right_however_the_mask_is_given(problem: str, tmp_path: Path) -> None:
     lines = (

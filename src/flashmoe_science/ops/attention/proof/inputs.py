@@ -32,7 +32,8 @@ def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> Made:
     """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K, V and a mask are the first
-    columns of tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an index."""
+    columns of tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an
+    index."""
     features, lengths = problem.features, problem.sequence_lengths()
     tables = _tables(problem, lengths, device, generator, sliced)
     queries = (problem.batch, problem.heads, problem.seqlen_q)

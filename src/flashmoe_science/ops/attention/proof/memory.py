@@ -64,10 +64,12 @@ def with_an_outlier(made: Made) -> Made:
 
 
 def padded_on_the_left(made: Made) -> Made:
-    """A mask or a bias that hides the first three quarters of the keys: of whole tiles no key is seen."""
+    """A mask or a bias that hides the first three quarters of the keys: of whole tiles no key is seen. Fewer where queries are
+    so many that a causal mask would leave the first none."""
     if "bias" in made:
         hidden = False if made["bias"].dtype == torch.bool else -torch.inf
-        made["bias"][..., : made["bias"].shape[-1] * 3 // 4] = hidden
+        rows, keys = made["bias"].shape[-2:]
+        made["bias"][..., : min(keys * 3 // 4, max(keys - rows, 0))] = hidden
     return made
 
 

@@ -116,7 +116,8 @@ _LARGE = (
     "t20 e4 k2 d24 f1040",
 )
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
-# experts, pairs, tokens and columns as large models have, and weights in the other memory order. From given ids, as a function takes them.
+# experts, pairs, tokens and columns as large models have, and weights in the other memory order. From given ids,
+# as a function takes them.
 SWEEP = (
     *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
     *(f"moe {sizes} bf16" for sizes in _LARGE),
