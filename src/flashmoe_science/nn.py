@@ -10,7 +10,7 @@ from torch import nn
 
 from flashmoe_science.moe import fused_moe, quantize_experts
 from flashmoe_science.ops.calls import without_autocast
-from flashmoe_science.ops.moe.call import check_activation
+from flashmoe_science.ops.moe.call import DTYPES, check_activation
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
 from flashmoe_science.ops.moe.route.route import route
@@ -91,6 +91,8 @@ class FlashMoELayer(nn.Module):
         for name, flag in (("selection_bias", selection_bias), ("recompute", recompute)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is {flag!r}; it must be True or False")
+        if dtype not in (None, *DTYPES, torch.float64):
+            raise TypeError(f"dtype is {dtype!r}; it must be float16, bfloat16, float32 or float64")
         check_activation(activation, alpha, limit)
         options_of(num_experts, selection_bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
         self.top_k = top_k
@@ -150,6 +152,7 @@ class FlashMoELayer(nn.Module):
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., E] fp32 (fp64 for fp64), of [..., H]: what ``balance_loss`` and ``forward`` are given."""
+        self._check_states(hidden_states)
         with without_autocast(hidden_states):
             wide = torch.promote_types(hidden_states.dtype, torch.float32)
             return nn.functional.linear(hidden_states.to(wide), self.router_weight.to(wide))
@@ -170,6 +173,14 @@ class FlashMoELayer(nn.Module):
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(hidden_states, self.shared_gate_up_proj, self.shared_down_proj)
         return (out, RouterLosses(balance_loss(logits, ids), z_loss(logits))) if return_losses else out
+
+    def _check_states(self, hidden_states: object) -> None:
+        """Raise unless they are a tensor of the layer's width."""
+        if not isinstance(hidden_states, torch.Tensor):
+            raise TypeError(f"hidden_states is a {type(hidden_states).__name__}; it must be a torch.Tensor")
+        shape, width = tuple(hidden_states.shape), self.router_weight.shape[1]
+        if shape[-1:] != (width,):
+            raise ValueError(f"hidden_states has shape {shape}; its last dimension must be hidden_size, {width}")
 
     def _shared(self, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
         """The expert that every token goes to."""

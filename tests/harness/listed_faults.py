@@ -189,6 +189,29 @@ SWEPT = (
     fault("keeps_every_input", "", "its memory grows with each call", problem=None),
     fault("wrong_soft_cap", "", "it is right for no soft cap", problem="attn b2 h2 q40 k60 d64 bf16 causal softcap2"),
     fault("nan_where_a_mask_hides_all", "", "see no key", problem="attn b2 h2 q40 k33 d64 bf16 causal boolmask"),
+    fault("shared_heads_in_fp32", "", "h % heads_kv", problem="attn b2 h8 hk2 q33 k70 d40 dv24 causal fp32"),
+    fault("at_most_1024_queries", "", "maximum error", problem="attn b1 h1 q1030 k33 d16"),
+    fault("no_window_of_one_query", "", "it is right for no window", problem="attn b2 h4 hk2 q1 k200 d128 bf16 causal left16"),
+    fault("a_window_of_0_is_none", "", "it is right for no window", problem="attn b1 h2 q40 d64 bf16 causal left0"),
+    fault(
+        "no_sinks_in_a_window", "", "it is right for no sinks", problem="attn b2 h8 hk2 q40 k200 d64 bf16 causal left16 sinks"
+    ),
+    fault("sinks_of_the_first_call", "", "right for one seed", problem="attn b1 h2 q60 k40 d128 fp32 causal sinks"),
+    fault("slopes_of_key_heads", "", "maximum error", problem="attn b1 h4 hk2 q60 k40 d64 bf16 alibi"),
+    fault("mask_without_gaps", "", "wrong with slices of larger", problem="attn b2 h4 hk2 q1 k150 d128 fp32 boolmask"),
+    fault(
+        "nan_where_a_tile_is_hidden", "", "wrong with a mask that hides the first", problem="attn b2 h4 hk2 q1 k150 d128 fp32 b"
+    ),
+    fault(
+        "no_gradient_of_sinks_in_a_window",
+        "",
+        "output 3: maximum error",
+        problem="attnbwd b2 h8 hk2 q40 k200 d64 bf16 causal left16 sinks",
+    ),
+    fault("moe_without_the_down_bias", "", "maximum error", problem="moe t9 e4 k2 d32 f24 bf16 bias"),
+    fault("moe_at_most_1024_columns", "", "maximum error", problem="moe t20 e4 k2 d1040 f24"),
+    fault("moe_no_bias_in_a_format", "", "it is right for no biases", problem="moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias"),
+    fault("expert_gradient_without_the_down_bias", "", "output 5: maximum error", problem="moebwd t9 e4 k2 d32 f24 bf16 bias"),
     fault("moe_at_most_64_experts", "", "maximum error", problem="moe t20 e128 k8 d32 f24"),
     fault("moe_at_most_256_experts", "", "maximum error", problem="moe t64 e512 k8 d32 f24"),
     fault("moe_minus_one_is_the_last", "", r"wrong with ids of -1", problem=None),

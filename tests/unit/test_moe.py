@@ -280,6 +280,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transposed": None}, "transposed is None; it must be True or False"),
     ({"alpha": "2"}, "alpha is '2'; it must be a number"),
     ({"limit": float("nan")}, "limit is nan; it must be a number"),
+    ({"limit": -1.0}, "limit is -1.0; it must be at least 0"),
     ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
     ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
     ({"kernel": ["moe"]}, "kernel is ['moe']; it must be the name of one, or None"),
@@ -322,6 +323,23 @@ def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
         fm.FlashMoELayer(H, F, E, 9)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "hidden_states is a int; it must be a torch.Tensor"),
+        (torch.zeros(T, H + 1), "hidden_states has shape (6, 17); its last dimension must be hidden_size, 16"),
+        (torch.tensor(1.0), "hidden_states has shape (); its last dimension must be hidden_size, 16"),
+    ],
+    ids=["no tensor", "another width", "no dimension"],
+)
+def test_a_layer_refuses_states_that_are_not_its_own_by_name(given: Any, message: str) -> None:
+    layer = fm.FlashMoELayer(H, F, E, K)
+    for call in (layer, layer.router_logits):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(given)
+        assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "autocast"])
 def test_the_layer_gives_the_losses_of_its_router(way: str) -> None:
     torch.manual_seed(2)
@@ -351,6 +369,9 @@ LAYER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation": "swish"}, "activation is 'swish'; it must be one of 'silu'"),
     ({"alpha": "2"}, "alpha is '2'; it must be a number"),
     ({"limit": float("nan")}, "limit is nan; it must be a number"),
+    ({"limit": -1.0}, "limit is -1.0; it must be at least 0"),
+    ({"dtype": torch.int8}, "dtype is torch.int8; it must be float16, bfloat16, float32 or float64"),
+    ({"dtype": "bf16"}, "dtype is 'bf16'; it must be float16, bfloat16, float32 or float64"),
     ({"scoring": "argmax"}, "scoring is 'argmax'; it must be one of 'softmax', 'softmax_topk', 'sigmoid'"),
     ({"normalize": "max"}, "normalize is 'max'; it must be one of 'none', 'sum'"),
     ({"scoring": "sigmoid", "groups": 3, "top_k_groups": 1}, "groups is 3 and there are 4 experts; the first must divide"),

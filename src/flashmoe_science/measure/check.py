@@ -189,7 +189,8 @@ class Sweep:
 
     def go(self, problems: Iterable[Problem]) -> None:
         """Check every problem once, then run the full exam on the first right one, and every other kind of inputs there;
-        where it is right on none, the exam may find the reason. Raises ContractFailed: the contract's own code failed."""
+        where it is right on none, the exam may find the reason. A few others sit the exam too.
+        Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
@@ -209,6 +210,8 @@ class Sweep:
             for problem in _representative([one.problem for one in ran if one.answer == "right"]):
                 self.on_progress(f"other inputs and calls: {problem}")
                 self._otherwise(problem)
+                if problem != right:
+                    self._add(problem, EXAM, lambda exam: exam.full((), (), deterministic))
 
     def _otherwise(self, right: Problem) -> None:
         """Check other ways to give the inputs of a problem and to call."""
@@ -256,9 +259,11 @@ class Sweep:
 
 
 def _representative(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problem, which is the plainest, the first of one query or token, and the last, which has most features."""
+    """The first problem, which is the plainest, the first of one query or token, and of each kind of word the last that has it:
+    the last of all, and those of features."""
     of_one = [one for one in problems if one.queries() == 1]
-    return list(dict.fromkeys((problems[0], *of_one[:1], problems[-1])))
+    of_word = {word.rstrip("0123456789"): one for one in problems for word in str(one).split()}
+    return list(dict.fromkeys((problems[0], *of_one[:1], *of_word.values())))
 
 
 def _with_variant(exam: Exam, variant: str) -> Finding:

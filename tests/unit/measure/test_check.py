@@ -134,6 +134,40 @@ def test_a_fault_of_real_use_is_named(one: Fault) -> None:
     assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
 
 
+def test_a_problem_of_features_sits_the_exam_too() -> None:
+    """A fault that other values alone meet, in a problem that is not the plainest."""
+    plain, sinks = "attn b1 h2 q16 d16 fp32", "attn b1 h2 q60 k40 d128 fp32 causal sinks"
+    result = result_of(swept(PLANTED["sinks_of_the_first_call"], plain, sinks))
+    assert {str(one.problem) for one in result.of("wrong") if one.inputs == "the whole exam"} == {sinks}
+    assert "wrong-for-a-seed" in result.codes
+
+
+def test_no_query_loses_its_last_key_to_a_mask_of_the_first() -> None:
+    """A bias of -inf everywhere makes NaN of honest autograd, and of PyTorch's own attention."""
+    for problem in map(parse_problem, ("attn b1 h2 q40 k50 d8 fp32 causal bias", "attn b1 h2 q9 k9 d8 fp32 causal bias")):
+        contract = ATTENTION.variant("a mask that hides the first keys from all")
+        bias = contract.inputs(problem, CPU.device, torch.Generator().manual_seed(1))["bias"]
+        seen = torch.ones(bias.shape[2:], dtype=torch.bool).tril(problem.seqlen_k - problem.seqlen_q)
+        assert (bias.isfinite() & seen).any(-1).all()
+
+
+@pytest.mark.parametrize("problem", ["attnbwd b2 h4 hk2 q9 k70 d16 fp32 bias", "attnbwd b2 h4 hk2 q9 k70 d16 bf16 boolmask"])
+def test_a_right_backward_with_a_mask_is_right_however_the_mask_is_given(problem: str, tmp_path: Path) -> None:
+    lines = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa",
+        "from flashmoe_science.contract import contract",
+        "@contract('attention_backward')",
+        "def attention(q, k, v, causal=False, softmax_scale=None, attn_mask=None):",
+        "    return sdpa(q, k, v, attn_mask=attn_mask, scale=softmax_scale, enable_gqa=True)",
+    )
+    (tmp_path / "masked.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'masked.py'}:attention", problem).checked
+    asked = {one.inputs: one.answer for one in checked}
+    assert asked.pop("a gradient into the log-sum-exp too") == "not served"
+    assert {"slices of larger tensors", "a mask that hides the first keys from all"} <= asked.keys()
+    assert set(asked.values()) == {"right"}, [one.words for one in checked if one.answer != "right"]
+
+
 def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
     lines = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa",

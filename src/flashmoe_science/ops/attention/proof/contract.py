@@ -47,12 +47,14 @@ from flashmoe_science.ops.attention.proof.public_calls import public_call
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
+PADDED = "a mask that hides the first keys from all"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
     "strides of 0 (expanded K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
     "one key that is an outlier": memory.with_an_outlier,
+    PADDED: memory.padded_on_the_left,
     "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
 }
 _VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -73,7 +75,7 @@ _E4M3 = torch.float8_e4m3fn
 
 class SharedContract(Contract):
     """What the contracts of the forward and of the backward share. ``stretch`` multiplies the usual scale, D to the -1/2; with
-    ``explicit`` False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors twice as wide;
+    ``explicit`` False the scale is not passed; with ``sliced`` Q, K, V and a mask are slices of tensors twice as wide;
     ``placed`` puts the inputs elsewhere in memory."""
 
     lists: ClassVar[Any]  # the module of its problems
@@ -123,7 +125,7 @@ class SharedContract(Contract):
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
         """With a problem of each feature that ``fn`` has an argument for."""
         *plain, last = self.sweep()
-        return (*plain, *(text for name in arguments_of(fn) for text in self.lists.FEATURES.get(name, ())), last)
+        return (*plain, *self.lists.sweep_of(arguments_of(fn)), last)
 
     def _scale(self, problem: AttentionProblem) -> float:
         return problem.softmax_scale * self._stretch
@@ -135,7 +137,7 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier")
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", PADDED)
     # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
     edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
@@ -203,7 +205,7 @@ class AttentionContract(SharedContract):
         key, _, _ = extents(self.for_kernel(problem, inputs))
         more = 2.0 * problem.features.softcap
         if problem.features.bias == "additive":
-            more += inputs["bias"].abs().max().item()
+            more += inputs["bias"].masked_fill(inputs["bias"].isinf(), 0.0).abs().max().item()  # -inf hides a key
         return float(4 * _FP32 * (math.sqrt(problem.head_dim) * abs(scale) * query * key + more))
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:

@@ -31,8 +31,9 @@ _VISIBLE = 0.75  # of a boolean mask
 def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> Made:
-    """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K and V are the first columns of
-    tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an index."""
+    """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K, V and a mask are the first
+    columns of tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an
+    index."""
     features, lengths = problem.features, problem.sequence_lengths()
     tables = _tables(problem, lengths, device, generator, sliced)
     queries = (problem.batch, problem.heads, problem.seqlen_q)
@@ -49,6 +50,8 @@ def make_tensors(
         if features.fp8_cache and name != "q":
             made[name] = made[name].mul_(_FP8_SPREAD).to(FP8)
     made |= tables | _biases(problem, dtype, device, generator)
+    if sliced and "bias" in made:
+        made["bias"] = torch.cat((made["bias"], made["bias"].flip(-1)), dim=-1)[..., : problem.seqlen_k]
     fill_unused(made, GARBAGE)
     return made
 

@@ -37,9 +37,11 @@ def two_orders(made: Made) -> Made:
 
 
 def expanded(made: Made) -> Made:
-    """K of the first batch for all, V of the first head for all: strides of 0."""
+    """K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
     if "cache_seqlens" in made or "cu_seqlens_q" in made:
         return made
+    if "bias" in made and not _has_gradient(made):  # of an expanded one it would be a sum
+        made = made | {"bias": made["bias"][:, :, :1].expand_as(made["bias"])}
     return made | {"k": made["k"][:1].expand_as(made["k"]), "v": made["v"][:, :1].expand_as(made["v"])}
 
 
@@ -59,6 +61,21 @@ def with_an_outlier(made: Made) -> Made:
     if made["k"].element_size() > 1:
         made["k"][:, :, made["k"].shape[2] // 3] *= _OUTLIER
     return made
+
+
+def padded_on_the_left(made: Made) -> Made:
+    """A mask or a bias that hides the first three quarters of the keys: of whole tiles no key is seen. Fewer where queries are
+    so many that a causal mask would leave the first none."""
+    if "bias" in made:
+        hidden = False if made["bias"].dtype == torch.bool else -torch.inf
+        rows, keys = made["bias"].shape[-2:]
+        made["bias"][..., : min(keys * 3 // 4, max(keys - rows, 0))] = hidden
+    return made
+
+
+def _has_gradient(made: Made) -> bool:
+    """Whether the bias of a backward's inputs is differentiated: a boolean mask is not."""
+    return "dout" in made and made["bias"].is_floating_point()
 
 
 def expanded_gradient(made: Made) -> Made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from random import Random
@@ -47,6 +47,7 @@ def small() -> tuple[str, ...]:
     return (*(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES), *suites_serving.small())
 
 
+_WIDE = ((128, "", "bf16"), (128, "", "fp32"), (128, " causal", "bf16"), (256, "", "fp16"), (256, " causal", "fp16"))
 _SWEPT = (
     # Every dtype, the plainest first.
     *(f"b2 h2 q65 d64{mask} {dtype}" for mask in ("", " causal") for dtype in _DTYPES),
@@ -54,6 +55,9 @@ _SWEPT = (
     *(f"b1 h2 q70 d{dim}" for dim in (1, 2, 8, 16, 24, 32, 40, 80, 96, 100, 128, 160, 192, 256)),
     "b1 h2 q70 d128 causal",
     "b1 h2 q70 d256 causal",
+    # The widths that models have, in the dtypes that the turns above leave out.
+    *(f"b1 h2 q70 d{dim}{mask} {dtype}" for dim, mask, dtype in _WIDE),
+    *(f"b1 h2 q70 d{dim}" for dim in (48, 72, 112)),
     "b1 h2 q70 d64 dv32",
     "b1 h2 q70 d40 dv24 causal",
     "b1 h2 q70 d192 dv128 causal",
@@ -64,12 +68,17 @@ _SWEPT = (
     "b2 h8 hk2 q40 d64 causal",
     "b1 h6 hk3 q70 d32",
     "b1 h6 hk2 q1 k70 d64",
+    "b1 h10 hk2 q33 k40 d32",
+    "b1 h14 hk2 q1 k40 d64",
+    "b2 h8 hk2 q33 k70 d40 dv24 causal fp32",
+    "b2 h8 hk2 q1 k200 d128",
+    "b2 h8 hk2 q1 k200 d128",
     # Lengths: one query, one key, next to a power of two, unequal, rows that see no key.
     "b1 h2 q1 d64",
     "b2 h2 q1 k200 d64",
     "b1 h2 q1 k129 d64 causal",
     "b1 h2 q70 k1 d64",
-    *(f"b1 h2 q{length} d64" for length in (15, 128)),
+    *(f"b1 h2 q{length} d64" for length in (15, 96, 128, 192)),
     *(f"b1 h2 q{length} d64 causal" for length in (16, 127, 129)),
     "b1 h2 q257 d32 causal",
     "b1 h2 q24 k40 d64 causal",
@@ -82,7 +91,8 @@ _SWEPT = (
     "b2 h4 hk2 q1 k1 d64",
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
-    "b1 h2 q1 k2200 d64",
+    "b1 h2 q1 k8300 d64",
+    "b1 h1 q1030 k33 d16",
     # Many query heads of a key head, many batches, more programs than a grid's second dimension has, values wider than keys.
     "b1 h16 hk1 q20 d64",
     "b2 h32 hk2 q3 k70 d64 causal",
@@ -90,7 +100,8 @@ _SWEPT = (
     "b1 h128 hk1 q1 k40 d64",
     "b9 h2 q33 d32 causal",
     "b64 h1025 q1 k2 d8",
-    "b1 h2 q70 d64 dv128",
+    "b1 h2 q70 d64 dv128 fp16",
+    "b1 h2 q70 d64 dv128 bf16",
     # [batch, seq, heads, head_dim] in memory, alone and with the rest.
     "b3 h8 hk2 q1 k129 d64 causal bshd",
     "b2 h3 q70 d64 bshd",
@@ -99,18 +110,55 @@ _SWEPT = (
 )
 
 
-# Problems of what a function may have arguments for, by those.
+# Problems of what a function may have arguments for, by those: shared heads, one query, more queries than keys, keys of whole
+# tiles that no query of a tile sees, every dtype; the last with what models have beside it.
 FEATURES = {
-    "window_size": ("attn b1 h2 q40 k60 d64 bf16 causal left16", "attn b2 h2 q70 d64 fp16 left9 right3"),
-    "softcap": ("attn b2 h2 q40 k60 d64 bf16 causal softcap2",),
-    "sinks": ("attn b2 h4 hk2 q40 k60 d64 bf16 causal sinks",),
-    "alibi_slopes": ("attn b2 h4 q40 k60 d64 fp16 causal alibi",),
+    "softcap": (
+        "attn b2 h2 q40 k60 d64 bf16 causal softcap2",
+        "attn b1 h2 q40 d64 fp16 softcap50",
+        "attn b2 h4 hk2 q1 k70 d128 bf16 softcap20",
+        "attn b1 h4 hk2 q40 d40 fp32 causal softcap3",
+    ),
+    "sinks": (
+        "attn b2 h4 hk2 q40 k60 d64 bf16 causal sinks",
+        "attn b2 h8 hk2 q1 k70 d64 fp16 sinks",
+        "attn b1 h2 q60 k40 d128 fp32 causal sinks",
+    ),
+    "alibi_slopes": (
+        "attn b2 h4 q40 k60 d64 fp16 causal alibi",
+        "attn b1 h4 hk2 q60 k40 d64 bf16 alibi",
+        "attn b2 h4 hk2 q1 k70 d128 fp32 alibi",
+    ),
     "attn_mask": (
         "attn b2 h2 q33 k40 d64 fp16 boolmask",
         "attn b2 h2 q40 k33 d64 bf16 causal boolmask",  # which hides every key from some queries
+        "attn b2 h4 hk2 q1 k150 d128 fp32 boolmask",
         "attn b2 h2 q33 k40 d64 fp32 bias",
+        "attn b2 h4 hk2 q1 k70 d64 fp16 bias",
+        "attn b1 h4 hk2 q40 k150 d64 bf16 causal bias",
+    ),
+    "window_size": (
+        "attn b1 h2 q40 k60 d64 bf16 causal left16",
+        "attn b2 h2 q70 d64 fp16 left9 right3",
+        "attn b1 h2 q40 d64 bf16 causal left0",
+        "attn b1 h2 q40 k60 d64 fp16 right5",
+        "attn b1 h2 q60 k40 d64 fp32 left7 right2",
+        "attn b2 h4 hk2 q1 k200 d128 bf16 causal left16",
+        "attn b1 h4 hk2 q300 d32 fp16 causal left20",
+        "attn b2 h4 hk2 q40 k200 d128 bf16 causal left16",
     ),
 }
+# The same, of functions that have all of these arguments.
+TOGETHER = {
+    ("window_size", "softcap"): ("attn b1 h4 hk2 q40 k200 d64 bf16 causal left16 softcap50",),
+    ("window_size", "sinks"): ("attn b2 h8 hk2 q40 k200 d64 bf16 causal left16 sinks",),
+}
+
+
+def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The problems of what a function has these arguments for."""
+    alone = (text for name in arguments for text in FEATURES.get(name, ()))
+    return (*alone, *(text for names, some in TOGETHER.items() if set(names) <= set(arguments) for text in some))
 
 
 def sweep() -> tuple[str, ...]:

@@ -234,7 +234,7 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
 
     Raises:
         TypeError: ``alpha`` or ``limit`` is no number.
-        ValueError: it is NaN, or ``activation`` is no word of Function.
+        ValueError: it is NaN, ``limit`` is below 0, or ``activation`` is no word of Function.
     """
     if activation not in get_args(Function):
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
@@ -243,6 +243,8 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
             raise TypeError(f"{name} is {number!r}; it must be a number")
         if number != number:  # NaN, in a comparison, which torch.compile can trace
             raise ValueError(f"{name} is {number!r}; it must be a number")
+    if limit < 0:  # type: ignore[operator]  # a number, as above
+        raise ValueError(f"limit is {limit!r}; it must be at least 0")
 
 
 def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:

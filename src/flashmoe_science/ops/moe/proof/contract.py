@@ -102,6 +102,10 @@ class SharedContract(Contract):
     def sweep(self) -> Sequence[str]:
         return self.lists.SWEEP  # type: ignore[no-any-return]
 
+    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
+        """With problems of what ``fn`` has an argument for, the last of which has most."""
+        return (*self.sweep(), *self.lists.sweep_of(arguments_of(fn)))
+
     def suites(self) -> Mapping[str, Sequence[str]]:
         return self.lists.SUITES  # type: ignore[no-any-return]
 
@@ -216,10 +220,6 @@ class MoEContract(SharedContract):
     """Experts, of routed tokens or with their router."""
 
     name: ClassVar[str] = "moe"
-
-    def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """With problems of what ``fn`` has an argument for, the last of which has most."""
-        return (*self.sweep(), *(text for name in arguments_of(fn) for text in suites.FEATURES.get(name, ())))
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         """Of rows as they are given, also where products quantise them: codes beside a rounding boundary may be either."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -109,9 +110,14 @@ _LARGE = (
     "t1 e256 k8 d40 f24",
     "t300 e256 k4 d24 f16",
     "t37 e8 k2 d64 f48 transposed",
+    "t9 e32 k16 d32 f24",
+    "t1100 e4 k2 d16 f8",
+    "t20 e4 k2 d1040 f24",
+    "t20 e4 k2 d24 f1040",
 )
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
-# experts and pairs as large models have, and weights in the other memory order. From given ids, as a function takes them.
+# experts, pairs, tokens and columns as large models have, and weights in the other memory order. From given ids,
+# as a function takes them.
 SWEEP = (
     *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
     *(f"moe {sizes} bf16" for sizes in _LARGE),
@@ -119,17 +125,46 @@ SWEEP = (
 
 # Of what a function has arguments for beside those that it must have, by their names.
 FEATURES = {
+    "gate_up_bias": ("moe t9 e4 k2 d32 f24 bf16 bias", "moe t1 e8 k3 d64 f48 fp16 bias", "moe t37 e8 k2 d64 f48 fp32 bias"),
+    "interleaved": ("moe t9 e4 k2 d32 f24 fp16 interleaved", "moe t1 e8 k2 d64 f48 bf16 interleaved"),
+    "activation": (
+        "moe t9 e4 k2 d32 f24 bf16 clamped",
+        "moe t1 e4 k2 d32 f24 fp32 gelu",
+        "moe t9 e4 k2 d32 f24 fp16 gelu_tanh",
+    ),
     "gate_up_scale": (
         "moe t9 e4 k2 d96 f64 bf16 w:mxfp4",
+        "moe t1 e4 k2 d96 f64 bf16 w:mxfp4",
         "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
         "moe t5 e4 k2 d256 f128 bf16 w:int4_g128",
+        "moe t1 e4 k2 d256 f128 fp16 w:int4_g128",
         "moe t5 e4 k2 d40 f24 bf16 w:fp8_channel",
+        "moe t1 e4 k2 d40 f24 fp16 w:fp8_channel",
         "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
+        "moe t1 e4 k2 d200 f72 bf16 w:fp8_block",
         "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block",  # deep enough to show sums of few bits
         "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block_w8a8",
     ),
-    "gate_up_zero_point": ("moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",),
+    "gate_up_zero_point": (
+        "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",
+        "moe t1 e4 k2 d256 f128 fp16 w:int4_g128_zero",
+        "moe t5 e4 k2 d256 f128 bf16 w:int4_g128_zero",
+    ),
 }
+# The same, of functions that have all of these arguments.
+TOGETHER = {
+    ("gate_up_bias", "interleaved", "activation"): ("moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved",),
+    ("gate_up_scale", "gate_up_bias", "interleaved", "activation"): (  # gpt-oss
+        "moe t1 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
+        "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
+    ),
+}
+
+
+def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The problems of what a function has these arguments for."""
+    alone = (text for name in arguments for text in FEATURES.get(name, ()))
+    return (*alone, *(text for names, some in TOGETHER.items() if set(names) <= set(arguments) for text in some))
 
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:

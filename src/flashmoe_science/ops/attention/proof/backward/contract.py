@@ -52,7 +52,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
     of_rounded_out,
 )
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
-from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, Placed, SharedContract
+from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, PADDED, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 Inputs = Mapping[str, torch.Tensor]
@@ -68,7 +68,7 @@ class AttentionBackwardContract(SharedContract):
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
     sweep_variants: ClassVar[tuple[str, ...]] = (
-        *IN_MEMORY, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
+        *IN_MEMORY, PADDED, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
     )  # fmt: skip
 
     def __init__(
@@ -119,9 +119,7 @@ class AttentionBackwardContract(SharedContract):
     def plain(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_plain(self._for_backward(problem, inputs))
 
-    def cap(
-        self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
-    ) -> tuple[Errors, ...]:
+    def cap(self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         features, given = problem.features, self._for_backward(problem, inputs)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
@@ -162,9 +160,7 @@ class AttentionBackwardContract(SharedContract):
     def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
         return tuple(one for one in result if one is not None)
 
-    def planned(
-        self, kernel: BackwardKernel, config: Config, like: BackwardInputs
-    ) -> Callable[[BackwardInputs], Gradients]:
+    def planned(self, kernel: BackwardKernel, config: Config, like: BackwardInputs) -> Callable[[BackwardInputs], Gradients]:
         return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.proof import suites as forward
@@ -52,7 +52,9 @@ def sweep() -> tuple[str, ...]:
     return (*map(str, tiny), "attnbwd b1 h1 q70 d256 bf16 causal")
 
 
-FEATURES = {name: tuple(one.replace("attn ", "attnbwd ", 1) for one in some) for name, some in forward.FEATURES.items()}
+def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The forward's problems of what a function has these arguments for."""
+    return tuple(text.replace("attn ", "attnbwd ", 1) for text in forward.sweep_of(arguments))
 
 
 def _train() -> Iterator[str]:

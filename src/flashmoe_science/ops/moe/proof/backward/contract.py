@@ -70,9 +70,7 @@ class MoEBackwardContract(SharedContract):
     def plain(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_plain, problem, inputs, torch.float32)
 
-    def cap(
-        self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
-    ) -> tuple[Errors, ...]:
+    def cap(self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         sizes = problem.dim, problem.hidden, problem.top_k, problem.tokens
         caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in reference)
         if problem.activation != "clamped_silu":
@@ -90,7 +88,7 @@ class MoEBackwardContract(SharedContract):
             squared = {**inputs, "topk_weights": inputs["topk_weights"].square()}
             words = "it is right for routing weights that are applied twice"
             yield Mistake("weights-twice", words, self.reference(problem, squared))
-        yield from super().mistakes(replace(problem, bias=False) if problem.bias else problem, _without_biases(inputs))
+        yield from super().mistakes(problem, inputs)
 
     def for_kernel(self, problem: MoEBackwardProblem, inputs: Inputs) -> BackwardInputs | StepInputs:
         if problem.routing != "ids":
@@ -113,9 +111,7 @@ class MoEBackwardContract(SharedContract):
     def from_kernel(self, result: Gradients) -> tuple[torch.Tensor, ...]:
         return tuple(one for one in result if one is not None)
 
-    def planned(
-        self, kernel: BackwardKernel, config: Config, like: BackwardInputs | StepInputs
-    ) -> Callable[[Any], Gradients]:
+    def planned(self, kernel: BackwardKernel, config: Config, like: BackwardInputs | StepInputs) -> Callable[[Any], Gradients]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
         if isinstance(like, StepInputs):
@@ -168,10 +164,6 @@ def _gradients(
 
 def _of_call(inputs: Inputs) -> Inputs:
     return {name: one for name, one in inputs.items() if name != "dout"}
-
-
-def _without_biases(inputs: Inputs) -> Inputs:
-    return {name: one for name, one in inputs.items() if name not in BIASES}
 
 
 CONTRACT = MoEBackwardContract()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashmoe_science.ops.moe.problem.backward import parse
 from flashmoe_science.ops.moe.proof import suites as forward
 
@@ -36,3 +38,8 @@ BUILD = _backward(forward.BUILD[1:])
 SMALL = _backward(forward.SMALL)
 SWEEP = tuple(text for text in _backward(forward.SWEEP) if parse(text).flops() < _TINY)
 drawn = forward.drawn
+
+
+def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The forward's problems of what a function has these arguments for; weights in a format have no gradients."""
+    return _backward(tuple(text for text in forward.sweep_of(arguments) if " w:" not in text))
