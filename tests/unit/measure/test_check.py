@@ -168,6 +168,20 @@ def test_a_right_backward_with_a_mask_is_right_however_the_mask_is_given(problem
     assert set(asked.values()) == {"right"}, [one.words for one in checked if one.answer != "right"]
 
 
+def test_a_backward_that_computes_large_scores_anew_is_right(tmp_path: Path) -> None:
+    """Its P is exp(s - lse), of a log-sum-exp that was rounded: PyTorch's, on a CPU."""
+    lines = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa",
+        "from flashmoe_science.contract import contract",
+        "@contract('attention_backward')",
+        "def attention(q, k, v, causal=False, softmax_scale=None):",
+        "    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)",
+    )
+    (tmp_path / "anew.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'anew.py'}:attention", "attnbwd b1 h2 q70 d128 fp32").checked
+    assert {one.answer for one in checked} == {"right", "not served"}, [one.words for one in checked]
+
+
 def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
     lines = (
         "from torch.nn.functional import scaled_dot_product_attention as sdpa",

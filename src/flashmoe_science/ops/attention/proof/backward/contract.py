@@ -5,19 +5,20 @@ dv, then those of the sinks and of an additive bias where the problem has them. 
 second of a tuple, which requires gradients, is asked for those too: FlashAttention-3 drops them in silence. A kernel of the
 package is given O and the log-sum-exp too, as the fp64 oracle has them, rounded once.
 
-The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel may
-round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add one
-each. Scores accumulated in fp32 err by ``s`` as in the forward, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With
-``e = 6 u + 2 s + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by
-``e scale max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums.
-RMS and mean are held to half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts:
-gradients as small as that are lost without a loss scale.
+The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel
+may round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add
+one each. Scores accumulated in fp32 err by ``s`` as in the forward, the log-sum-exp by ``l = 2^-24 |lse|``, its rounding to
+fp32, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With ``e = 6 u + 2 s + l + f`` an element of dQ errs by ``e scale
+max|K|`` times the largest sum of T over a row, of dK by ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|``
+times that of P over a column; the oracle knows the sums. RMS and mean are held to half of it. Each P, dS and result errs by
+half of the dtype's least number too, which of fp16 counts: gradients as small as that are lost without a loss scale.
 
 To the rounding floor is added what the plain maths may be spared by luck, as on inputs that are all alike: ``f``, as sums in
-fp32 differ with their order, and that O is rounded to the input dtype before it comes. Delta then errs by ``u sum(|dO| |O|)``,
-with one sign where all elements of O are alike, and through it dQ by ``scale`` times that times ``|P K|``, dK by ``scale``
-times the sum over queries of that times ``P |Q|``, a sink's gradient by the sum of that times the sink's probability, dS by
-``P`` times that.
+fp32 differ with their order; that P is exp(score - lse), of a score that is computed anew, ``s``, and a log-sum-exp that was
+rounded, ``l``, where a softmax has the error of a large score above and below the line; and that O is rounded to the input
+dtype before it comes. Delta then errs by ``u sum(|dO| |O|)``, with one sign where all elements of O are alike, and through it
+dQ by ``scale`` times that times ``|P K|``, dK by ``scale`` times the sum over queries of that times ``P |Q|``, a sink's
+gradient by the sum of that times the sink's probability, dS by ``P`` times that.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from flashmoe_science.ops.attention.proof import inputs as features_inputs
 from flashmoe_science.ops.attention.proof import memory
 from flashmoe_science.ops.attention.proof.backward import suites
 from flashmoe_science.ops.attention.proof.backward.oracle import (
+    Mass,
     backward_oracle,
     backward_plain,
     expansion_of,
@@ -123,17 +125,20 @@ class AttentionBackwardContract(SharedContract):
         features, given = problem.features, self._for_backward(problem, inputs)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
-        relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + _sums(problem)
+        mass = mass_of(given)
+        relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + mass.rounded_lse + _sums(problem)
         info = torch.finfo(inputs["q"].dtype)
         lost = _lost(problem, given, 0.5 * info.tiny * info.eps)
         return tuple(
             Errors(one + least, 0.5 * one + least, 0.5 * one + least)
-            for one, least in zip(_errors(given, relative), lost, strict=False)
+            for one, least in zip(_errors(given, mass, relative), lost, strict=False)
         )
 
     def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
         given, unit = self._for_backward(problem, inputs), unit_roundoff(inputs["q"].dtype)
-        return tuple(map(sum, zip(_errors(given, _sums(problem)), (unit * one for one in of_rounded_out(given)), strict=True)))
+        mass, score = mass_of(given), FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
+        spared = _errors(given, mass, _sums(problem) + score + mass.rounded_lse)
+        return tuple(map(sum, zip(spared, (unit * one for one in of_rounded_out(given)), strict=True)))
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         given = self._for_backward(problem, inputs)
@@ -174,9 +179,9 @@ def _sums(problem: AttentionBackwardProblem) -> float:
     return 4 * math.sqrt(max(problem.head_dim, problem.head_dim_v)) * _FP32
 
 
-def _errors(given: BackwardInputs, relative: float) -> tuple[float, ...]:
+def _errors(given: BackwardInputs, mass: Mass, relative: float) -> tuple[float, ...]:
     """The most that each gradient errs by where P and dS err by ``relative``; see the module."""
-    x, mass, scale = given.tensors, mass_of(given), abs(given.softmax_scale)
+    x, scale = given.tensors, abs(given.softmax_scale)
     of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, given.saved.dout))
     every = [mass.row * of_k * scale, mass.column * of_q * scale, mass.of_p * of_dout]
     if given.wanted.dsinks:

@@ -39,19 +39,20 @@ def backward_plain(inputs: BackwardInputs) -> Made:
 class Mass(NamedTuple):
     """Of all probabilities P, and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
     column (the queries of all heads that see a key), of T over a row and over a column, the largest T, and the largest sum over
-    a head's rows of a sink's."""
+    a head's rows of a sink's. ``rounded_lse``: what the largest log-sum-exp errs by, rounded to fp32."""
 
     of_p: float
     row: float
     column: float
     element: float
     sink: float
+    rounded_lse: float
 
 
 def mass_of(inputs: BackwardInputs) -> Mass:
     """The Mass of a call, in fp64."""
     call, dlse = _call(inputs, torch.float64), inputs.saved.dlse
-    found = [0.0] * 4
+    found, largest = [0.0] * 4, 0.0
     of_sinks = inputs.tensors.q.new_zeros(inputs.tensors.q.shape[1], dtype=torch.float64)
     for one in sequences(call):
         masses = one.k.new_zeros(2, *one.k.shape[:2])
@@ -68,10 +69,11 @@ def mass_of(inputs: BackwardInputs) -> Mass:
             masses[1, chunk.heads, chunk.low : chunk.high] += bound.sum((1, 2))
             grouped(of_sinks, one)[chunk.heads] += (_of_sinks(call, one, chunk, norm) * delta).sum((-1, -2))
             if bound.numel():
+                largest = max(largest, norm.abs().max().item())
                 found = [*found[:2], max(found[2], bound.max().item()), max(found[3], bound.sum(-1).max().item())]
         if masses.numel():
             found[:2] = (max(old, new.max().item()) for old, new in zip(found, masses, strict=False))
-    return Mass(found[0], found[3], found[1], found[2], of_sinks.max().item())
+    return Mass(found[0], found[3], found[1], found[2], of_sinks.max().item(), largest * 2.0**-24)
 
 
 def of_rounded_out(inputs: BackwardInputs) -> tuple[float, ...]:
