@@ -1,8 +1,9 @@
 """Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
 
 In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
-near problem, with its config if the tiles are the same; the first of ours that supports and suits it; the framework's own.
-Where the very problem was not measured, its representative decides, so that problems of one class of lengths share a choice.
+near problem, with its config if the tiles are the same and the kernel still offers it; the first of ours that supports and
+suits it; the framework's own. Where the very problem was not measured, its representative decides, so that problems of one
+class of lengths share a choice.
 """
 
 from __future__ import annotations
@@ -102,15 +103,21 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     entry = nearest(problem, gpu, table, able)
     if entry is None:
         return None
-    if entry is table.exact(gpu.name, problem):
+    kernel = next(one for one in able if one.name == entry.kernel)
+    exact = entry is table.exact(gpu.name, problem)
+    if exact:
         reason = f"the fastest of ours on this problem on {gpu.product}, {_measured(entry)}"
-        return Decision(entry.kernel, entry.config, reason, "measured", entry.run)
-    problem = problem.representative()
-    reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
-    if entry.problem.tile_key() == problem.tile_key():
-        return Decision(entry.kernel, entry.config, reason, "modelled", entry.run)
-    config = next(kernel for kernel in able if kernel.name == entry.kernel).configs(problem, gpu)[0]
-    return Decision(entry.kernel, config, f"{reason}; its own first config, as the tiles differ", "modelled", entry.run)
+    else:
+        problem = problem.representative()
+        reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
+    if not entry.tuned and entry.config not in kernel.configs(entry.problem, gpu_named(entry.gpu)):
+        own = "that of the record is not offered any more"
+    elif not exact and entry.problem.tile_key() != problem.tile_key():
+        own = "the tiles differ"
+    else:
+        return Decision(entry.kernel, entry.config, reason, "measured" if exact else "modelled", entry.run)
+    config = kernel.configs(problem, gpu)[0]
+    return Decision(entry.kernel, config, f"{reason}; its own first config, as {own}", "modelled", entry.run)
 
 
 def nearest(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Entry | None:

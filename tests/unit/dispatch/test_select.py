@@ -33,7 +33,7 @@ def make_kernel(name: str, only: str | None = None, absent: str | None = None) -
         op="attention",
         about="",
         supports=supports,
-        configs=lambda problem, device: (Config(m=len(name)), Config(m=1)),
+        configs=lambda problem, device: tuple(Config(m=m) for m in (len(name), 1, 2, 7, 9, 16)),
         run=run,
         launches=lambda problem, config, gpu: (),
         absent=lambda: absent,
@@ -81,6 +81,9 @@ CARDS = [("h100", ONE, "hopper", "m=1"), ("h200", ONE, "portable", "m=2")]
         (ONE, "h100", [("h200", ONE, "portable", "m=1")], "portable", Config(m=1), "run0", "on h200"),
         ("attn b1 h8 q129 d64", "h200", CARDS, "portable", Config(m=2), "run1", ONE),
         ("attn b1 h8 q129 d64", "h100", CARDS, "hopper", Config(m=1), "run0", ONE),
+        # A config that the kernel does not offer any more.
+        (ONE, "h200", [("h200", ONE, "portable", "m=3")], "portable", Config(m=8), "run0", "not offered any more"),
+        ("attn b2 h8 q130 d64", "h200", [("h200", ONE, "portable", "m=3")], "portable", Config(m=8), "run0", "not offered"),
         (ONE, "l4", [("h200", ONE, "portable", "m=1")], "portable", Config(m=8), None, "no record"),
         *(
             (f"attn h8 d64 {words}", "h200", [("h200", LONG, "portable", "m=1")], "hopper", Config(m=6), None, "no record")
