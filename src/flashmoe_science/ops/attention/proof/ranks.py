@@ -50,32 +50,29 @@ class Forward(NamedTuple):
 
 
 def ways(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Way]:
-    return [_way(one, problem, inputs, group) for one in forwards(problem, inputs, group)]
-
-
-def _way(one: Forward, problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> Way:
-    def prepare() -> Callable[[], Results]:
-        refuse(one.cannot)
-        qkv = given(one, inputs, group)
+    def bind(one: Forward, *qkv: torch.Tensor) -> Callable[[], Results]:
         return lambda: (one.fn(*qkv),)
 
-    return as_way(one, prepare, group)
+    return [as_way(one, bind, ("q", "k", "v"), inputs, group) for one in forwards(problem, inputs, group)]
 
 
-def as_way(one: Forward, prepare: Callable[[], Callable[[], Results]], group: dist.ProcessGroup) -> Way:
+def as_way(
+    one: Forward,
+    bind: Callable[..., Callable[[], Results]],
+    names: tuple[str, ...],
+    inputs: Inputs,
+    group: dist.ProcessGroup,
+) -> Way:
+    """A way that calls what ``bind`` gives of the forward and of the inputs of these names [B, tokens, heads, width]."""
+
+    def prepare() -> Callable[[], Results]:
+        if one.cannot is not None:
+            raise ValueError(one.cannot)
+        whole = (inputs[name].transpose(1, 2) for name in names)
+        return bind(one, *(whole if one.alone else (cut(x, group) for x in whole)))
+
     part = (lambda results: tuple(cut(x, group) for x in results)) if one.alone else as_it_is
     return Way(one.name, one.config, one.origin, prepare, part, one.alone, one.graphs, one.within, launches=one.launches)
-
-
-def refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
-
-
-def given(one: Forward, inputs: Inputs, group: dist.ProcessGroup, names: tuple[str, ...] = ("q", "k", "v")) -> Results:
-    """The inputs of a forward, tokens before heads."""
-    whole = (inputs[name].transpose(1, 2) for name in names)
-    return tuple(whole) if one.alone else tuple(cut(x, group) for x in whole)
 
 
 def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
