@@ -163,7 +163,7 @@ class TimingRow(_OfKernel):
     ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control.
 
     On several ranks a sample is the time of the slowest, and ``a_by_rank`` and ``b_by_rank`` are those of each; of rank 0 alone
-    where no other rank takes part."""
+    where no other rank takes part. The rival has as many calls a sample as fill the same time there."""
 
     kind: Literal["timing"] = "timing"
     op: str

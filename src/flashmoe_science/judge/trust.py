@@ -56,8 +56,7 @@ class Trust:
         # What failed once in a run has failed: a later pass does not clear it.
         of_kernel = grouped(checks, _who).items()
         self.oracle = {who: next((row for row in rows if not row.passed), rows[-1]) for who, rows in of_kernel}
-        ranks = range(run.header.world)
-        self._unchecked = {who: sorted({*ranks} - {row.rank for row in rows}) for who, rows in of_kernel}
+        self._checked = {who: {row.rank for row in rows} for who, rows in of_kernel}
         seen = grouped(run.of(CallPathRow), _who).items()
         self.paths = {who: next((row for row in rows if row.broken_promises), rows[-1]) for who, rows in seen}
         origins = [(row.kernel, row.origin) for row in checks] + [(row.kernel, row.origin) for row in timings]
@@ -90,8 +89,9 @@ class Trust:
         wrong = _error_in_words(oracle)
         if wrong or not oracle.passed:
             return f"wrong: {wrong or 'it failed a check of the correctness stage'}"
-        if ranks := self._unchecked[problem, kernel, config]:
-            return f"the part of rank {ranks[0]} was not held against the oracle"
+        checked, world = self._checked[problem, kernel, config], self.run.header.world
+        if (rank := next((rank for rank in range(world) if rank not in checked), None)) is not None:
+            return f"the part of rank {rank} was not held against the oracle"
         if not self._on_gpu:
             return None
         if path is None:
@@ -128,7 +128,7 @@ class Trust:
             if any(time <= 0 for time in series):
                 return f"{name} has a sample of {min(series)} ns; nothing takes no time"
         for series, by_rank in ((row.a, row.a_by_rank), (row.b, row.b_by_rank)):
-            if by_rank and [max(times) for times in zip(*by_rank, strict=False)] != series:
+            if (by_rank or self.run.header.world > 1) and [max(times) for times in zip(*by_rank, strict=False)] != series:
                 return "its samples are not those of the slowest rank"
         if not is_control(row) and (times := self._sampled[_series(row)]) > 1:
             return f"its run sampled this pair {times} times over; which of them counts is not for a run to choose"

@@ -118,7 +118,7 @@ def _suites() -> dict[str, tuple[str, Sequence[str]]]:
 
 def named_groups(request: Request) -> list[Group]:
     """A group for each suite that is named, and one for each operation of the problems given as text. Raises ValueError: a word
-    that is neither, a problem that does not parse."""
+    that is neither, a problem that does not parse or is of several GPUs."""
     words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
     suites = _suites()
     if request.draw is not None and not any(word in suites for word in words):
@@ -129,7 +129,9 @@ def named_groups(request: Request) -> list[Group]:
         if not set(word.split()[:1]) & set(first_words()):
             first = " or ".join(map(repr, first_words()))
             raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
-        by_op.setdefault((problem := parse_problem(word)).op, {})[problem] = None
+        if (problem := parse_problem(word)).gpus() > 1:
+            raise ValueError(f"'{problem}' is of {problem.gpus()} GPUs; only prove measures it, under torchrun")
+        by_op.setdefault(problem.op, {})[problem] = None
     return found + [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
 
 

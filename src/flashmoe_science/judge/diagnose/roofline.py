@@ -142,9 +142,9 @@ class Roofline:
 
 
 def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline]:
-    """One for each machine and dtype of the verdicts, by device time where there is a GPU."""
+    """One for each machine and dtype of the verdicts on one GPU, by device time where there is a GPU."""
     device = (row for row in verdicts if row.clock == ("eager" if row.gpu == "cpu" else "graph"))
-    device = (row for row in device if parse_problem(row.problem).gpus() == 1)
+    device = (row for row in device if parse_problem(row.problem).gpus() == 1)  # ceilings are one GPU's
     drawn = []
     for (machine, dtype), rows in grouped(device, lambda row: (row.gpu, parse_problem(row.problem).dtype)).items():
         above = ceilings(runs, machine, dtype)

@@ -115,10 +115,8 @@ class Checks:
 
     def _is_right(self, way: Way, held: Results) -> bool:
         """Hold every rank's part to the oracle. A row a rank."""
-        found, names = (
-            Finding(output_bytes=sum(x.nbytes for x in held)),
-            [one.name for one in self._contract.outputs] or ["out"],
-        )
+        found = Finding(output_bytes=sum(x.nbytes for x in held))
+        names = [one.name for one in self._contract.outputs] or ["out"]
         for name, got, right in zip(names, self._sample.of_part(held), self._right, strict=False):
             found.stats[name], reasons = check_output(name, got, right)
             for reason in reasons:
@@ -133,7 +131,7 @@ class Checks:
         """Whether results that must have equal bits do, or cannot be had."""
         try:
             return way.same is None or torch.equal(*way.same())
-        except ValueError as error:  # the kernel cannot serve the problem, on any rank
+        except ValueError as error:  # the kernel cannot serve the problem, the same on all ranks
             self.session.note(f"by {way.config}: its bits were not compared: {error}", self.problem, way.name)
             return True
 

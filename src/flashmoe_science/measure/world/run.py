@@ -2,7 +2,7 @@
 
 Every rank makes the same inputs and goes the same way; rank 0 writes the rows. A sample begins on all ranks at once and is the
 time of the slowest. The samples of all ways to compute a problem alternate. Each rank's part of each answer is held to the
-oracle, of a sample of the elements, and to one GPU's call.
+oracle, in a sample of the elements; how far ours is from one GPU's call is noted.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +115,18 @@ def test_a_sample_is_the_time_of_a_call_however_many_it_holds(world: World, monk
     assert 22.0 <= medians[1] < 40.0
     controls = [row for row in rows if isinstance(row, TimingRow) and row.rival == row.kernel]
     assert [(row.kernel, len(row.a)) for row in controls] == [("short", 6)]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("attn b1 h1 q8 k16 d8 fp32", "q is 8 and k 16; on several ranks they must be the same"),
+        ("attn b1 h1 q8 d8 fp32 sinks", "'sinks' is not measured on several ranks"),
+        ("moe t3 e4 k2 d16 f16 bf16", "tokens is 3; on 2 ranks it must be a multiple of 2"),
+        ("moe t4 e5 k2 d16 f16 bf16", "experts is 5; on 2 ranks it must be a multiple of 2"),
+    ],
+)
+def test_a_problem_that_ranks_cannot_share_is_refused(text: str, what: str) -> None:
+    problem = parse_problem(text)
+    with pytest.raises(ValueError, match=what):
+        operation(problem.op).module("proof", "ranks").ways(problem, {}, SimpleNamespace(size=lambda: 2))

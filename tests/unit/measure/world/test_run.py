@@ -119,9 +119,15 @@ def what_one_rank_did_not_show_is_refused(run: Run) -> None:
     def faster(row: Row) -> Row:
         return row.model_copy(update={"a": [time // 2 for time in row.a]}) if isinstance(row, TimingRow) else row
 
+    def without_ranks(row: Row) -> Row:
+        return row.model_copy(update={"a_by_rank": []}) if isinstance(row, TimingRow) else row
+
     assert changed(run, lambda row: row).verdict != "refused"
     assert changed(run, without_rank_1).reason == "the part of rank 1 was not held against the oracle"
-    assert (changed(run, faster).reason or "").endswith("its samples are not those of the slowest rank")
+    of_many_ranks = replace(run, header=run.header.model_copy(update={"world": 10**18}))
+    assert changed(of_many_ranks, lambda row: row).reason == "the part of rank 2 was not held against the oracle"
+    for change in (faster, without_ranks):
+        assert (changed(run, change).reason or "").endswith("its samples are not those of the slowest rank")
 
 
 def test_the_suites_are_few_problems_that_two_ranks_share() -> None:

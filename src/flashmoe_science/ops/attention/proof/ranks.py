@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.peers import fa3
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.on_ranks import Results, Sample, Way
+from flashmoe_science.ops.on_ranks import Results, Sample, Way, as_it_is
 from flashmoe_science.records import ALONE
 
 Inputs = Mapping[str, torch.Tensor]
@@ -50,32 +50,29 @@ class Forward(NamedTuple):
 
 
 def ways(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Way]:
-    return [_way(one, problem, inputs, group) for one in forwards(problem, inputs, group)]
-
-
-def _way(one: Forward, problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> Way:
-    def prepare() -> Callable[[], Results]:
-        refuse(one.cannot)
-        qkv = given(one, inputs, group)
+    def bind(one: Forward, *qkv: torch.Tensor) -> Callable[[], Results]:
         return lambda: (one.fn(*qkv),)
 
-    return as_way(one, prepare, group)
+    return [as_way(one, bind, ("q", "k", "v"), inputs, group) for one in forwards(problem, inputs, group)]
 
 
-def as_way(one: Forward, prepare: Callable[[], Callable[[], Results]], group: dist.ProcessGroup) -> Way:
-    part = (lambda results: tuple(cut(x, group) for x in results)) if one.alone else lambda results: results
+def as_way(
+    one: Forward,
+    bind: Callable[..., Callable[[], Results]],
+    names: tuple[str, ...],
+    inputs: Inputs,
+    group: dist.ProcessGroup,
+) -> Way:
+    """A way that calls what ``bind`` gives of the forward and of the inputs of these names [B, tokens, heads, width]."""
+
+    def prepare() -> Callable[[], Results]:
+        if one.cannot is not None:
+            raise ValueError(one.cannot)
+        whole = (inputs[name].transpose(1, 2) for name in names)
+        return bind(one, *(whole if one.alone else (cut(x, group) for x in whole)))
+
+    part = (lambda results: tuple(cut(x, group) for x in results)) if one.alone else as_it_is
     return Way(one.name, one.config, one.origin, prepare, part, one.alone, one.graphs, one.within, launches=one.launches)
-
-
-def refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise ValueError(reason)
-
-
-def given(one: Forward, inputs: Inputs, group: dist.ProcessGroup, names: tuple[str, ...] = ("q", "k", "v")) -> Results:
-    """The inputs of a forward, tokens before heads."""
-    whole = (inputs[name].transpose(1, 2) for name in names)
-    return tuple(whole) if one.alone else tuple(cut(x, group) for x in whole)
 
 
 def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -85,9 +82,12 @@ def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def forwards(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Forward]:
-    """Ours, one GPU's and peers'. Raises ValueError: features other than packed documents."""
+    """Ours, one GPU's and peers'. Raises ValueError: features other than packed documents, more keys than queries or fewer."""
     others = [word for word in problem.features.words() if word != "packed"]
-    refuse(f"on several ranks no {others[0]!r} is measured; its words may be packed" if others else None)
+    if others:
+        raise ValueError(f"{others[0]!r} is not measured on several ranks; of the features, only 'packed' is")
+    if problem.seqlen_q != problem.seqlen_k:
+        raise ValueError(f"q is {problem.seqlen_q} and k {problem.seqlen_k}; on several ranks they must be the same")
     on_gpu = inputs["q"].is_cuda
     no_gpu = None if on_gpu else "it needs GPUs"
     no_fa3 = no_gpu or fa3.absent() or (None if problem.op == "attention" else "its wheel has no backward")
@@ -95,26 +95,22 @@ def forwards(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup
     tokens = inputs["q"].shape[2]
     uneven = "it needs shards of equal size" if tokens % (2 * group.size()) else None
     no_ring = no_gpu or uneven or ("it has no packed documents" if "cu_seqlens_q" in inputs else None)
-    gathered, best = _gathered(problem, inputs, group), "fa3" if no_fa3 is None else "flash_attn_func"
+    best = "fa3" if no_fa3 is None else "flash_attn_func"
     found = [
         Forward("context_attention", "messages", "ours", _ours(problem, inputs, group)),
         Forward("context_attention", "copies", "ours", _ours(problem, inputs, group, copies=on_gpu), no_gpu),
         Forward("context_attention", "heads", "ours", _ours(problem, inputs, group, exchange="heads"), no_heads),
         Forward(ALONE, "flash_attn_func", "peer", _whole(problem, inputs, "flash_attn_func"), alone=True),
         Forward(ALONE, "fa3", "peer", _whole(problem, inputs, "fa3"), no_fa3, alone=True, trains=False),
-        Forward("all_gather", best, "peer", gathered(best), uneven, trains=False, launches="nccl"),
+        Forward("all_gather", best, "peer", _gathered(problem, inputs, group, best), uneven, trains=False, launches="nccl"),
     ]
-    for config, shared in (("enable_gqa", True), ("repeated heads", False)):
-        repeats = 1 if shared else problem.heads // problem.heads_kv
-        if shared or repeats > 1:
-            ring = _ring(problem, repeats, shared and problem.heads > problem.heads_kv)
-            ring_within = _as_context_parallel(group, inputs["q"].device)
-            plain = config if problem.heads > problem.heads_kv else "sdpa"
-            found.append(
-                Forward(
-                    "torch_context_parallel", plain, "peer", ring, no_ring, graphs=False, within=ring_within, launches="nccl"
-                )
-            )
+    shared = problem.heads // problem.heads_kv  # query heads of a key head
+    within = _as_context_parallel(group, inputs["q"].device)
+    for config, repeats in ({"enable_gqa": 1, "repeated heads": shared} if shared > 1 else {"sdpa": 1}).items():
+        ring = _ring(problem, repeats)
+        found.append(
+            Forward("torch_context_parallel", config, "peer", ring, no_ring, graphs=False, within=within, launches="nccl")
+        )
     return found
 
 
@@ -167,15 +163,13 @@ def _attend(
     return out if starts_q is None else out[None]
 
 
-def _gathered(
-    problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup
-) -> Callable[[str], Callable[..., torch.Tensor]]:
+def _gathered(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup, by: str) -> Callable[..., torch.Tensor]:
     """All keys and values by one collective, then a call for each chunk of queries."""
     tokens, ranks, starts = inputs["q"].shape[2], group.size(), inputs.get("cu_seqlens_q")
     step = tokens // (2 * ranks)
     own = group.rank(), 2 * ranks - 1 - group.rank()
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, by: str) -> torch.Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         kv = torch.cat((k, v), -1)  # [B, tokens of a rank, heads, D + Dv]
         every = kv.new_empty(ranks * kv.shape[0], *kv.shape[1:])
         dist.all_gather_into_tensor(every, kv, group)
@@ -191,14 +185,15 @@ def _gathered(
             found.append(_attend(rows.contiguous(), *seen, problem.causal, starts_q, starts_k, problem.seqlen_q, by))
         return torch.cat(found, 1)
 
-    return lambda by: lambda q, k, v: call(q, k, v, by)
+    return call
 
 
-def _ring(problem: AttentionProblem, repeats: int, shared: bool) -> Callable[..., torch.Tensor]:
+def _ring(problem: AttentionProblem, repeats: int) -> Callable[..., torch.Tensor]:
     """PyTorch's operator, which is a ring within ``_as_context_parallel``."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = (x.repeat_interleave(repeats, 2).transpose(1, 2) for x in (k, v))
+        shared = keys.shape[1] < q.shape[2]
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=problem.causal, enable_gqa=shared)
         return out.transpose(1, 2)
 

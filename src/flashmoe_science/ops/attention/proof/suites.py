@@ -71,8 +71,7 @@ _SWEPT = (
     "b1 h10 hk2 q33 k40 d32",
     "b1 h14 hk2 q1 k40 d64",
     "b2 h8 hk2 q33 k70 d40 dv24 causal fp32",
-    "b2 h8 hk2 q1 k200 d128",
-    "b2 h8 hk2 q1 k200 d128",
+    *(f"b2 h8 hk2 q1 k200 d128 {dtype}" for dtype in ("fp16", "bf16")),
     # Lengths: one query, one key, next to a power of two, unequal, rows that see no key.
     "b1 h2 q1 d64",
     "b2 h2 q1 k200 d64",

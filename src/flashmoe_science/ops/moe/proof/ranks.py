@@ -39,12 +39,13 @@ SUITES = {  # tokens of both of two ranks
 
 
 def ways(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Way]:
-    """Raises ValueError: a routing from logits, tokens that the ranks do not divide."""
+    """Raises ValueError: a routing from logits, tokens or experts that the ranks do not divide."""
     ranks = group.size()
     if problem.routing != "ids":
         raise ValueError(f"on several ranks the routing is {problem.routing!r}; it must be given, as ids")
-    if problem.tokens % ranks:
-        raise ValueError(f"tokens is {problem.tokens}; on {ranks} ranks it must be a multiple of {ranks}")
+    for name, count in (("tokens", problem.tokens), ("experts", problem.experts)):
+        if count % ranks:
+            raise ValueError(f"{name} is {count}; on {ranks} ranks it must be a multiple of {ranks}")
     local, one_gpu = _local(problem, inputs, group), public("flashmoe_science.moe:fused_moe")
 
     @cache

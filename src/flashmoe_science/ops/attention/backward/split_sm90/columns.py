@@ -25,7 +25,7 @@ def slices(matrix, SECOND: gl.constexpr):
 
 @gluon.jit
 def start_over_columns(a, b, zeros, SECOND: gl.constexpr):
-    """Start A B^T of two tiles: an accumulator in flight."""
+    """Start A [rows, width] B^T [width, columns] of two tiles: an accumulator [rows, columns] in flight."""
     of_a, of_b = slices(a, SECOND), slices(b, SECOND)
     acc = warpgroup_mma(of_a[0], of_b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for n in gl.static_range(1, len(of_a)):
@@ -43,7 +43,7 @@ def _left(a, acc, IN_REGISTERS: gl.constexpr):
 
 @gluon.jit
 def start_columns(a, b, acc, SECOND: gl.constexpr, IN_REGISTERS: gl.constexpr = False):
-    """Start each part of ACC += A B, of A in shared memory or in registers: accumulators in flight."""
+    """Start ACC += A [rows, depth] B [depth, width], A in shared memory or registers: an accumulator a slice, in flight."""
     of_b = slices(b, SECOND)
     parts = (warpgroup_mma(_left(a, acc[0], IN_REGISTERS), of_b[0], acc[0], is_async=True),)
     for n in gl.static_range(1, len(of_b)):
@@ -54,7 +54,7 @@ def start_columns(a, b, acc, SECOND: gl.constexpr, IN_REGISTERS: gl.constexpr = 
 
 @gluon.jit
 def wait_for_columns(pending: gl.constexpr, acc):
-    """Accumulators once all but the last ``pending`` products have completed."""
+    """The accumulators once all but the last ``pending`` products have completed."""
     done = warpgroup_mma_wait(pending, acc)
     if len(acc) == 1:  # no tuple then
         return (done,)
