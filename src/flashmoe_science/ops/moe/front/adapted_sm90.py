@@ -111,7 +111,7 @@ def _forward(tensors: Tensors, activation: Activation, adapters: Adapters, saves
 
         inputs, guard = inputs_of(tensors, activation, saves_z), device_guard(tensors.x.get_device())
         config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(plan)(inputs, adapters, config)(inputs))
+        launch = guard(guard(lambda: plan(inputs, adapters, config)(inputs))())  # a launch may compile when it is bound
         store_launch(key, guards_of(given, aligned=True), launch)
     return launch(inputs_of(tensors, activation).tensors, adapters)
 
@@ -129,6 +129,6 @@ def _backward(
 
         inputs, guard = backward_inputs_of(tensors, activation, Wanted()), device_guard(tensors.x.get_device())
         config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(plan)(inputs, adapters, AdaptedWanted(*wanted), config)(inputs))
+        launch = guard(guard(lambda: plan(inputs, adapters, AdaptedWanted(*wanted), config)(inputs))())
         store_launch(key, guards_of(given, aligned=True), launch)
     return launch(backward_inputs_of(tensors, activation, Wanted()).tensors, adapters, saved)
