@@ -15,9 +15,10 @@ from flashmoe_science.hardware.probe import assume, current_gpu
 from flashmoe_science.moe import explain_moe, fused_moe
 from flashmoe_science.ops.moe.adapted import backward as adapted_backward
 from flashmoe_science.ops.moe.adapted import forward as adapted_forward
-from flashmoe_science.ops.moe.call.backward import BackwardTensors
+from flashmoe_science.ops.moe.call.adapters import parts_of
+from flashmoe_science.ops.moe.call.backward import ALL, BackwardTensors
 from flashmoe_science.ops.moe.front import adapted_sm90
-from flashmoe_science.ops.moe.front.adapted_sm90 import NAME, parts_of
+from flashmoe_science.ops.moe.front.adapted_sm90 import NAME
 from flashmoe_science.ops.moe.products.gluon_sm90.config import supports
 
 LARGER = (
@@ -100,7 +101,7 @@ def test_what_compiles_and_what_launches_does_so_on_the_device_of_the_call(
             adapted_sm90._forward(t, inputs.activation, adapters, saves_z=False)
         else:
             tensors = BackwardTensors(*t, t.x.new_empty(22, 16), t.x)
-            adapted_sm90._backward(tensors, inputs.activation, adapters, (None, None), (True, True))
+            adapted_sm90._backward(tensors, inputs.activation, adapters, (None, None), ALL)
     assert seen == [("plan", True), ("bind", True), ("launch", True)]
 
 
