@@ -41,11 +41,8 @@ def builds_of(text: str, ranks: tuple[int, int]) -> list[tuple[Any, ...]]:
         forward.plan(given, (first, second), of_forward.configs(problem, GPU)[0])(given)
         z = t.x.new_empty(problem.pairs(), t.w1.shape[1])
         tensors = BackwardTensors(*t, z, torch.empty_like(t.x))
-        inputs, every = (
-            BackwardInputs(backward_problem_of(problem), tensors, given.activation),
-            backward.AdaptedWanted(dx=True, dtopk_weights=True),
-        )
-        backward.plan(inputs, (first, second), every, of_backward.configs(problem, GPU)[0])(inputs)
+        inputs = BackwardInputs(backward_problem_of(problem), tensors, given.activation)
+        backward.plan(inputs, (first, second), of_backward.configs(problem, GPU)[0])(inputs)
     kept = [job for job in jobs if job.function.__name__ in BESIDE or job.function.__name__.endswith("gluon_sm90")]
     return [(job, GPU, "moe_adapted_gluon_sm90", problem, f"{number}: ranks {ranks}") for number, job in enumerate(kept)]
 

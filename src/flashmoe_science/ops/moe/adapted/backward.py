@@ -21,9 +21,10 @@ from flashmoe_science.ops.moe.adapted.forward import ranks_of
 from flashmoe_science.ops.moe.backward.gluon_sm90.launch import hidden, rows
 from flashmoe_science.ops.moe.backward.grouped_triton.config import Tile
 from flashmoe_science.ops.moe.backward.grouped_triton.kernel import build_weights
-from flashmoe_science.ops.moe.backward.launch import Needs, build_routing, fitting, parts_of
+from flashmoe_science.ops.moe.backward.launch import Needs, build_routing, fitting
+from flashmoe_science.ops.moe.backward.launch import parts_of as workspace_parts
 from flashmoe_science.ops.moe.call import KernelLaunch, contiguous
-from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank
+from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, parts_of
 from flashmoe_science.ops.moe.call.backward import BackwardInputs, BackwardTensors
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.lowrank import MOST_COLUMNS, build_sum, columns_of_rank
@@ -33,13 +34,6 @@ from flashmoe_science.ops.moe.rows import RowCounts
 # loads by tokens, which are loaded too, Triton's pipeline has fewer buffers than stages.
 _STAGES_OF_B, _STAGES_OF_A = (4, 2), (5, 3)
 _NEEDS = Needs(dz=True, active=True, partials=True)  # all that the first product writes, which is little more
-
-
-class AdaptedWanted(NamedTuple):
-    """Which gradients are asked for besides those of the adapters, which are given."""
-
-    dx: bool
-    dtopk_weights: bool
 
 
 class AdaptedGradients(NamedTuple):
@@ -65,12 +59,11 @@ Saved = tuple[torch.Tensor | None, torch.Tensor | None]  # u1 and u2 of ``forwar
 Backward = Callable[[BackwardTensors, Adapters, Saved], AdaptedGradients]
 
 
-def plan(
-    inputs: BackwardInputs, adapters: Adapters, wanted: AdaptedWanted, config: Config
-) -> Callable[[BackwardInputs], Backward]:
-    """bind(inputs) of all launches of a call like this, which has fitting memory, of any number of tokens. What is not wanted
-    is neither computed nor allocated."""
+def plan(inputs: BackwardInputs, adapters: Adapters, config: Config) -> Callable[[BackwardInputs], Backward]:
+    """bind(inputs) of all launches of a call like this, which has fitting memory, of any number of tokens. All gradients of
+    adapters are made; dx and dtopk_weights where they are wanted, else neither computed nor allocated."""
     p, t, (first, second), block_m = inputs.problem, inputs.tensors, adapters, config["block_m"]
+    wanted = inputs.wanted
     early, columns, x, new = starts_early(t.x), cdiv(p.hidden, config["hidden_n"]), stand_in(t.x), Pointer(t.x.dtype)
     ranks = ranks_of(adapters)
     of_first = None if first is None else _side(inputs, first, (new, p.rows_of_w1(), True), (x, t.x.stride(0), False))
@@ -79,16 +72,14 @@ def plan(
     products = hidden(inputs, config, ranks[1]), rows(inputs, config, ranks[0]) if wanted.dx else None
     add = combine.build(p, t.x.dtype, None, early) if wanted.dx else None
     sum_routing = build_routing(inputs, columns, early) if wanted.dtopk_weights else None
-    of_parts = [
-        None if part is None else contiguous(part.shape, part.dtype) for low in adapters for part in (low or (None, None))[:2]
-    ]
+    of_parts = [None if part is None else contiguous(part.shape, part.dtype) for part in parts_of(adapters)]
 
     def bind(like: BackwardInputs) -> Backward:
         p, t = like.problem, like.tensors
         counts, allocate, on_gpu = RowCounts.of(p, block_m), allocator(t.x.is_cuda), t.x.is_cuda
         of_x = contiguous(t.x.shape, t.x.dtype) if wanted.dx else None
         of_weights = contiguous(t.topk_weights.shape, t.topk_weights.dtype) if wanted.dtopk_weights else None
-        parts = parts_of(p, counts, t.x.dtype, columns, _NEEDS, wanted.dx)
+        parts = workspace_parts(p, counts, t.x.dtype, columns, _NEEDS, wanted.dx)
         widest = max(rank * cdiv(width, _height(rank)) for rank, width in zip(ranks, (p.rows_of_w1(), p.dim), strict=True))
         low_parts = (counts.pairs * widest, torch.float32), *((counts.pairs * rank, t.x.dtype) for rank in ranks)
         take, sort = workspace_allocator(on_gpu, [*parts, *low_parts]), row_tables.bind_rows(t.topk_ids, counts, early)

@@ -30,6 +30,25 @@ Adapters = tuple[LowRank | None, LowRank | None]  # beside w1, beside w2
 NO_ADAPTERS: Adapters = (None, None)
 
 
+def parts_of(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
+    """a and b of the first, a and b of the second, as autograd takes them."""
+    return tuple(part for low in adapters for part in ((None, None) if low is None else low[:2]))
+
+
+def scalings_of(adapters: Adapters) -> tuple[float, float]:
+    """0 of no adapter."""
+    first, second = (0.0 if low is None else low.scaling for low in adapters)
+    return first, second
+
+
+def adapters_of(parts: Any, scalings: tuple[float, float]) -> Adapters:
+    """The adapters of ``parts_of`` and ``scalings_of``."""
+    first, second = (
+        None if a is None else LowRank(a, b, scaling) for (a, b), scaling in zip((parts[:2], parts[2:]), scalings, strict=True)
+    )
+    return first, second
+
+
 def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
     """The adapters beside weights as kernels take them: of the dtype of x, contiguous, the rank filled up with zeros.
 

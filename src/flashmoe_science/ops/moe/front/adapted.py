@@ -15,10 +15,9 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.calls import autocast, is_plain, needs_grad, without_autocast
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked
-from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, checked_adapters
+from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, adapters_of, checked_adapters, parts_of, scalings_of
 from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Wanted
 from flashmoe_science.ops.moe.front import adapted_sm90
-from flashmoe_science.ops.moe.front.adapted_sm90 import adapters_of, parts_of
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.choose import with_dequantising
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
@@ -49,8 +48,7 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
     elif torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
         out = pytorch_moe(views, activation, low)
     else:
-        scalings = tuple(0.0 if one is None else one.scaling for one in low)
-        out = _Adapted.apply(activation, how.recompute, scalings, *views, *parts)  # type: ignore[no-untyped-call]
+        out = _Adapted.apply(activation, how.recompute, scalings_of(low), *views, *parts)  # type: ignore[no-untyped-call]
     return unviewed(out, given.x.shape)
 
 

@@ -22,7 +22,7 @@ from flashmoe_science.ops.calls import (
 )
 from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.moe.call import DTYPES, Activation, Options, Tensors, inputs_of
-from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank
+from flashmoe_science.ops.moe.call.adapters import Adapters, adapters_of, parts_of, scalings_of
 from flashmoe_science.ops.moe.call.backward import BackwardTensors, Wanted, backward_inputs_of
 
 NAME = "moe_grouped_gluon_sm90"  # the kernel of the forward's products, by which both passes are asked for
@@ -54,26 +54,13 @@ def why_not(
     return supports(inputs.problem, gpu_of(tensors.x)) or why_not_memory(inputs, adapters)
 
 
-def parts_of(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
-    """a and b of the first, a and b of the second."""
-    return tuple(part for low in adapters for part in ((None, None) if low is None else low[:2]))
-
-
-def adapters_of(parts: Any, scalings: tuple[float, float]) -> Adapters:
-    first, second = (
-        None if a is None else LowRank(a, b, scaling) for (a, b), scaling in zip((parts[:2], parts[2:]), scalings, strict=True)
-    )
-    return first, second
-
-
 def experts(tensors: Tensors, activation: Activation, adapters: Adapters) -> torch.Tensor:
     """The experts of a call that ``why_not`` has nothing against."""
     parts = parts_of(adapters)
     if not needs_grad(*tensors, *parts):
         out: torch.Tensor = _forward(tensors, activation, adapters, saves_z=False)[0]
         return out
-    scalings = tuple(0.0 if low is None else low.scaling for low in adapters)
-    return _Adapted.apply(activation, scalings, *tensors[:_INPUTS], *parts)  # type: ignore[no-any-return,no-untyped-call]
+    return _Adapted.apply(activation, scalings_of(adapters), *tensors[:_INPUTS], *parts)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Adapted(torch.autograd.Function):
@@ -95,8 +82,9 @@ class _Adapted(torch.autograd.Function):
         _, _, of_x, _, _, of_weights, *_ = ctx.needs_input_grad
         adapters = adapters_of(given[_INPUTS:], scalings)
         tensors = BackwardTensors(*Tensors(*given[:_INPUTS]), z, dout)
+        wanted = Wanted(dx=of_x, dw1=False, dw2=False, dtopk_weights=of_weights)
         with without_autocast(dout):
-            dx, dweights, *made = _backward(tensors, activation, adapters, (u1, u2), (of_x, of_weights))
+            dx, dweights, *made = _backward(tensors, activation, adapters, (u1, u2), wanted)
         return None, None, dx, None, None, dweights, None, *made
 
 
@@ -111,24 +99,22 @@ def _forward(tensors: Tensors, activation: Activation, adapters: Adapters, saves
 
         inputs, guard = inputs_of(tensors, activation, saves_z), device_guard(tensors.x.get_device())
         config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(plan)(inputs, adapters, config)(inputs))
+        launch = guard(guard(lambda: plan(inputs, adapters, config)(inputs))())  # a launch may compile when it is bound
         store_launch(key, guards_of(given, aligned=True), launch)
     return launch(inputs_of(tensors, activation).tensors, adapters)
 
 
-def _backward(
-    tensors: BackwardTensors, activation: Activation, adapters: Adapters, saved: Any, wanted: tuple[bool, bool]
-) -> Any:
+def _backward(tensors: BackwardTensors, activation: Activation, adapters: Adapters, saved: Any, wanted: Wanted) -> Any:
     parts = parts_of(adapters)
     given = [one for one in (*tensors, *parts, *saved) if one is not None]
     key = ("moe, adapted backward", tensors.x.shape, activation, wanted, *(one is None for one in parts))
     launch = find_launch(key, given)
     if launch is None:
-        from flashmoe_science.ops.moe.adapted.backward import AdaptedWanted, plan
+        from flashmoe_science.ops.moe.adapted.backward import plan
         from flashmoe_science.ops.moe.backward.gluon_sm90.config import configs
 
-        inputs, guard = backward_inputs_of(tensors, activation, Wanted()), device_guard(tensors.x.get_device())
+        inputs, guard = backward_inputs_of(tensors, activation, wanted), device_guard(tensors.x.get_device())
         config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(plan)(inputs, adapters, AdaptedWanted(*wanted), config)(inputs))
+        launch = guard(guard(lambda: plan(inputs, adapters, config)(inputs))())
         store_launch(key, guards_of(given, aligned=True), launch)
-    return launch(backward_inputs_of(tensors, activation, Wanted()).tensors, adapters, saved)
+    return launch(backward_inputs_of(tensors, activation, wanted).tensors, adapters, saved)

@@ -21,7 +21,7 @@ from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel
-from flashmoe_science.ops.moe.peers.pytorch import rows_of, summed
+from flashmoe_science.ops.moe.peers.pytorch import summed
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed
 
@@ -120,10 +120,6 @@ def _by_expert(inputs: MoEInputs) -> torch.Tensor:
 
 def _sorted(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first row of each expert, then the number of rows; and the row of each pair."""
-    if not ids.is_cuda:
-        by_expert, order = ids.flatten().sort(stable=True)
-        numbers = torch.arange(experts + 1, dtype=by_expert.dtype)
-        return torch.searchsorted(by_expert, numbers, out_int32=True), rows_of(order).view(ids.shape)
     from flashmoe_science.ops.launch import address  # it brings Triton
     from flashmoe_science.ops.moe.rows import RowCounts, bind_rows
 

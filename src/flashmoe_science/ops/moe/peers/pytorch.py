@@ -32,15 +32,11 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     both = add_bias(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
     down = functional.grouped_mm(as_multiplied(activate(both, activation), activation), w2.transpose(1, 2), offs=ends)
     down = add_bias(down, down_bias, by_expert)
-    row_of_pair, weights = rows_of(order).view(tokens, top_k), topk_weights.to(x.dtype)
+    row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(tokens, top_k)
+    weights = topk_weights.to(x.dtype)
     if weights.requires_grad:
         return (down[row_of_pair] * weights[:, :, None]).sum(1)
     return summed(down, row_of_pair, weights)
-
-
-def rows_of(order: torch.Tensor) -> torch.Tensor:
-    """The row of each pair, where ``order`` is the pair of each row."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def summed(rows: torch.Tensor, row_of_pair: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -50,9 +50,8 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 def load(problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 
-    made = dict(inputs)
+    made, (of_values, of_scales) = dict(inputs), _layouts()
     for weights, scale, bias in _NAMES:
-        of_values, of_scales = _layouts()
         codes = wrap_torch_tensor(inputs[weights].view(torch.uint8).mT, dtype=FP4)  # [E, K, N], of K one after another
         made[weights] = convert_layout(codes, of_values, mx_axis=1).storage.data
         exponents = wrap_torch_tensor(inputs[scale].view(torch.uint8).mT)

@@ -21,9 +21,9 @@ from flashmoe_science.ops.moe.adapted import backward, forward
 from flashmoe_science.ops.moe.backward.gluon_sm90 import config as of_backward
 from flashmoe_science.ops.moe.backward.gluon_sm90 import launch as backward_launch
 from flashmoe_science.ops.moe.call import MoEInputs
-from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank
-from flashmoe_science.ops.moe.call.backward import BackwardInputs, BackwardTensors, backward_problem_of
-from flashmoe_science.ops.moe.front.adapted_sm90 import NAME, adapters_of, parts_of
+from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, adapters_of, parts_of
+from flashmoe_science.ops.moe.call.backward import BackwardInputs, BackwardTensors, Wanted, backward_problem_of
+from flashmoe_science.ops.moe.front.adapted_sm90 import NAME
 from flashmoe_science.ops.moe.products.gluon_sm90 import config as of_forward
 from flashmoe_science.ops.moe.products.gluon_sm90 import launch as forward_launch
 from flashmoe_science.ops.moe.proof.oracle import assigned
@@ -119,7 +119,8 @@ def compute(inputs: MoEInputs, adapters: Adapters, dout: torch.Tensor) -> list[t
     tiles = of_backward.configs(given.problem, gpu)[0]
 
     def gradients(*wanted: bool) -> backward.AdaptedGradients:
-        start = backward.plan(of_call, adapters, backward.AdaptedWanted(*wanted), tiles)(of_call)
+        asked = replace(of_call, wanted=Wanted(dx=wanted[0], dw1=False, dw2=False, dtopk_weights=wanted[1]))
+        start = backward.plan(asked, adapters, tiles)(asked)
         return start(tensors, adapters, (u1, u2))
 
     every = gradients(True, True)

@@ -13,7 +13,12 @@ from tests.unit.ops.moe.cases import inputs_of
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume, current_gpu
 from flashmoe_science.moe import explain_moe, fused_moe
-from flashmoe_science.ops.moe.front.adapted_sm90 import NAME, parts_of
+from flashmoe_science.ops.moe.adapted import backward as adapted_backward
+from flashmoe_science.ops.moe.adapted import forward as adapted_forward
+from flashmoe_science.ops.moe.call.adapters import parts_of
+from flashmoe_science.ops.moe.call.backward import ALL, BackwardTensors
+from flashmoe_science.ops.moe.front import adapted_sm90
+from flashmoe_science.ops.moe.front.adapted_sm90 import NAME
 from flashmoe_science.ops.moe.products.gluon_sm90.config import supports
 
 LARGER = (
@@ -60,6 +65,44 @@ def test_on_the_cpu_and_on_other_gpus_they_are_refused_too() -> None:
 def test_they_are_the_default_on_hopper_where_an_expert_has_many_rows(tokens: int, gpu: str, serves: str) -> None:
     with assume(gpu_named(gpu)):
         assert called(Case(f"moe t{tokens} e4 k2 d16 f8 bf16"), "cpu", kernel=None).kernel == serves
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+def test_what_compiles_and_what_launches_does_so_on_the_device_of_the_call(
+    passes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are sorted by a kernel that is built when a launch is bound."""
+    inside, seen = [False], []
+
+    def guard(call: Any) -> Any:
+        def guarded(*args: Any) -> Any:
+            inside.append(True)
+            made = call(*args)
+            inside.pop()
+            return made
+
+        return guarded
+
+    def recorded(step: str, following: Any) -> Any:
+        def call(*args: Any) -> Any:
+            seen.append((step, inside[-1]))
+            return following
+
+        return call
+
+    module = adapted_forward if passes == "forward" else adapted_backward
+    monkeypatch.setattr(module, "plan", recorded("plan", recorded("bind", recorded("launch", None))))
+    monkeypatch.setattr(adapted_sm90, "device_guard", lambda index: guard)
+    case = Case("moe t11 e4 k2 d16 f8 bf16")
+    inputs = inputs_of(case, "cpu")
+    t, adapters = inputs.tensors, adapters_for(case, inputs)
+    with assume(gpu_named("h200")):
+        if passes == "forward":
+            adapted_sm90._forward(t, inputs.activation, adapters, saves_z=False)
+        else:
+            tensors = BackwardTensors(*t, t.x.new_empty(22, 16), t.x)
+            adapted_sm90._backward(tensors, inputs.activation, adapters, (None, None), ALL)
+    assert seen == [("plan", True), ("bind", True), ("launch", True)]
 
 
 def called(case: Case, device: str, **change: Any) -> Any:

@@ -233,7 +233,7 @@ def flashmoe_moe_dhidden_gluon_sm90(
 ):  # fmt: skip
     """dA' = dout[token of row] . w[expert, n], or ``TRANSPOSED`` . w[expert, :, n], and what follows from it: dz, weight times
     act(z), and partials [rows, tiles of n], the sums of dA' times act(z). ``INTERLEAVED``: gates and ups of z alternate, and
-    both descriptors of z, and of dz, are of all of it. ``RANK``: of what is added to dA', low[row] . beside[expert, as w]."""
+    both descriptors of z, and of dz, are of all of it. With a ``RANK`` dA' has low[row] . beside[expert, as w] too."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = active_desc.block_type.shape[2]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1 if TRANSPOSED else 2]

@@ -25,8 +25,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 
 def rows(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
-    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged. What ``rank`` is of
-    comes last: rows [rows, rank], and weights [E, rank, H] beside w1 by rows, else [E, H, rank]."""
+    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged. With a ``rank`` a
+    launch takes a low-rank product last: rows [rows, rank], and weights [E, rank, H] beside w1 by rows, else [E, H, rank]."""
     p, t, deep = inputs.problem, inputs.tensors, config["block_k"]
     depth = p.rows_of_w1()
     w1, transposed = by_rows(t.w1), t.w1.stride(2) == 1
@@ -44,8 +44,8 @@ def rows(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
 
 
 def hidden(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
-    """The first product, which gathers rows of dout. It writes all that it can. What ``rank`` is of comes last, as of ``rows``:
-    beside w2 [E, rank, I], else [E, I, rank]."""
+    """The first product, which gathers rows of dout. It writes all that it can. With a ``rank`` a launch takes a low-rank
+    product last, as that of ``rows``: weights [E, rank, I] beside w2 by rows, else [E, I, rank]."""
     p, a, t, gpu = inputs.problem, inputs.activation, inputs.tensors, current_gpu(inputs.tensors.x.device)
     assert gpu is not None
     w2, transposed, deep, columns = by_rows(t.w2), t.w2.stride(2) == 1, config["block_k"], config["hidden_n"]

@@ -25,9 +25,9 @@ def flashmoe_moe_dweights(
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """out[expert, m, n] = the sum over its rows of gathered[token of row, m] times other[row, n], and times ``weights`` of the
-    row's pair unless they are None; ``ADDS``: added to out. ``TOP_K``: None where rows are gathered of themselves. With a
-    ``factor`` [experts, m, n] like out the other product of what is gathered, which is read once for both: partials[tile of m,
-    row, n] = the sum over the tile's m of gathered[token of row, m] times factor[expert, m, n]."""
+    row's pair unless they are None; ``ADDS``: added to out. ``TOP_K``: None where rows are gathered of themselves, and have no
+    weights. With a ``factor`` [experts, m, n] like out the other product of what is gathered, which is read once for both:
+    partials[tile of m, row, n] = the sum over the tile's m of gathered[token of row, m] times factor[expert, m, n]."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
@@ -47,7 +47,7 @@ def flashmoe_moe_dweights(
     for start in tl.range(first, end, BLOCK_K, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         exists = (row < end)[:, None]
-        if TOP_K is None and weights is None:
+        if TOP_K is None:
             token = row.to(tl.int64)
         else:
             pair = tl.load(tables + row, mask=row < end, other=0)

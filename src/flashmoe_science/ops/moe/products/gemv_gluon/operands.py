@@ -12,6 +12,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LARGEST, LEAST
 from flashmoe_science.ops.moe.products.gemv_gluon.words import (
     BYTES,
     FP8_AS_BF16,
@@ -26,7 +27,6 @@ from flashmoe_science.ops.moe.products.gemv_gluon.words import (
 CHUNK = gl.constexpr(128)
 TOKENS = gl.constexpr(8)  # columns of a product
 THREADS = gl.constexpr(4)  # of a chunk
-LARGEST, LEAST = gl.constexpr(448.0), gl.constexpr(2.0**-120)  # the largest e4m3, and the least scale
 
 
 @gluon.constexpr_function

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from flashmoe_science.ops.gluon_bridge import as_gluon
+from flashmoe_science.ops.moe.products.codes import power
 from flashmoe_science.ops.moe.products.gemv_gluon.operands import (
     CHUNK,
     THREADS,
@@ -24,7 +26,8 @@ from flashmoe_science.ops.moe.products.gemv_gluon.operands import (
 )
 
 NONE = gl.constexpr(2**31 - 1)  # of no pair, and of no expert
-_CHUNK = 128
+_CHUNK: int = CHUNK.value
+_power = as_gluon(power)
 
 
 class Rows(NamedTuple):
@@ -67,7 +70,7 @@ def in_fp8(scales: Any) -> bool:
 
 @gluon.constexpr_function
 def steps_of(part: int, steps: int, each: int) -> int:
-    """Of a part of at most so many."""
+    """Steps of the ``part``-th of ``each`` steps, which are taken ``steps`` at a time."""
     return min(steps, each - part * steps)
 
 
@@ -169,7 +172,7 @@ def read(
     rows, FIRST: gl.constexpr, STEPS: gl.constexpr, DEPTH: gl.constexpr, SCALES: gl.constexpr, ROWS: gl.constexpr,
     BY: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What ``multiply`` takes of so many steps: all of it is on its way before any of it is used."""
+    """(codes, scales, zero points) of each of so many steps: all of it is on its way before ``multiply`` uses any."""
     held = ()
     for step in gl.static_range(STEPS):
         held = held + _read(rows, FIRST + step, DEPTH, SCALES, ROWS, BY, WARPS)
@@ -177,23 +180,8 @@ def read(
 
 
 @gluon.jit
-def power(code):
-    """fp32 of e8m0."""
-    bits = gl.where(code == 0, 0x400000, gl.where(code == 255, 0x7FC00000, code.to(gl.int32) << 23))
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _as_number(scale):
-    if scale.dtype == gl.uint8:
-        return power(scale)
-    else:
-        return scale.to(gl.float32)
-
-
-@gluon.jit
 def _operand(codes, scale, zero, shift, SCALES: gl.constexpr, DTYPE: gl.constexpr, operand: gl.constexpr):
-    """The weights of a chunk."""
+    """The weights [warps, rows, 128] of a chunk."""
     FORMAT: gl.constexpr = form_of(SCALES)
     if FORMAT == "mxfp4":
         scale = scale.to(gl.int32)
@@ -245,7 +233,8 @@ def multiply(
                 added = added + (mma_v2(a, b, acc[tile]),)  # type: ignore[assignment]
             else:
                 part = mma_v2(a, b, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result))
-                by = _as_number(held[3 * step + 1])
+                scale = held[3 * step + 1]
+                by = _power(scale) if scale.dtype == gl.uint8 else scale.to(gl.float32)
                 if FORMAT == "fp8_block_w8a8":
                     by = by * gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
                 added = added + (acc[tile] + part * by,)  # type: ignore[assignment]
@@ -255,7 +244,7 @@ def multiply(
 
 @gluon.jit
 def none(TILES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of nothing."""
+    """Sums of nothing, [warps, rows, 8] for every eight tokens."""
     acc = ()
     for _ in gl.static_range(TILES):
         acc = acc + (gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS)),)  # type: ignore[assignment]

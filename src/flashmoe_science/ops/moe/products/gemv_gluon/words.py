@@ -77,8 +77,6 @@ and.b32 even, even, 0x80808080;
 setp.eq.u32 p, even, 0;
 selp.b32 {first}, {first}, {nan}, p;
 """
-
-
 _BEGIN = ".reg .b32 even, odd, x, y, one, none;\n.reg .pred p;\nmov.b32 even, 0;\nmov.b32 none, 0x80008000;\n"
 
 
@@ -114,6 +112,7 @@ def _every(results: int, dtype: str, by: str) -> str:
 
 
 def _partly(text: str, **words: str) -> str:
+    """The text with these words put in, and what ``_block`` puts in later as it is."""
     for name, word in words.items():
         text = text.replace(f"{{{name}}}", word)
     return text
@@ -122,15 +121,18 @@ def _partly(text: str, **words: str) -> str:
 def _of(dtype: str) -> dict[str, Upcast]:
     """By format, of weights as bf16 or fp16."""
     bf16 = dtype == "bf16x2"
-    int4 = {"dtype": dtype, "high": "0x43004300", "one": "0x3F803F80"} if bf16 else {}
-    int4 = int4 or {"dtype": dtype, "high": "0x64006400", "one": "0x3C003C00"}
-    fp8 = {"dtype": dtype, "one": "0x7B807B80", "left": "4", "right": "4", "rest": "0x07F007F0"} if bf16 else {}
-    fp8 = fp8 or {"dtype": dtype, "one": "0x5C005C00", "left": "7", "right": "1", "rest": "0x3F803F80"}
-    nan = "0x7FC07FC0" if bf16 else "0x7E007E00"
+    if bf16:
+        int4 = {"high": "0x43004300", "one": "0x3F803F80"}
+        fp8 = {"one": "0x7B807B80", "left": "4", "right": "4", "rest": "0x07F007F0"}
+        nan = "0x7FC07FC0"
+    else:
+        int4 = {"high": "0x64006400", "one": "0x3C003C00"}
+        fp8 = {"one": "0x5C005C00", "left": "7", "right": "1", "rest": "0x3F803F80"}
+        nan = "0x7E007E00"
     found = {
-        "int4": _block(_partly(_INT4, **int4), "", 4, 1, int4["one"]),
-        "int4 scaled": _block(_partly(_INT4, **int4), _every(4, dtype, "{given[1]}"), 4, 2, int4["one"]),
-        "fp8": _block(_partly(_E4M3, **fp8), _partly(_NO_NUMBER, nan=nan), 2, 0, fp8["one"]),
+        "int4": _block(_partly(_INT4, dtype=dtype, **int4), "", 4, 1, int4["one"]),
+        "int4 scaled": _block(_partly(_INT4, dtype=dtype, **int4), _every(4, dtype, "{given[1]}"), 4, 2, int4["one"]),
+        "fp8": _block(_partly(_E4M3, dtype=dtype, **fp8), _partly(_NO_NUMBER, nan=nan), 2, 0, fp8["one"]),
     }
     if bf16:
         found["mxfp4"] = _block(_E2M1, f"{_REST_OF_SCALE}{_every(4, dtype, 'x')}DONE:\n", 4, 2)

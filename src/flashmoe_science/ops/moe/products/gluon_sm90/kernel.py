@@ -47,7 +47,7 @@ def flashmoe_moe_up_gluon_sm90(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n]); with gates_desc
-    and ups_desc what is activated is written too. ``RANK``: of what is added before, low[row] . beside[expert, as w]."""
+    and ups_desc what is activated is written too. With a ``RANK`` low[row] . beside[expert, as w] is added before."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = out_desc.block_type.shape[2]
     # A stage is full when 128 threads' copies are complete, and the weights.
@@ -79,8 +79,8 @@ def flashmoe_moe_down_gluon_sm90(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]; where there is a
-    ``RANK`` and low[row] . beside[expert, as w]."""
+    """The second product: out[row, n] = a[row] . w[expert, n], or ``TRANSPOSED`` a[row] . w[expert, :, n]; with a
+    ``RANK`` low[row] . beside[expert, as w] is added."""
     gdc_launch_dependents()
     ROWS: gl.constexpr = a_desc.block_type.shape[0]
     memory = make_memory(w_desc, out_desc, ROWS, a_desc.block_type.shape[1], BLOCK_M // ROWS, STAGES, 1)
