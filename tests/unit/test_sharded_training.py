@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,8 @@ def rank(number: int, store: str, kept: bool) -> None:
         assert len(got) == len(expected) == 6
         for one, right in zip(got, expected, strict=True):
             torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-6)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # an ordinary end aborts now and then: a thread of PyTorch's is still there ("terminate called")
 
 
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])
