@@ -23,6 +23,9 @@ DRAWN = "drawn at random"  # cases of which one stands for all
 PEERS = {
     "fa3": "FA3",
     "fa4": "FA4",
+    "fa4_bwd": "FA4",
+    "fa4_bwd_deterministic": "FA4 with equal bits",
+    "sdpa_bwd_cudnn": "cuDNN",
     "sdpa_cudnn": "cuDNN",
     "sdpa_flash": "FA2",
     "sdpa": "PyTorch",
