@@ -15,7 +15,7 @@ from flashmoe_science.records import RefusalRow
 from flashmoe_science.store import read_run
 
 FAULTS = Path(__file__).parents[1] / "harness" / "faults"
-SQUARE, LONGER = "attn b1 h2 q16 d16 fp32 causal", "attn b1 h2 q24 k40 d64 bf16 causal"
+SQUARE, LONGER = "attn b1 h2 q16 d16 fp32 causal", "attn b1 h2 q24 k40 d64 fp16 causal"
 
 
 @pytest.fixture(autouse=True)
