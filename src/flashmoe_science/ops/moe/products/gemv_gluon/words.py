@@ -10,30 +10,12 @@ from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
+from flashmoe_science.ops.moe.products.e2m1 import as_bf16
+
 BYTES = gl.constexpr(16)
 _WORDS = 4
 
-# Of a code s e e m the sign goes to bit 15 and e e m to bits 8 to 6, which is the code times 2^-126 in bf16, and a subnormal
-# number for 0.5; times 2^126 and the scale together.
-_E2M1 = """
-and.b32 even, {codes}, 0x08080808;
-and.b32 odd, {codes}, 0x80808080;
-shl.b32 x, {codes}, 6;
-shl.b32 y, even, 12;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-fma.rn.bf16x2 {to[0]}, x, {given[0]}, none;
-shl.b32 x, {codes}, 2;
-shl.b32 y, odd, 8;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-fma.rn.bf16x2 {to[1]}, x, {given[0]}, none;
-shr.u32 x, {codes}, 2;
-shl.b32 y, even, 4;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-fma.rn.bf16x2 {to[2]}, x, {given[0]}, none;
-shr.u32 x, {codes}, 6;
-lop3.b32 x, x, odd, 0x01C001C0, 0xE4;
-fma.rn.bf16x2 {to[3]}, x, {given[0]}, none;
-"""
+_E2M1 = as_bf16("fma.rn.bf16x2 {one}, x, {given[0]}, none;\n")  # 2^126 and the scale together
 # What a factor lacks of a scale above 2^1, and a NaN: a branch goes past it, which hardly any weights need.
 _REST_OF_SCALE = """
 setp.lt.u32 p, {given[1]}, 129;

@@ -11,6 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashmoe_science.ops.moe.products.e2m1 import as_bf16
+
 BLOCK = gl.constexpr(256)  # rows of weights of a tile, of which a consumer has 128 or 64
 STEP = gl.constexpr(128)  # K of one permutation, and of a stage
 APART = gl.constexpr(32)  # tokens of a tile up to which warps multiply apart, by mma.sync
@@ -30,27 +32,7 @@ BYTES, BYTES_64 = gl.constexpr(_layout(128, 16)), gl.constexpr(_layout(64, 16))
 CODES, CODES_64 = gl.constexpr(_layout(128, 8)), gl.constexpr(_layout(64, 8))  # of a chunk
 SCALES, SCALES_64 = (gl.constexpr(gl.SliceLayout(2, one.value)) for one in (CODES, CODES_64))  # [rows, 4]
 
-# Of a code s e e m the sign goes to bit 15 and e e m to bits 8 to 6, which is the code times 2^-126 in bf16, and a subnormal
-# number for 0.5. Two codes 16 bits apart are shifted at once, then multiplied by 2^126 and their scale.
-_WORD = """
-and.b32 even, {codes}, 0x08080808;
-and.b32 odd, {codes}, 0x80808080;
-shl.b32 x, {codes}, 6;
-shl.b32 y, even, 12;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[0]}, x, {factor};
-shl.b32 x, {codes}, 2;
-shl.b32 y, odd, 8;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[1]}, x, {factor};
-shr.u32 x, {codes}, 2;
-shl.b32 y, even, 4;
-lop3.b32 x, x, y, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[2]}, x, {factor};
-shr.u32 x, {codes}, 6;
-lop3.b32 x, x, odd, 0x01C001C0, 0xE4;
-mul.rn.bf16x2 {to[3]}, x, {factor};
-"""
+_WORD = as_bf16("mul.rn.bf16x2 {one}, x, {factor};\n")
 # What a factor lacks of a scale above 2^1, and a NaN.
 _REST = """
 max.u32 x, {scale}, 128;
