@@ -205,6 +205,14 @@ def z_off(z: torch.Tensor, inputs: MoEInputs) -> str | None:
     return None if error <= allowed else f"z is off by {error:.2e} of the largest, where {allowed:.2e} is allowed"
 
 
+def repeated(kernel: MoEKernel, inputs: MoEInputs, config: Config) -> torch.Tensor:
+    """The result of a call, whose bits 20 more have."""
+    out = kernel.run(inputs, config)
+    again = (kernel.run(inputs, config) for _ in range(20))
+    assert all(torch.equal(one.nan_to_num(), out.nan_to_num()) for one in again), config
+    return out
+
+
 def off(got: torch.Tensor, inputs: MoEInputs) -> str | None:
     """What is wrong with a result, if anything is."""
     right = reference(inputs)

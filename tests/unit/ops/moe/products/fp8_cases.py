@@ -15,16 +15,14 @@ from unittest.mock import patch
 
 import torch
 from tests.unit import gluon_interpreter
-from tests.unit.ops.moe.cases import FOREIGN
-from tests.unit.ops.moe.products.mxfp4_cases import H200, Case, by_address
+from tests.unit.ops.moe.products.format_cases import on
+from tests.unit.ops.moe.products.mxfp4_cases import H200, Case, by_address, drawn
 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.formats import SIDE, Weights, dequantized, dequantized_rows, quantized, quantized_rows
 from flashmoe_science.ops.launch import Part, argument
 from flashmoe_science.ops.moe.call import MoEInputs, Tensors, activation_of
-from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.fp8_sm90 import kernel, launch, quantize
 from flashmoe_science.ops.moe.products.fp8_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_scheme
@@ -51,21 +49,10 @@ CASES = (
 
 
 def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
-    problem = parse_problem(case.problem)
-    assert isinstance(problem, MoEProblem)
-    draw, form = torch.Generator().manual_seed(0), FORMATS["fp8_block_w8a8"]
-    e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
-    x = torch.randn(t, h, generator=draw).bfloat16()
-    w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))
-    powers = case.change == "scales of e8m0"
+    problem, x, w1, w2, ids, draw = drawn(case)
+    form, powers = FORMATS["fp8_block_w8a8"], case.change == "scales of e8m0"
     (w1, s1, _), (w2, s2, _) = quantized(w1, form, halves=True, powers=powers), quantized(w2, form, powers=powers)
-    ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
-    if case.change == "foreign":
-        foreign = FOREIGN["foreign"](e)[torch.randint(5, ids.shape, generator=draw)]
-        ids = torch.where(torch.rand(ids.shape, generator=draw) < 0.5, foreign, ids)
-    elif case.change == "NaN in one token":
-        x[3] = torch.nan
-    elif case.change == "zeros in one token":
+    if case.change == "zeros in one token":
         x[3] = 0.0
     elif case.change == "blocks 2^20 apart":
         s1[..., 1::2] *= 2.0**20
@@ -74,8 +61,7 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
         w1, w2 = (torch.cat((one.view(torch.uint8),) * 2, -1)[..., : one.shape[-1]].view(one.dtype) for one in (w1, w2))
         s1, s2 = (torch.cat((one, one.flip(0)), -1)[..., : one.shape[-1]] for one in (s1, s2))
     tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, None, None, s1, s2)
-    moved = Tensors(*(None if one is None else one.to(device) for one in tensors))  # type: ignore[arg-type]
-    return MoEInputs(problem, moved, activation_of(problem))
+    return on(MoEInputs(problem, tensors, activation_of(problem)), device)
 
 
 class Between(NamedTuple):

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.cases import FOREIGN
+from tests.unit.ops.moe.products.format_cases import on
 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
@@ -60,21 +61,37 @@ CASES = (
 )
 
 
-def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
-    problem = parse_problem(case.problem)
+class Drawn(NamedTuple):
+    """The numbers of a case before its weights are quantised, and what draws more."""
+
+    problem: MoEProblem
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    ids: torch.Tensor
+    draw: torch.Generator
+
+
+def drawn(case: Case) -> Drawn:
+    """With the changes of tokens and ids that the kernels of all formats are put to."""
+    problem, draw = parse_problem(case.problem), torch.Generator().manual_seed(0)
     assert isinstance(problem, MoEProblem)
-    draw, form = torch.Generator().manual_seed(0), FORMATS["mxfp4"]
     e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
     x = torch.randn(t, h, generator=draw).bfloat16()
     w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))
-    (w1, s1, _), (w2, s2, _) = quantized(w1, form), quantized(w2, form)
     ids = torch.stack([torch.randperm(e, generator=draw)[: problem.top_k] for _ in range(t)]).int()
     if case.change == "foreign":
         foreign = FOREIGN["foreign"](e)[torch.randint(5, ids.shape, generator=draw)]
         ids = torch.where(torch.rand(ids.shape, generator=draw) < 0.5, foreign, ids)
     elif case.change == "NaN in one token":
         x[3] = torch.nan
-    elif case.change == "blocks 2^20 apart":
+    return Drawn(problem, x, w1, w2, ids, draw)
+
+
+def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
+    problem, x, w1, w2, ids, draw = drawn(case)
+    (w1, s1, _), (w2, s2, _) = (quantized(one, FORMATS["mxfp4"]) for one in (w1, w2))
+    if case.change == "blocks 2^20 apart":
         s1[..., 1::2] += 20
         x.unflatten(1, (-1, 32))[:, 1::2] *= 2.0**-20
     elif case.change.startswith("scales of"):
@@ -83,12 +100,11 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
             s1[:, 6:9, 1:3] = scale
         else:  # the products stay near 1
             s1[:], x = scale, (x.double() * 2.0 ** (124 - scale)).bfloat16()
-    biases = [torch.randn(e, n, generator=draw).bfloat16() if problem.bias else None for n in (2 * i, h)]
+    biases = [torch.randn(w.shape[:2], generator=draw).bfloat16() if problem.bias else None for w in (w1, w2)]
     if case.change == "slices of larger tensors":
         w1, w2, s1, s2 = (torch.cat((one, one.flip(0)), -1)[..., : one.shape[-1]] for one in (w1, w2, s1, s2))
     tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, *biases, s1, s2)
-    moved = Tensors(*(None if one is None else one.to(device) for one in tensors))  # type: ignore[arg-type]
-    return MoEInputs(problem, moved, activation_of(problem))
+    return on(MoEInputs(problem, tensors, activation_of(problem)), device)
 
 
 def wrong(inputs: MoEInputs, out: torch.Tensor) -> list[str]:
