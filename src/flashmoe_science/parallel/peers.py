@@ -1,9 +1,9 @@
 """Rows that GPUs of one host write into each other's memory, through a table of addresses.
 
-Each rank's buffer has a part for what a call begins with, tokens and their routing, and a part for results. All ranks write into
-one part, meet at a barrier, and read their own. The parts take turns, so that none is overwritten while it is read: a rank passes
-the barrier of one when all have read the other. Where a part follows itself there is one more barrier. Calls are on one stream.
-They can be captured in a CUDA graph, which all ranks then replay alike.
+Each rank's buffer has a part for what a call begins with, tokens and their routing, and one for results. All ranks write into
+one part, meet at a barrier, and read their own. The parts take turns, so that none is overwritten while it is read: behind the
+barrier of one all have read the other. Where a part follows itself there is one more barrier. Calls are on one stream. They can
+be captured in a CUDA graph, which all ranks then replay alike.
 """
 
 from __future__ import annotations
@@ -213,11 +213,16 @@ class Peers(Transport):
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        everyones_x, everyones_weights, local_ids = self._dispatched((x, weights, ids), kept)
+        self._dispatch(x, weights, ids)
+        everyones_x, everyones_weights, local_ids = [one.clone() for one in self._everyones] if kept else self._everyones
         return everyones_x, everyones_weights, local_ids
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._dispatched((x, None, None), kept=True)[0]
+        self._dispatch(x, None, None)
+        everyones = self._everyones[0].clone()
+        self._memory.barrier()  # a backward may end here, and tokens follow
+        self._last = ""
+        return everyones
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -237,18 +242,10 @@ class Peers(Transport):
             sum_received(self._results.view(out.dtype), out, self._sizes, self._ranks, *routing)
         return out
 
-    def _dispatched(self, given: Sequence[torch.Tensor | None], kept: bool) -> list[torch.Tensor]:
-        """The parts that tokens and their routing are written to, or copies, where they are ``kept``."""
-        contiguous = [None if one is None else one.contiguous() for one in given]
+    def _dispatch(self, *given: torch.Tensor | None) -> None:
         self._begin("tokens")
-        dispatch(self._addresses[:3], contiguous, self._sizes, self._rank)
+        dispatch(self._addresses[:3], [None if one is None else one.contiguous() for one in given], self._sizes, self._rank)
         self._memory.barrier()
-        if not kept:
-            return self._everyones
-        copies = [one.clone() for one in self._everyones]
-        self._memory.barrier()  # what comes next in the backward may be tokens again
-        self._last = ""
-        return copies
 
     def _begin(self, part: str) -> None:
         """Let all ranks have read a part of their buffers before it is written again."""

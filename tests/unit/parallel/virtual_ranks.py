@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import torch
 
-from flashmoe_science.ops.moe.call import Rows
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops.moe.call import SWIGLU, Rows, Tensors, inputs_of
+from flashmoe_science.ops.moe.products.triton import KERNEL
 from flashmoe_science.parallel.peers import dispatch, push, send, sum_received
 from flashmoe_science.parallel.transport import Sizes, sums_of
 
@@ -84,6 +87,36 @@ def results(sizes: Sizes, ranks: int) -> list[str]:
     return wrong
 
 
+def layer(sizes: Sizes, ranks: int) -> list[str]:
+    """What is wrong with a layer whose ranks' products send their rows: exact results are one kernel's of all tokens."""
+    (tokens, width, top_k, *_), experts, hidden = sizes, ranks * EXPERTS, 16
+    x, weights = torch.randn(ranks * tokens, width).to(sizes.dtype), torch.rand(ranks * tokens, top_k)
+    w1, w2 = torch.randn(experts, 2 * hidden, width).to(x), torch.randn(experts, width, hidden).to(x)
+    ids = torch.randint(-1, experts + 1, weights.shape, dtype=torch.int32)
+    inputs = inputs_of(Tensors(x, w1 / 8, w2 / 8, weights, ids), SWIGLU)
+    config = KERNEL.configs(inputs.problem, gpu_named("h200"))[0]
+    whole = KERNEL.plan(inputs, config)(inputs, x.shape)(*inputs.tensors)
+    exact, to_exact = buffers_of(ranks, (tokens * top_k, width), sizes.dtype)
+    reduced, to_reduced = buffers_of(ranks, (ranks * tokens, width), sizes.dtype)
+    for rank in range(ranks):
+        own = slice(rank * EXPERTS, (rank + 1) * EXPERTS)
+        given = Tensors(x, w1[own] / 8, w2[own] / 8, weights, ids - own.start)
+        part = replace(inputs_of(given, SWIGLU), sums=False)
+        rows = KERNEL.plan(part, config)(part, x.shape)(*part.tensors)
+        send(to_exact, rows, None, sizes, rank)
+        send(to_reduced, rows, weights, sizes, rank)
+    wrong = []
+    for rank in range(ranks):
+        own, out = slice(rank * tokens, (rank + 1) * tokens), torch.full((tokens, width), torch.nan).to(x)
+        sum_received(exact[rank], out, sizes, ranks, weights[own], ids[own])
+        wrong += [] if torch.equal(out, whole[own]) else [f"exact of rank {rank} is not one kernel's"]
+        sum_received(reduced[rank], out, sizes, ranks)
+        wrong += (
+            [] if torch.allclose(out, whole[own], rtol=1e-2, atol=1e-2) else [f"reduced of rank {rank} is not one kernel's"]
+        )
+    return wrong
+
+
 def exchanged(sizes: Sizes, ranks: int) -> list[str]:
     """What is wrong with what each rank is given of what each has for each."""
     given = torch.randn(ranks, ranks, sizes.tokens * sizes.hidden).half()
@@ -101,7 +134,8 @@ def main() -> None:
             for dtype, of_ids in ((torch.float16, torch.int32), (torch.float32, torch.int64)):
                 sizes = Sizes(tokens, width, top_k, EXPERTS, dtype)
                 case = f"{ranks} ranks, {tokens} tokens of {width}, {top_k} choices, {dtype}, {of_ids}"
-                found[case] = dispatched(sizes, ranks, of_ids) + results(sizes, ranks) + exchanged(sizes, ranks)
+                found[case] = layer(sizes, ranks) if width < 1000 else []
+                found[case] += dispatched(sizes, ranks, of_ids) + results(sizes, ranks) + exchanged(sizes, ranks)
     print(json.dumps(found))
 
 
