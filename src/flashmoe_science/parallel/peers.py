@@ -208,7 +208,8 @@ class Peers(Transport):
             self._memory.own[start : start + count * of.itemsize].view(of).view(places, -1)
             for start, (count, of) in zip(starts, parts, strict=False)
         ]
-        self._results, self._last = self._memory.own[starts[3] :], ""
+        self._results: torch.Tensor = self._memory.own[starts[3] :]
+        self._last = ""
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool
@@ -219,7 +220,7 @@ class Peers(Transport):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         self._dispatch(x, None, None)
-        everyones = self._everyones[0].clone()
+        everyones: torch.Tensor = self._everyones[0].clone()
         self._memory.barrier()  # a backward may end here, and tokens follow
         self._last = ""
         return everyones
@@ -229,8 +230,7 @@ class Peers(Transport):
         self._begin("results")
         push(self._addresses[3], x.flatten().view(_WORD).view(self._ranks, -1), self._rank)
         self._memory.barrier()
-        received: torch.Tensor = self._results[: x.nbytes].view(x.dtype).view(x.shape)
-        return received
+        return self._results[: x.nbytes].view(x.dtype).view(x.shape)
 
     def sent(self, rows: Rows, of_all: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(ids), self._sizes.hidden, dtype=self._sizes.dtype, device=ids.device)
