@@ -15,7 +15,7 @@ from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.calls import needs_grad
 from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.transport import Collectives
+from flashmoe_science.parallel.transport import gathered
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 _ROWS = "batch, tokens, heads, head_dim", 4
@@ -92,7 +92,7 @@ def context_decode(
     )  # fmt: skip
     wide = torch.promote_types(out.dtype, lse.dtype)
     part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
-    (parts,) = Collectives(ranks).gather(part)
+    (parts,) = gathered(ranks, part)
     parts = parts.unflatten(0, (count, -1))
     return merged(parts[..., :-1].unbind(), parts[..., -1].unbind())[0].to(out.dtype)
 

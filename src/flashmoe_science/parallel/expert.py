@@ -7,6 +7,7 @@ host. Places of a rank that has fewer tokens than ``max_tokens`` have ids of no 
 from __future__ import annotations
 
 import inspect
+from itertools import islice
 from typing import Any, get_args
 
 import torch
@@ -16,15 +17,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.calls import autocast
-from flashmoe_science.ops.moe.call import Options, Tensors, checked
+from flashmoe_science.ops.moe.call import Options, Rows, Tensors, checked
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
+from flashmoe_science.ops.moe.front.operator import experts_rows
 from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.transport import of_places, sums_of
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
 _SIGNATURE = inspect.signature(fused_moe)
 _OPTIONAL = Tensors._fields[5:]  # biases and scales
-_INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
+Given = tuple[torch.Tensor, ...]
+Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, weights and ids of all ranks
 
 
 def expert_parallel_moe(
@@ -65,35 +68,43 @@ def expert_parallel_moe(
     """
     given = (hidden, gate_up_local, down_local, top_k_weights, top_k_ids)
     tensors, options = _agreed(given, workspace, combine, options)
-    x, gate_up, down, weights, ids = tensors
+    (x, gate_up, down, weights, ids), experts = tensors, tensors[1:3]
     shape, (x, weights, ids) = x.shape, (one.reshape(-1, one.shape[-1]) for one in (x, weights, ids))
-    call = _exact if combine == "exact" else _reduced
-    out: torch.Tensor = call(x, gate_up, down, weights, ids, workspace, options)
+    reduced = combine == "reduced"
+    gathered = _gathered(workspace, x, weights if reduced else weights.detach(), ids)
+    if (rows := _rows(workspace, gathered, experts, options)) is not None:
+        out = workspace.transport.sent(rows, gathered[1] if reduced else None, weights, ids)
+    elif reduced:
+        everyones_x, everyones_weights, local_ids = gathered
+        partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
+        out = _Sum.apply(workspace, partial, len(x))  # type: ignore[no-untyped-call]
+    else:
+        pairs = _pairs(workspace, gathered, experts, options)
+        out = _Combine.apply(workspace, pairs, weights, ids, gathered[1])  # type: ignore[no-untyped-call]
     return unviewed(out, shape)
 
 
-def _reduced(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-    workspace: ExpertWorkspace, options: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    everyones_x, everyones_weights, local_ids = _Gather.apply(workspace, x, weights, ids)  # type: ignore[no-untyped-call]
-    partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
-    out: torch.Tensor = _Sum.apply(workspace, partial, x.shape[0])  # type: ignore[no-untyped-call]
-    return out
+def _gathered(workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Gathered:
+    """What ``Transport.dispatch`` returns, as part of PyTorch's graph where there is one."""
+    if torch.is_grad_enabled():
+        return _Gather.apply(workspace, x, weights, ids)  # type: ignore[no-any-return,no-untyped-call]
+    return workspace.transport.dispatch(x, weights, ids, kept=False)
 
 
-def _exact(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
-    workspace: ExpertWorkspace, options: dict[str, Any],
-) -> torch.Tensor:  # fmt: skip
-    gathered = _Gather.apply(workspace, x, weights.detach(), ids)  # type: ignore[no-untyped-call]
-    everyones_x, everyones_weights, local_ids = gathered
-    one = torch.ones((local_ids.numel(), 1), dtype=torch.float32, device=x.device)
-    # A choice is a token of its own, whose row is not summed.
-    pairs = everyones_x.repeat_interleave(workspace.top_k, 0)
-    rows = fused_moe(pairs, gate_up, down, one, local_ids.view(-1, 1), **options)
-    out: torch.Tensor = _Combine.apply(workspace, rows, weights, ids, everyones_weights)  # type: ignore[no-untyped-call]
-    return out
+def _rows(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, options: dict[str, Any]) -> Rows | None:
+    """The rows of all tokens by this rank's experts; None where they cannot go straight to the ranks of their tokens."""
+    if torch.is_grad_enabled() or not workspace.transport.sends:
+        return None
+    rest = (options[name] for name in _OPTIONAL)
+    return experts_rows((gathered[0], *experts, *gathered[1:], *rest), tuple(options[name] for name in Options._fields))
+
+
+def _pairs(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, options: dict[str, Any]) -> torch.Tensor:
+    """The rows [N * max_tokens * K, H] of all tokens, in the order of their choices: a choice is a token of its own here, whose
+    row is not summed."""
+    (everyones_x, _, ids), (gate_up, down) = gathered, experts
+    one = torch.ones((ids.numel(), 1), dtype=torch.float32, device=ids.device)
+    return fused_moe(everyones_x.repeat_interleave(workspace.top_k, 0), gate_up, down, one, ids.view(-1, 1), **options)
 
 
 # The arguments ---------------------------------------------------------------------------------------------------------------
@@ -101,11 +112,13 @@ def _exact(
 
 def _agreed(
     given: tuple[Any, ...], workspace: ExpertWorkspace, combine: str, options: dict[str, Any]
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """The arguments of this rank's ``fused_moe``. On the CPU and with FLASHMOE_CHECK=1 ranks compare theirs."""
+) -> tuple[Given, dict[str, Any]]:
+    """The tensors of this rank's ``fused_moe``, and its other arguments by name. On the CPU and with FLASHMOE_CHECK=1 ranks
+    compare theirs."""
     if not isinstance(workspace, ExpertWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be an ExpertWorkspace")
-    refused, facts = None, dict[str, object]()
+    refused, facts, compare = None, dict[str, object](), compares(given[0])
+    arguments: dict[str, Any] = {}
     try:
         bound = _SIGNATURE.bind(*given, **options)
         bound.apply_defaults()
@@ -113,11 +126,11 @@ def _agreed(
         tensors = tuple(arguments.values())[: len(given)]
         tensors = (autocast(tensors[:3]) or tensors[:3]) + tensors[3:]
         _check_call(tensors, arguments, workspace, combine)
-        facts = _facts(tensors, arguments, combine)
+        facts = _facts(tensors, arguments, combine) if compare else {}
     except (TypeError, ValueError) as error:
         refused = error
-    agree(workspace.group, facts, refused, compares(given[0]))
-    return tensors, {name: arguments[name] for name in options}
+    agree(workspace.group, facts, refused, compare)
+    return tensors, dict(islice(arguments.items(), len(given), None))
 
 
 def _local(name: str, one: object, workspace: ExpertWorkspace) -> Any:
@@ -175,13 +188,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.workspace, ctx.tokens, ctx.dtype = workspace, x.shape[0], weights.dtype
-        wide, top_k = torch.promote_types(x.dtype, torch.float32), workspace.top_k
-        # An id of 64 bits may have another's lower half.
-        in_range = ids.clamp(-1, workspace.experts).to(_INTEGERS[wide.itemsize])
-        routing = torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1)
-        everyones_x, routing = workspace.transport.gather(_padded(x, workspace), _padded(routing, workspace, -1))
-        everyones_weights = routing[:, top_k:].contiguous().view(wide)
-        local_ids = routing[:, :top_k] - workspace.first_expert
+        everyones_x, everyones_weights, local_ids = workspace.transport.dispatch(x, weights, ids, kept=True)
         _, needs_x, needs_weights, _ = ctx.needs_input_grad
         wanted = ((everyones_x, needs_x), (everyones_weights, needs_weights), (local_ids, False))
         ctx.mark_non_differentiable(*(one for one, needed in wanted if not needed))
@@ -199,17 +206,6 @@ class _Gather(torch.autograd.Function):
         return None, of_x, summed(dweights).to(ctx.dtype) if needs_weights else None, None
 
 
-def _padded(own: torch.Tensor, workspace: ExpertWorkspace, fill: int | None = None) -> torch.Tensor:
-    """A tensor [T, ...] as [max_tokens, ...], contiguous; what it lacks is ``fill``, or has no value."""
-    if (tokens := own.shape[0]) < workspace.max_tokens:
-        places = own.new_empty(workspace.max_tokens, *own.shape[1:])
-        places[:tokens] = own
-        if fill is not None:
-            places[tokens:] = fill
-        own = places
-    return own.contiguous()
-
-
 class _Sum(torch.autograd.Function):
     """[T, H], the sums of the ranks' rows [N * max_tokens, H], in fp32 (fp64 of fp64) and in the order of the ranks."""
 
@@ -221,8 +217,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        (everyones,) = ctx.workspace.transport.gather(_padded(dout, ctx.workspace, 0))
-        return None, everyones, None
+        return None, ctx.workspace.transport.gather(dout), None
 
 
 class _Combine(torch.autograd.Function):
@@ -238,12 +233,10 @@ class _Combine(torch.autograd.Function):
         from_rank = ids // workspace.local_experts * (workspace.max_tokens * workspace.top_k)
         here = (ids >= 0) & (ids < workspace.experts)
         row_of_pair = torch.where(here, place + from_rank, -1)
-        ctx.workspace, ctx.dtypes, of_pairs = workspace, (rows.dtype, weights.dtype), None
-        if not ctx.needs_input_grad[2]:
-            out = workspace.transport.summed(rows.contiguous(), len(ids), weights, row_of_pair)
-        else:
-            received = workspace.transport.exchange(rows.contiguous())
-            out, of_pairs = sums_of(received, weights, row_of_pair), of_places(received, row_of_pair)
+        ctx.workspace, ctx.dtypes = workspace, (rows.dtype, weights.dtype)
+        received = workspace.transport.exchange(rows.contiguous())
+        out = sums_of(received, weights, row_of_pair)
+        of_pairs = of_places(received, row_of_pair) if ctx.needs_input_grad[2] else None
         ctx.save_for_backward(of_pairs, everyones_weights)
         return out
 
@@ -254,7 +247,7 @@ class _Combine(torch.autograd.Function):
         of_rows, of_weights = ctx.dtypes
         drows = dweights = None
         if ctx.needs_input_grad[1]:
-            (everyones,) = ctx.workspace.transport.gather(_padded(dout, ctx.workspace))
+            everyones = ctx.workspace.transport.gather(dout)
             drows = (everyones_weights[:, :, None] * everyones[:, None]).to(of_rows).flatten(0, 1)
         if of_pairs is not None:
             dweights = (of_pairs.to(everyones_weights.dtype) * dout[:, None]).sum(-1).to(of_weights)

@@ -2,63 +2,105 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.moe.call import Rows
 from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import waiting
 
-# ``torch.distributed`` renames it in 2.13.
+# ``torch.distributed`` renames them in 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
 
 
-class Transport(Protocol):
+class Sizes(NamedTuple):
+    """Of a rank's calls: the most tokens T, their width H, choices of a token K, experts of a rank, the dtype of rows."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    experts: int
+    dtype: torch.dtype
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of routing weights on their way, and of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+class Transport(ABC):
     """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, between two
-    H100 of one host; None where not known. ``picks``: whether ``summed`` receives the rows that it sums, and no others."""
+    H100 of one host; None where not known. ``sends``: whether it has ``sent``, by which an exact result receives the rows that
+    it sums, and no others."""
 
     start: float | None
     rate: float
-    picks: bool
+    sends = False
 
-    def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
-        """Of each tensor [L, ...] [N * L, ...], those of all ranks in their order; contiguous ones, of one shape on all."""
-        ...
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
+        self._group, self._sizes = group, sizes
+        self._ranks, self._rank = group.size(), group.rank()
 
+    @abstractmethod
+    def dispatch(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [N * T, H], weights and ids [N * T, K] of all ranks in their order, each with T places, of this rank's
+        [tokens, ...]. Ids count from this rank's first expert; those of others' are not in range, nor those of empty places.
+        Not ``kept``, they may be overwritten by the next call."""
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N * T, H], of this rank's x [tokens, H]; zeros in empty places."""
+
+    @abstractmethod
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """[N * L, ...], what this rank is given by each in their order, of x [N * L, ...], what it has for each."""
-        ...
+        """[N * L, ...], what this rank is given by each in their order, of x [N * L, ...], what it has for each. The next call
+        may overwrite it."""
 
-    def summed(
-        self, x: torch.Tensor, tokens: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[tokens, H], sums of rows of ``exchange(x)``, in fp32 and in their order.
+    def summed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        """[tokens, ...], the sums of ``exchange(x)`` of each token, in fp32 and in the order of the ranks."""
+        received = self.exchange(x)
+        return sums_of(received, None, torch.arange(len(received), device=x.device).view(self._ranks, -1)[:, :tokens].t())
+
+    def sent(self, rows: Rows, of_all: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, H], the results of a call, of rows that go straight from the products to the ranks of their tokens.
 
         Args:
-            weights: [tokens, K], of each row; None for 1.
-            places: [tokens, K], the rows of each sum, -1 for none; None for those of a token of each rank, in their order.
+            of_all: the weights of all ranks, of a reduced result; None of an exact one.
+            weights, ids: of this rank.
         """
-        ...
+        raise NotImplementedError
 
 
-class Collectives:
+class Collectives(Transport):
     """By the collectives of torch.distributed."""
 
     rate = 260e9  # NCCL 2.28
-    picks = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.start: float | None = 210e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
+    def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
+        super().__init__(group, sizes)
+        self.start = 210e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
 
-    def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
-        everyones = [one.new_empty(self._group.size() * one.shape[0], *one.shape[1:]) for one in own]
-        with waiting(self._group, "gathering the ranks' rows"):
-            for every, one in zip(everyones, own, strict=True):
-                _all_gather(every, one, group=self._group)
-        return everyones
+    def dispatch(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        _, _, top_k, experts, _ = self._sizes
+        wide = self._sizes.wide
+        # An id of 64 bits may have another's lower half.
+        in_range = ids.clamp(-1, self._ranks * experts).to(_INTEGERS[wide.itemsize])
+        routing = torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1)
+        everyones_x, routing = gathered(self._group, self._padded(x), self._padded(routing, -1))
+        return everyones_x, routing[:, top_k:].contiguous().view(wide), routing[:, :top_k] - self._rank * experts
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return gathered(self._group, self._padded(x, 0))[0]
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(x)
@@ -66,20 +108,43 @@ class Collectives:
             dist.all_to_all_single(received, x, group=self._group)
         return received
 
-    def summed(
-        self, x: torch.Tensor, tokens: int, weights: torch.Tensor | None = None, places: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        received = self.exchange(x)
-        if places is None:
-            places = torch.arange(received.shape[0], device=x.device).view(self._group.size(), -1)[:, :tokens].t()
-        return sums_of(received, weights, places)
+    def summed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        if self._ranks > 2:
+            return super().summed(x, tokens)
+        out = x.new_empty(len(x) // self._ranks, *x.shape[1:])  # a sum of two has one order, and is rounded once
+        with waiting(self._group, "adding up rows with the others"):
+            _reduce_scatter(out, x, group=self._group)
+        return out[:tokens]
+
+    def _padded(self, own: torch.Tensor, fill: int | None = None) -> torch.Tensor:
+        """A tensor [tokens, ...] as [T, ...], contiguous; what it lacks is ``fill``, or has no value."""
+        if (tokens := own.shape[0]) < self._sizes.tokens:
+            places = own.new_empty(self._sizes.tokens, *own.shape[1:])
+            places[:tokens] = own
+            if fill is not None:
+                places[tokens:] = fill
+            own = places
+        return own.contiguous()
 
     def __repr__(self) -> str:
         return f"collectives of {dist.get_backend(self._group)}"
 
 
+def gathered(group: dist.ProcessGroup, *own: torch.Tensor) -> list[torch.Tensor]:
+    """Of each tensor [L, ...] [N * L, ...], those of all ranks in their order; contiguous ones, of one shape on all."""
+    everyones = [one.new_empty(group.size() * one.shape[0], *one.shape[1:]) for one in own]
+    with waiting(group, "gathering the ranks' rows"):
+        for every, one in zip(everyones, own, strict=True):
+            _all_gather(every, one, group=group)
+    return everyones
+
+
 def sums_of(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
-    """[T, H], the sums of the rows at the places, as of ``Transport.summed``."""
+    """[T, H], the sums of rows [R, H] at the places [T, K], in fp32 (fp64 of fp64) and in their order; -1: none.
+
+    Args:
+        weights: [T, K], of each row; None for 1.
+    """
     if not rows.is_cuda or TRITON_MISSING or rows.dtype == torch.float64:
         found = of_places(rows, places)
         if weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -12,7 +13,7 @@ from flashmoe_science.ops.moe.call import DTYPES
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.symmetric import why_no_symmetric
-from flashmoe_science.parallel.transport import Collectives, Transport
+from flashmoe_science.parallel.transport import Collectives, Sizes, Transport
 
 Combine = Literal["exact", "reduced"]
 
@@ -31,9 +32,9 @@ class ExpertWorkspace:
         top_k: experts of a token.
         experts: E, of all ranks; a multiple of the number of ranks.
         dtype: of the hidden states.
-        transport: "collectives", of torch.distributed, or "symmetric": a kernel reads the memory of the other GPUs, all of one
-            host and on one stream, through a buffer of N * max_tokens * K * H elements. A wait for a rank then ends after 60 s,
-            by an error that ends the CUDA context: all ranks must be started anew.
+        transport: "collectives", of torch.distributed, or "symmetric": kernels write into the memory of the other GPUs, all of
+            one host and on one stream, each a buffer of some N * max_tokens * (K + 1) * H elements. A wait for a rank then ends
+            after 60 s, by an error that ends the CUDA context: all ranks must be started anew.
 
     Raises:
         TypeError, ValueError: a size below 1, experts that the ranks do not divide, no group that this rank is in, an unknown
@@ -62,13 +63,10 @@ class ExpertWorkspace:
         agree(self.group, {**sizes, "dtype": str(dtype), "transport": transport}, refused)
         self.max_tokens, self.hidden, self.top_k, self.experts, self.dtype = max_tokens, hidden, top_k, experts, dtype
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        self.transport: Transport = Collectives(self.group)
+        by: Callable[[dist.ProcessGroup, Sizes], Transport] = Collectives
         if transport == "symmetric":
-            from flashmoe_science.parallel.peers import Peers  # it brings Triton
-
-            # Rows of choices that go back, the gradients of their weights, or tokens and their routing.
-            row, of_routing = hidden * dtype.itemsize, 16 * top_k + 16
-            self.transport = Peers(self.group, max_tokens * max(self.ranks * top_k * max(row, 8), row + of_routing))
+            from flashmoe_science.parallel.peers import Peers as by  # it brings Triton
+        self.transport = by(self.group, Sizes(max_tokens, hidden, top_k, self.local_experts, dtype))
 
     @property
     def local_experts(self) -> int:
@@ -83,7 +81,7 @@ class ExpertWorkspace:
         """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
         results = row if combine == "reduced" else self.top_k * row
-        if combine == "exact" and self.transport.picks:
+        if combine == "exact" and self.transport.sends:
             results //= self.ranks  # the rows of a rank's experts, where choices are even
         return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
 

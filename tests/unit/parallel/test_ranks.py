@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +21,19 @@ ROOT = Path(__file__).parents[3]
     "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.again])]
 )
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.parallel.ranks"]
+    run("ranks", ranks, tmp_path)
+
+
+def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path) -> None:
+    run("shared_ranks", 2, tmp_path, TRITON_INTERPRET="1")
+
+
+def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
+    """Start so many processes of a module of this folder, none of which may find anything wrong."""
+    command = [sys.executable, "-m", f"tests.unit.parallel.{module}"]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(ranks), str(tmp_path / "ranks")],
+            [*command, str(rank), str(ranks), str(folder / "ranks")], env=os.environ | environment,
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(ranks)
@@ -33,10 +43,10 @@ def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
 
 
-def test_virtual_ranks_read_what_is_theirs_of_each_buffer(interpreted: Interpreter) -> None:
+def test_virtual_ranks_write_what_is_theirs_into_each_buffer(interpreted: Interpreter) -> None:
     found = interpreted("parallel/virtual_ranks.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(found) == 15
+    assert len(found) == 12
 
 
 def test_a_dimension_and_a_length_that_are_not_are_refused_before_the_group_is_looked_at() -> None:

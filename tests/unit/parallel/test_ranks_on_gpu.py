@@ -115,10 +115,11 @@ def main() -> None:
         if call % 7 == rank:
             torch.cuda._sleep(2_000_000)  # a rank is late
         found = []
-        with step(f"experts, call {call}, {tokens} tokens, {combine}, gradients {call % 3 == 0}"):
+        named = f"experts, call {call}, {tokens} tokens, {combine}, gradients {call % 3 == 0}"
+        with step(named), torch.set_grad_enabled(call % 3 == 0):
             for workspace in by:
                 out = expert_parallel_moe(x, *weights, routing, ids, workspace=workspace, combine=combine)
-                gradients = torch.autograd.grad(out, [x, *weights, routing], torch.ones_like(out)) if call % 3 == 0 else ()
+                gradients = torch.autograd.grad(out, [x, *weights, routing], torch.ones_like(out)) if out.requires_grad else ()
                 found.append([out, *gradients])
             assert all(map(torch.equal, *found)), f"call {call}, {combine}: other bits"
     say(f"experts: {CALLS} calls have the bits of NCCL")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
-from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.kernel import CannotServe, Config, Kernel
 from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
     OF_WEIGHTS,
@@ -109,16 +109,34 @@ class MoEInputs:
     """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
 
     Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves_z``: a launch returns (out, z),
-    the pre-activations too, as ``BackwardTensors`` has them."""
+    the pre-activations too, as ``BackwardTensors`` has them. Not ``sums``: it returns ``Rows``."""
 
     problem: MoEProblem
     tensors: Tensors
     activation: Activation = SWIGLU
     saves_z: bool = False
+    sums: bool = True
+
+
+class Rows(NamedTuple):
+    """What is not summed by token: rows of pairs [P, H], and the tables that have their places (``rows.py``), both as arguments
+    of a launch. ``memory`` holds them."""
+
+    memory: Any
+    rows: Any
+    tables: Any
+
+
+def check_sums_alone(inputs: MoEInputs) -> None:
+    """Raise CannotServe for inputs of which another result than the sums is asked."""
+    if inputs.saves_z:
+        raise CannotServe(NO_PRE_ACTIVATIONS)
+    if not inputs.sums:
+        raise CannotServe("it keeps no row of each pair of a token and an expert")
 
 
 # A call bound to shapes, strides and dtypes: of the ``Tensors``, whose addresses are all that it reads.
-MoELaunch = Callable[..., Any]  # the result, or (out, z)
+MoELaunch = Callable[..., Any]  # the result, (out, z) or Rows
 # One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]

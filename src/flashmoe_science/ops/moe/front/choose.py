@@ -22,15 +22,16 @@ from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
     DTYPES,
-    NO_PRE_ACTIVATIONS,
     Activation,
     Bind,
     MoEInputs,
     MoEKernel,
     MoELaunch,
     Options,
+    Rows,
     Shape,
     Tensors,
+    check_sums_alone,
     checked,
     inputs_of,
     views_of,
@@ -81,6 +82,26 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
     if in_place or saves_z:
         return launch
     return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
+
+
+def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
+    """The launch of a call like this up to its last, which returns the rows in place of their sums; None where what serves
+    ``fused_moe`` keeps no rows. Raises as it does."""
+    (views, activation), shape = checked(tensors, options), tensors.x.shape
+    if not views.x.shape[0] or decide_by_dtype(views.x, options.kernel) is not None:
+        return lambda *given: None
+    inputs = inputs_of(views, activation)
+    unsummed, serving = replace(inputs, sums=False), plan_of(inputs, options.kernel).decision.kernel
+    try:
+        plan = None if serving == FALLBACK else plan_of(unsummed, serving)
+    except CannotServe:
+        plan = None
+    if plan is None:
+        return lambda *given: None
+    made = plan.bind(unsummed, shape)
+    if _in_place(inputs.tensors, tensors):
+        return made
+    return lambda *given: made(*inputs_of(views_of(Tensors(*given), options), activation).tensors)
 
 
 def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:
@@ -134,7 +155,7 @@ def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
     key = (
         p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, place_of(x.device),
         x.stride(), w1.stride(), w2.stride(), *(None if one is None else (one.shape, one.stride()) for one in of_weights),
-        inputs.activation, kernel, inputs.saves_z,
+        inputs.activation, kernel, inputs.saves_z, inputs.sums,
         tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in inputs.tensors),
     )  # fmt: skip
     plan = PLANS.get(key)
@@ -154,8 +175,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
         if chosen.load is not None:
             raise CannotServe("it is there to be measured: it prepares weights at load, and fused_moe takes a checkpoint's")
         if chosen.plan is None:
-            if inputs.saves_z:
-                raise CannotServe(NO_PRE_ACTIVATIONS)
+            check_sums_alone(inputs)
             return _bind_of_peer(chosen, config), False
         with torch.cuda.device_of(x):
             planned: Bind = chosen.plan(inputs, config)

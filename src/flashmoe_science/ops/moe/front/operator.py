@@ -25,17 +25,18 @@ from flashmoe_science.ops.calls import (
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.formats import columns_of
-from flashmoe_science.ops.moe.call import NO_GRADIENTS, Activation, Options, Tensors, checked, format_in, inputs_of
+from flashmoe_science.ops.moe.call import NO_GRADIENTS, Activation, Options, Rows, Tensors, checked, format_in, inputs_of
 from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
-from flashmoe_science.ops.moe.front.choose import bind_call, decide_by_dtype, decide_training, plan_of
+from flashmoe_science.ops.moe.front.choose import bind_call, bind_rows, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
 
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
 _COUNT = len(Tensors._fields)
+_ROWS = f"{MoEProblem.op}, rows"
 _PLAIN = True, True, True, True, True, True
 
 
@@ -78,6 +79,19 @@ def experts_apart(tensors: Given, options: Given, weight_grads: Any) -> torch.Te
     if plain and needs_grad(x, gate, up, w2, *rest):
         return _experts_once(given, options, weight_grads, (gate, up))
     return experts_forward(given, options) if weight_grads is None else experts_adding(given, options, weight_grads)
+
+
+def experts_rows(tensors: Given, options: Given) -> Rows | None:
+    """The rows of a call that ``fused_moe`` would sum by token; None where the kernel that serves it keeps none. Eager, without
+    gradients. Raises as ``experts_forward``."""
+    launch, key = _find(tensors, options, _ROWS)
+    if launch is None:
+        if not is_plain(*tensors):
+            return None
+        launch = bind_rows(Tensors(*tensors), Options(*options))
+        _store(key, tensors, launch)
+    found: Rows | None = launch(*tensors)
+    return found
 
 
 def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
@@ -125,9 +139,13 @@ def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Laun
 def _serve(tensors: Tensors, options: Options, key: Hashable, saves_z: bool = False) -> Any:
     """Check a new call, choose what serves it, and store its launch. Raises as ``experts_forward``."""
     launch = bind_call(tensors, options, saves_z)
+    _store(key, tensors, launch)
+    return launch(*tensors)
+
+
+def _store(key: Hashable, tensors: Given, launch: Launch) -> None:
     if key is not None:
         store_launch(key, guards_of([one for one in tensors if one is not None], aligned=True), launch)
-    return launch(*tensors)
 
 
 def decide(tensors: Tensors, options: Options) -> Decision:

@@ -13,15 +13,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
-from flashmoe_science.kernel import CannotServe, Config, Device, Launch
+from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.call import (
-    NO_PRE_ACTIVATIONS,
     Bind,
     MoEInputs,
     MoELaunch,
     Shape,
+    check_sums_alone,
     contiguous,
     our_kernel,
     run_of,
@@ -158,8 +158,7 @@ def _block(most: int, width: int) -> int:
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:
-    if inputs.saves_z:
-        raise CannotServe(NO_PRE_ACTIVATIONS)
+    check_sums_alone(inputs)
     p, (x, w1, w2, weights, ids, gate_up_bias, down_bias, *_) = inputs.problem, inputs.tensors
     early, new, places = starts_early(x), Pointer(x.dtype), next_power_of_2(p.top_k)
     up_tile = config["up_n"], _block(config["up_k"], p.dim), UNROLLED, early

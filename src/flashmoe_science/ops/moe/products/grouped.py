@@ -23,7 +23,7 @@ from flashmoe_science.ops.launch import (
     workspace_bytes,
 )
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Shape, contiguous
+from flashmoe_science.ops.moe.call import Bind, KernelLaunch, MoEInputs, MoELaunch, Rows, Shape, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.formats import address_of_weights
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
@@ -65,7 +65,7 @@ def down_constexprs(inputs: MoEInputs) -> dict[str, Any]:
 def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Product) -> Bind:
     """bind(inputs, shape) of all launches of a call by two products."""
     early = starts_early(inputs.tensors.x)
-    tensors, saves_z = inputs.tensors, inputs.saves_z
+    tensors, saves_z, sums = inputs.tensors, inputs.saves_z, inputs.sums
     bind_combine = combine.build(inputs.problem, tensors.x.dtype, stand_in(tensors.topk_weights), early)
 
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
@@ -92,6 +92,8 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             scale = None if down_scale is None else address(down_scale)
             zero = None if down_zero_point is None else address(down_zero_point)
             down(active, address_of_weights(w2), scale, zero, bias, products, tables)
+            if not sums:
+                return Rows(memory, products, tables)
             out = allocate(*result)
             add(products, address(weights), address(out), tables)
             return out if z is None else (out, z)

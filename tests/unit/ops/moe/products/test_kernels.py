@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.cases import CASES, FORMAT_CASES
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.moe.call import SWIGLU, Tensors, inputs_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK, ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -42,6 +46,17 @@ def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> 
 def test_rows_of_other_ranks_are_combined_in_the_order_of_the_choices(interpreted: Interpreter) -> None:
     found = interpreted("ops/moe/combined_rows.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+def test_a_kernel_keeps_rows_or_refuses_to(kernel: AnyKernel) -> None:
+    """Those of the grouped kernels are held to one process's results with virtual ranks."""
+    if kernel.name in ("moe_grouped_gluon_sm90", "moe_grouped_triton"):
+        return
+    x, weights, ids = torch.zeros(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int32)
+    tensors = Tensors(x, x.new_zeros(1, 32, 16), x.new_zeros(1, 16, 16), weights, ids)
+    with pytest.raises(CannotServe, match="it keeps no row of each pair"):
+        kernel.plan(replace(inputs_of(tensors, SWIGLU), sums=False), Config())
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 100, 512, 513, 5000, 40000])

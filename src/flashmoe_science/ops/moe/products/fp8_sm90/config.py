@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.formats import has_own_scales
 from flashmoe_science.ops.launch import Part, cdiv, next_power_of_2, workspace_bytes
-from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs, check_sums_alone
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.fp8_sm90.consumer import HALF
 from flashmoe_science.ops.moe.products.fp8_sm90.memory import BLOCK, STEP
@@ -62,8 +62,7 @@ def tile_of(tokens: int) -> Config:
 
 def check_inputs(inputs: MoEInputs) -> None:
     """Raises CannotServe for tensors that it does not take."""
-    if inputs.saves_z:
-        raise CannotServe(NO_PRE_ACTIVATIONS)
+    check_sums_alone(inputs)
     check_memory(w1=inputs.tensors.w1, w2=inputs.tensors.w2)
     blocks_of_ups(inputs)
 

@@ -11,7 +11,7 @@ from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, argument, cdiv, next_power_of_2, stand_in
-from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, Bind, MoEInputs, MoELaunch, Shape, activation_of, contiguous
+from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoELaunch, Shape, activation_of, check_sums_alone, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.formats import in_bytes, scales_in_format
 from flashmoe_science.ops.moe.products.gemv_gluon.operands import TOKENS
@@ -103,8 +103,7 @@ def workspace(problem: MoEProblem, config: Config) -> int:
 
 def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     """The ``plan`` of both kernels."""
-    if inputs.saves_z:
-        raise CannotServe(NO_PRE_ACTIVATIONS)
+    check_sums_alone(inputs)
     inputs = in_bytes(inputs)
     p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
     early, of_scales, new = starts_early(x), scales_in_format(inputs), Pointer(_between(p))

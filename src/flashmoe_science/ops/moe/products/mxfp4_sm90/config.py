@@ -9,7 +9,7 @@ import torch
 from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Part, next_power_of_2, workspace_bytes
-from flashmoe_science.ops.moe.call import NO_PRE_ACTIVATIONS, MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs, check_sums_alone
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
@@ -71,8 +71,7 @@ def tile_of(tokens: int, consumers: int | None = None) -> Config:
 
 def check_inputs(inputs: MoEInputs) -> None:
     """Raises CannotServe for tensors that it does not take."""
-    if inputs.saves_z:
-        raise CannotServe(NO_PRE_ACTIVATIONS)
+    check_sums_alone(inputs)
     tensors = inputs.tensors
     check_memory(w1=tensors.w1, w2=tensors.w2)
     for name, scale in (("w1", tensors.gate_up_scale), ("w2", tensors.down_scale)):
