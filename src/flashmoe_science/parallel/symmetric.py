@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import torch
 import torch.distributed as dist
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.private import symmetric_memory
+from flashmoe_science.parallel.agree import waiting
 
 _TIME_LIMIT_MS = 60_000  # of a barrier, after which it ends the CUDA context
 
@@ -42,3 +44,11 @@ def why_no_symmetric(group: dist.ProcessGroup) -> str:
     if "nccl" not in dist.get_backend(group):
         return f"the group's backend is {dist.get_backend(group)}, and not nccl"
     return TRITON_MISSING or ""
+
+
+def is_on_one_host(group: dist.ProcessGroup) -> bool:
+    """Whether all ranks run on one host. Every rank calls it."""
+    hosts = [""] * group.size()
+    with waiting(group, "asking for the others' hosts"):
+        dist.all_gather_object(hosts, platform.node(), group=group)
+    return len(set(hosts)) == 1

@@ -12,10 +12,11 @@ from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.moe.call import DTYPES
 from flashmoe_science.parallel.agree import agree
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.symmetric import why_no_symmetric
+from flashmoe_science.parallel.symmetric import is_on_one_host, why_no_symmetric
 from flashmoe_science.parallel.transport import Collectives, Sizes, Transport
 
 Combine = Literal["exact", "reduced"]
+Transports = Literal["collectives", "symmetric"]
 
 
 class ExpertWorkspace:
@@ -34,7 +35,8 @@ class ExpertWorkspace:
         dtype: of the hidden states.
         transport: "collectives", of torch.distributed, or "symmetric": kernels write into the memory of the other GPUs, all of
             one host and on one stream, each a buffer of some N * max_tokens * (K + 1) * H elements. A wait for a rank then ends
-            after 60 s, by an error that ends the CUDA context: all ranks must be started anew.
+            after 60 s, by an error that ends the CUDA context: all ranks must be started anew. By default symmetric, the faster
+            one, where all ranks are GPUs of one host, with NCCL; else collectives.
 
     Raises:
         TypeError, ValueError: a size below 1, experts that the ranks do not divide, no group that this rank is in, an unknown
@@ -50,7 +52,7 @@ class ExpertWorkspace:
         top_k: int,
         experts: int,
         dtype: torch.dtype = torch.bfloat16,
-        transport: Literal["collectives", "symmetric"] = "collectives",
+        transport: Transports | None = None,
     ) -> None:
         self.group = process_group(group)
         sizes = {"max_tokens": max_tokens, "hidden": hidden, "top_k": top_k, "experts": experts}
@@ -61,6 +63,8 @@ class ExpertWorkspace:
         except (TypeError, ValueError) as error:
             refused = error
         agree(self.group, {**sizes, "dtype": str(dtype), "transport": transport}, refused)
+        if transport is None:
+            transport = "symmetric" if not why_no_symmetric(self.group) and is_on_one_host(self.group) else "collectives"
         self.max_tokens, self.hidden, self.top_k, self.experts, self.dtype = max_tokens, hidden, top_k, experts, dtype
         self.ranks, self.rank = self.group.size(), self.group.rank()
         by: Callable[[dist.ProcessGroup, Sizes], Transport] = Collectives
@@ -113,7 +117,7 @@ def _check(sizes: dict[str, int], dtype: object, ranks: int) -> None:
 
 
 def _check_transport(transport: object, group: dist.ProcessGroup) -> None:
-    if transport not in ("collectives", "symmetric"):
-        raise ValueError(f"transport is {transport!r}; it must be one of collectives, symmetric")
+    if transport not in (None, *get_args(Transports)):
+        raise ValueError(f"transport is {transport!r}; it must be one of collectives, symmetric, or None")
     if transport == "symmetric" and (words := why_no_symmetric(group)):
         raise ValueError(f"transport is 'symmetric', and {words}; it must be 'collectives'")

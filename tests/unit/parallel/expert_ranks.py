@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return range(first, first + self.tokens[group.rank() % len(self.tokens)])
 
     def workspace(self, group: object, ranks: int) -> ExpertWorkspace:
-        return ExpertWorkspace(group, self.max_tokens, DIM, self.top_k, self.per_rank * ranks, self.dtype)
+        return ExpertWorkspace(group, self.max_tokens, DIM, self.top_k, self.per_rank * ranks, self.dtype, "collectives")
 
 
 GPT_OSS = (("activation", "clamped_silu"), ("interleaved", True), ("transposed", True))

@@ -67,21 +67,22 @@ class World:
         return next(filter(None, self.gather(reason)), "")
 
     def time(self, way: Way, call: Callable[[], object], calls: int) -> int:
-        """Nanoseconds of so many calls on this rank, 0 where only another rank makes them. All ranks begin at once; on a GPU
-        with one call that is not timed, behind which the host gets ahead and what ran before it is over."""
-        runs = self.rank == 0 or not way.alone
+        """Nanoseconds of so many calls on this rank. All ranks begin at once; on a GPU with half as many that are not timed: the
+        host gets ahead, and the clock is that of this work, not of what ran before it. One GPU's call of the whole is made on
+        every rank too: a GPU that idles meanwhile would be slow in the next sample."""
         with way.within():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it
             if self.bench.gpu is None:
                 began = time.perf_counter_ns()
-                for _ in range(calls if runs else 0):
+                for _ in range(calls):
                     call()
-                return time.perf_counter_ns() - began if runs else 0
+                return time.perf_counter_ns() - began
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            for n in range(1 + calls if runs else 0):
-                if n == 1:
-                    first.record()
+            for _ in range((calls + 1) // 2):
+                call()
+            first.record()
+            for _ in range(calls):
                 call()
             last.record()
             torch.cuda.synchronize()
-            return round(first.elapsed_time(last) * 1e6) if runs else 0
+            return round(first.elapsed_time(last) * 1e6)
