@@ -67,9 +67,10 @@ class World:
         return next(filter(None, self.gather(reason)), "")
 
     def time(self, way: Way, call: Callable[[], object], calls: int) -> int:
-        """Nanoseconds of so many calls on this rank. All ranks begin at once; on a GPU with half as many that are not timed: the
-        host gets ahead, and the clock is that of this work, not of what ran before it. One GPU's call of the whole is made on
-        every rank too: a GPU that idles meanwhile would be slow in the next sample."""
+        """Nanoseconds of so many calls on this rank. All ranks begin at once.
+
+        On a GPU half as many calls run before and are not timed: the host gets ahead, and the clock is that of this work, not of
+        what ran before it. One GPU's call of the whole is made on every rank: a GPU that idles is slow in the next sample."""
         with way.within():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it
             if self.bench.gpu is None:
@@ -85,4 +86,5 @@ class World:
                 call()
             last.record()
             torch.cuda.synchronize()
-            return round(first.elapsed_time(last) * 1e6)
+            elapsed_ms: float = first.elapsed_time(last)
+            return round(elapsed_ms * 1e6)
