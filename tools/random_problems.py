@@ -2,8 +2,9 @@
 
     python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER] [--kernel NAME ...]
 
-A case is drawn from its number alone (tests/unit/ops/attention/forward/random_features.py), so that FILE says all that was
-run: the first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
+Kernels are of the forward, by default all, or of the backward. A case is drawn from its number alone
+(tests/unit/ops/attention/forward/random_features.py and backward/random_problems.py), so that FILE says all that was run: the
+first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = ("split_triton", "decode_gluon", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm90", "fwd_triton", "short_gluon")
+BACKWARD = ("bwd_gluon_sm90", "bwd_fused_gluon_sm90", "bwd_triton")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,7 +31,8 @@ def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[
     """Cases from ``first`` on, of one build in ``jobs``, by each of the kernels that serves them, until the time is over."""
     sys.path.insert(0, str(ROOT))
     import torch
-    from tests.unit.ops.attention.forward.random_features import OF_A_BUILD, tried
+    from tests.unit.ops.attention.backward import random_problems as backward
+    from tests.unit.ops.attention.forward import random_features as forward
 
     from flashmoe_science.hardware.probe import current_gpu
     from flashmoe_science.operations import kernel_named
@@ -38,10 +41,13 @@ def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[
     if gpu is None:
         sys.exit("no GPU is visible; these cases are for the kernels on one")
     until = time.monotonic() + seconds
-    begins = itertools.count(first + place * OF_A_BUILD, jobs * OF_A_BUILD)
-    numbers = (begin + n for begin in begins for n in range(OF_A_BUILD))
+    of_a_build = forward.OF_A_BUILD
+    begins = itertools.count(first + place * of_a_build, jobs * of_a_build)
+    numbers = (begin + n for begin in begins for n in range(of_a_build))
     in_time = itertools.takewhile(lambda _: time.monotonic() < until, numbers)
-    return dict(vars(tried([kernel_named(name) for name in kernels], in_time, gpu, cuda)))
+    if set(kernels) <= set(BACKWARD):
+        return dict(vars(backward.tried([kernel_named(name, "attention_backward") for name in kernels], in_time, gpu, cuda)))
+    return dict(vars(forward.tried([kernel_named(name) for name in kernels], in_time, gpu, cuda)))
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--first", type=int, default=random.randrange(2**31))
-    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=KERNELS, help="only these, by default all")
+    parser.add_argument("--kernel", nargs="+", choices=(*KERNELS, *BACKWARD), default=KERNELS, help="all of one pass")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     of_all = (arguments.first, arguments.jobs, arguments.seconds, arguments.kernel)

@@ -198,6 +198,82 @@ def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
     return call
 
 
+def _gradients(kernel: str, queries: int, keys: int, dim: int = 64, dim_v: int = 64) -> Callable[[str], Any]:
+    """Of two query heads that share keys, under a causal mask."""
+    import torch
+
+    import flashmoe_science as fms
+
+    shapes = (2, 4, queries, dim), (2, 2, keys, dim), (2, 2, keys, dim_v), (2, 4, queries, dim_v)
+    *given, dout = (_normal(*shape) for shape in shapes)
+
+    def call(device: str) -> Any:
+        leaves = [one.to(device).requires_grad_() for one in given]
+        named = kernel if device == "cuda" else None
+        out = fms.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, kernel=named)
+        return torch.autograd.grad(out, leaves, dout.to(device))
+
+    return call
+
+
+def _packed_gradients(left: int = -1) -> Callable[[str], Any]:
+    """Three sequences, one of none, of which the second has more queries than keys."""
+    import torch
+
+    import flashmoe_science as fms
+
+    queries, keys = (0, 150, 150, 333), (0, 200, 300, 390)
+    *given, dout = (_normal(rows, heads, 64) for rows, heads in ((333, 4), (390, 2), (390, 2), (333, 4)))
+    starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
+
+    def call(device: str) -> Any:
+        leaves = [one.to(device).requires_grad_() for one in given]
+        named = "bwd_gluon_sm90" if device == "cuda" else None
+        more: dict[str, Any] = {"causal": True, "window_size": (left, -1), "kernel": named}
+        out = fms.flash_attn_varlen_func(*leaves, *(one.to(device) for one in starts), 183, 200, **more)
+        return torch.autograd.grad(out, leaves, dout.to(device))
+
+    return call
+
+
+def _moe_gradients(kernel: str, tokens: int, experts: int, dim: int, hidden: int) -> Callable[[str], Any]:
+    import torch
+
+    from flashmoe_science.moe import fused_moe, route
+
+    logits, dout = torch.randn(tokens, experts), _normal(tokens, dim)
+    weights = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
+    given = _normal(tokens, dim), *weights
+
+    def call(device: str) -> Any:
+        leaves = [one.to(device).requires_grad_() for one in given]
+        chosen, ids = route(logits.to(device), 2, normalize="sum")
+        out = fused_moe(*leaves, chosen, ids, kernel=kernel if device == "cuda" else None)
+        return torch.autograd.grad(out, leaves, dout.to(device))
+
+    return call
+
+
+def _moe_in_format(kernel: str, form: str, tokens: int, experts: int, dim: int, hidden: int) -> Callable[[str], Any]:
+    import torch
+
+    from flashmoe_science.moe import fused_moe, quantize_experts, route
+
+    x, logits = _normal(tokens, dim), torch.randn(tokens, experts)
+    w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
+    weights = quantize_experts(w1, w2, form)
+
+    def call(device: str) -> Any:
+        chosen, ids = route(logits.to(device), 2, normalize="sum")
+        there: dict[str, Any] = {
+            name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in weights.items()
+        }
+        named = kernel if device == "cuda" else None
+        return (fused_moe(x.to(device), top_k_weights=chosen, top_k_ids=ids, kernel=named, **there),)
+
+    return call
+
+
 CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_route": _grouped_router,
     "moe_gemv_triton": partial(_moe, "moe_gemv_triton", 3, 6, 2, 72, 40),
@@ -223,6 +299,18 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "split_triton appending": partial(_decode, "split_triton", paged=False, appended=1),
     "append_triton": partial(_decode, "split_triton", paged=False, appended=20),
     "append_triton paged": partial(_decode, "split_triton", paged=True, appended=20),
+    "bwd_triton": partial(_gradients, "bwd_triton", 200, 333),
+    "bwd_fused_gluon_sm90": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333),
+    "bwd_gluon_sm90": partial(_gradients, "bwd_gluon_sm90", 300, 333, 128, 128),
+    "bwd_gluon_sm90, 192 columns": partial(_gradients, "bwd_gluon_sm90", 200, 333, 192, 128),
+    "bwd_gluon_sm90, packed": _packed_gradients,
+    "bwd_gluon_sm90, packed, a window": partial(_packed_gradients, left=70),
+    "moe_bwd_triton": partial(_moe_gradients, "moe_bwd_triton", 300, 5, 72, 40),
+    "moe_bwd_gluon_sm90": partial(_moe_gradients, "moe_bwd_gluon_sm90", 300, 3, 328, 136),
+    "moe_gemv_gluon, mxfp4": partial(_moe_in_format, "moe_gemv_gluon", "mxfp4", 3, 6, 96, 64),
+    "moe_mxfp4_gluon_sm90": partial(_moe_in_format, "moe_mxfp4_gluon_sm90", "mxfp4", 200, 3, 288, 160),
+    "moe_fp8_gluon_sm90": partial(_moe_in_format, "moe_fp8_gluon_sm90", "fp8_block_w8a8", 200, 3, 272, 144),
+    "moe_grouped_triton, int4": partial(_moe_in_format, "moe_grouped_triton", "int4_g32", 200, 3, 288, 160),
 }
 
 

@@ -69,8 +69,9 @@ class World:
     def time(self, way: Way, call: Callable[[], object], calls: int) -> int:
         """Nanoseconds of so many calls on this rank. All ranks begin at once.
 
-        On a GPU half as many calls run before and are not timed: the host gets ahead, and the clock is that of this work, not
-        of what ran before it. One GPU's call of the whole is made on every rank: a GPU that idles is slow in the next sample."""
+        On a GPU half as many calls run before and are not timed: the host gets ahead, and the clock is that of this work. One
+        GPU's call of the whole is made on every rank: a GPU that idles is slow in the next sample.
+        """
         with way.within():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it
             if self.bench.gpu is None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
 from tests.unit.ops.attention.backward.cases import examine
+from tests.unit.ops.attention.forward.random_features import OF_A_BUILD, Found
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
+from flashmoe_science.ops.attention.call.backward import BackwardKernel
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT, AttentionBackwardContract
@@ -49,13 +52,14 @@ class RandomCase:
         return configs[self.place % len(configs)]
 
 
-def drawn(number: int, most: Most) -> RandomCase:
-    """The case of a number."""
+def drawn(number: int, most: Most, of_a_build: int = 1) -> RandomCase:
+    """The case of a number. Of ``of_a_build`` numbers in turn the cases differ in sizes and values alone."""
     chance = Random(number)
-    mask: Any = chance.choice(("full", "causal", "causal", "causal-topleft"))
-    dtype: Any = chance.choice(("bf16", "bf16", "fp16", "fp32"))
-    layout: Any = chance.choice(("bhsd", "bshd"))
-    heads_kv, head_dim = chance.randint(1, most.heads_kv), chance.choice(most.dims)
+    build = chance if of_a_build == 1 else Random(f"build {number // of_a_build}")
+    mask: Any = build.choice(("full", "causal", "causal", "causal-topleft"))
+    dtype: Any = build.choice(("bf16", "bf16", "fp16", "fp32"))
+    layout: Any = build.choice(("bhsd", "bshd"))
+    heads_kv, head_dim = chance.randint(1, most.heads_kv), build.choice(most.dims)
     group = chance.choice([one for one in (1, 1, 2, 3, 4, 8) if one <= most.group])
     seqlen_q = chance.randint(1, most.queries)
     problem = AttentionBackwardProblem(
@@ -65,17 +69,17 @@ def drawn(number: int, most: Most) -> RandomCase:
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_q if chance.random() < 0.4 else chance.randint(1, most.keys),
         head_dim=head_dim,
-        head_dim_v=head_dim if chance.random() < 0.7 else chance.choice(most.dims),
+        head_dim_v=head_dim if build.random() < 0.7 else build.choice(most.dims),
         dtype=dtype,
         mask=mask,
         layout=layout,
-        features=_features(chance, mask),
+        features=_features(build, mask),
     )
-    contract = AttentionBackwardContract(chance.choice((1.0, 1.0, 1.5)), True, chance.random() < 0.3, chance.random() < 0.5)
+    contract = AttentionBackwardContract(chance.choice((1.0, 1.0, 1.5)), True, build.random() < 0.3, build.random() < 0.5)
     distribution = chance.choice(("normal", "normal", *CONTRACT.distributions))
     if dtype == "fp32" and distribution in ("opposed", "large"):
         distribution = "normal"  # by chance the plain version is right to the last bit
-    return RandomCase(problem, chance.randrange(100), contract, distribution, number)
+    return RandomCase(problem, build.randrange(100), contract, distribution, number)
 
 
 def _features(chance: Random, mask: str) -> Features:
@@ -94,6 +98,24 @@ def _features(chance: Random, mask: str) -> Features:
         prefix=chance.choice((0, 0, 1, 40)) if mask != "full" else 0,
         lengths=lengths,
     )
+
+
+def tried(kernels: Sequence[BackwardKernel], numbers: Iterable[int], gpu: Device, device: torch.device) -> Found:
+    """What comes of the large cases of these numbers, by every one of the kernels that serves them."""
+    found = Found()
+    for number in numbers:
+        case = drawn(number, LARGE, OF_A_BUILD)
+        problem, able = case.problem, [one for one in kernels if one.cannot(case.problem, gpu) is None]
+        for kernel in able:
+            configs = kernel.configs(problem, gpu)
+            config = configs[case.place % len(configs)]
+            if reasons := examine(kernel, config, problem, case.contract, device, case.seed, case.distribution):
+                found.wrong.append(f"{number}: {kernel.name}: {problem} {case.distribution}: {'; '.join(reasons)}")
+            else:
+                found.right[kernel.name] += 1
+                found.features.update(problem.features.kinds() or ("plain",))
+        found.cases += bool(able)
+    return found
 
 
 def main() -> None:
