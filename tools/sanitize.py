@@ -248,7 +248,8 @@ def _moe_gradients(kernel: str, tokens: int, experts: int, dim: int, hidden: int
     def call(device: str) -> Any:
         leaves = [one.to(device).requires_grad_() for one in given]
         chosen, ids = route(logits.to(device), 2, normalize="sum")
-        out = fused_moe(*leaves, chosen, ids, kernel=kernel if device == "cuda" else None)
+        x, w1, w2 = leaves
+        out = fused_moe(x, w1, w2, chosen, ids, kernel=kernel if device == "cuda" else None)
         return torch.autograd.grad(out, leaves, dout.to(device))
 
     return call
