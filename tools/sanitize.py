@@ -227,11 +227,11 @@ def _packed_gradients(left: int = -1) -> Callable[[str], Any]:
     starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
 
     def call(device: str) -> Any:
-        leaves = [one.to(device).requires_grad_() for one in given]
+        q, k, v = (one.to(device).requires_grad_() for one in given)
+        of_q, of_k = (one.to(device) for one in starts)
         named = "bwd_gluon_sm90" if device == "cuda" else None
-        more: dict[str, Any] = {"causal": True, "window_size": (left, -1), "kernel": named}
-        out = fms.flash_attn_varlen_func(*leaves, *(one.to(device) for one in starts), 183, 200, **more)
-        return torch.autograd.grad(out, leaves, dout.to(device))
+        out = fms.flash_attn_varlen_func(q, k, v, of_q, of_k, 183, 200, causal=True, window_size=(left, -1), kernel=named)
+        return torch.autograd.grad(out, (q, k, v), dout.to(device))
 
     return call
 
