@@ -70,6 +70,16 @@ def _in_two(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> Callable[...
     return compute
 
 
+def _fp32(word: Any) -> torch.Tensor:
+    return torch.as_tensor(word).to(torch.uint32).view(torch.float32)
+
+
+def _to_bf16(high: Any, low: Any) -> torch.Tensor:
+    """Two of fp32, each rounded to bf16, in a register."""
+    one, two = (_fp32(word).bfloat16().view(torch.int16).long() & 0xFFFF for word in (high, low))
+    return one << 16 | two
+
+
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: torch.tensor([a]),
     "and.b32": lambda a, b: a & b,
@@ -81,6 +91,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mul.rn.f16x2": _in_two(torch.float16, torch.mul),
     "fma.rn.bf16x2": _in_two(torch.bfloat16, lambda a, b, c: a * b + c),
     "fma.rn.f16x2": _in_two(torch.float16, lambda a, b, c: a * b + c),
+    "cvt.rn.bf16x2.f32": _to_bf16,
+    "sub.rn.f32": lambda a, b: (_fp32(a) - _fp32(b)).view(torch.uint32).long(),
     "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
     "sub.u32": lambda a, b: a - b,

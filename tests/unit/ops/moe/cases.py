@@ -22,7 +22,8 @@ from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gemv import NAME as GEMV
 from flashmoe_science.ops.moe.products.gemv_gluon.launch import NAME as GEMV_IN_FORMAT
-from flashmoe_science.ops.moe.products.mxfp4_sm90.config import NAME as MXFP4
+from flashmoe_science.ops.moe.products.weights_sm90.config import NAME as MXFP4
+from flashmoe_science.ops.moe.products.weights_sm90.config import NAME_OF_OTHERS
 
 # Ids that are no expert's here: those of other ranks, extremes, and of 64 bits whose lower half is an expert's.
 FOREIGN = {
@@ -230,7 +231,7 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
     except CannotServe:  # memory that the copy engine does not take
         return []
     found = [off(got, inputs)]
-    if kernel.name not in (GEMV, GEMV_IN_FORMAT, MXFP4):
+    if kernel.name not in (GEMV, GEMV_IN_FORMAT, MXFP4, NAME_OF_OTHERS):
         saved, z = kernel.run(replace(inputs, saves_z=True), config)  # type: ignore[misc]  # of inputs that save z
         found += [None if torch.equal(saved, got) else "to save z changes the result", z_off(z, inputs)]
     if device != "cpu" and not torch.equal(got, kernel.run(inputs, config)):  # the interpreter has one order of its sums

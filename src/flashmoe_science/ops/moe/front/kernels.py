@@ -24,6 +24,7 @@ def ours() -> tuple[MoEKernel, ...]:
     from flashmoe_science.ops.moe.products.fp8_sm90 import kernel as fp8_sm90
     from flashmoe_science.ops.moe.products.gemv_gluon import kernel as gemv_gluon
     from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as gluon_sm90
-    from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel as mxfp4_sm90
+    from flashmoe_science.ops.moe.products.weights_sm90 import kernel as weights_sm90
 
-    return (gemv.KERNEL, gluon_sm90.KERNEL, mxfp4_sm90.KERNEL, fp8_sm90.KERNEL, triton.KERNEL, gemv_gluon.KERNEL)
+    of_hopper = gluon_sm90.KERNEL, weights_sm90.KERNEL, weights_sm90.OF_OTHERS, fp8_sm90.KERNEL
+    return (gemv.KERNEL, *of_hopper, triton.KERNEL, gemv_gluon.KERNEL)

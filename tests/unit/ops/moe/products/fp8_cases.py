@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.products.format_cases import on
-from tests.unit.ops.moe.products.mxfp4_cases import H200, Case, by_address, drawn
+from tests.unit.ops.moe.products.weights_cases import H200, Case, by_address, drawn
 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config

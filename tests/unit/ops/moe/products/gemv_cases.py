@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.cases import FORMAT_CASES, Case, inputs_of
-from tests.unit.ops.moe.products import fp8_cases, mxfp4_cases
+from tests.unit.ops.moe.products import fp8_cases, weights_cases
 from tests.unit.ops.moe.products.format_cases import named, of_every_format
 
 from flashmoe_science.formats import FORMATS
@@ -72,8 +72,8 @@ def every() -> Iterator[tuple[str, MoEInputs]]:
         if name != "greater scales":  # with which rows between the products are infinite
             yield name, inputs
     for change in ("scales of 0", "scales of 252", "scales of 255"):
-        case = mxfp4_cases.Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", change)
-        yield str(case), mxfp4_cases.inputs_of(case)
+        case = weights_cases.Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", change)
+        yield str(case), weights_cases.inputs_of(case)
     for case in W8A8:
         yield str(case), fp8_cases.inputs_of(case)
 

@@ -17,7 +17,8 @@ from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.gemv_gluon.launch import NAME as GEMV_IN_FORMAT
-from flashmoe_science.ops.moe.products.mxfp4_sm90.config import NAME as MXFP4
+from flashmoe_science.ops.moe.products.weights_sm90.config import NAME as MXFP4
+from flashmoe_science.ops.moe.products.weights_sm90.config import NAME_OF_OTHERS
 
 pytestmark = pytest.mark.gpu
 
@@ -37,8 +38,8 @@ def called(one: MoEInputs) -> torch.Tensor:
 def test_the_numbers_of_formats_are_right_with_every_config(kernel: AnyKernel) -> None:
     gpu, found, done = current_gpu(torch.device("cuda")), {}, 0
     for name, inputs in chain(named(), of_every_format()):
-        # Those two save no z: their tests have such numbers.
-        if kernel.cannot(inputs.problem, gpu) is None and kernel.name not in (GEMV_IN_FORMAT, MXFP4):
+        # Those save no z: their tests have such numbers.
+        if kernel.cannot(inputs.problem, gpu) is None and kernel.name not in (GEMV_IN_FORMAT, MXFP4, NAME_OF_OTHERS):
             done += 1
             moved = on(inputs, "cuda")
             for config in kernel.configs(inputs.problem, gpu):

@@ -83,7 +83,8 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
 
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promised(kernel: AnyKernel) -> None:
-    forms = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_fp8_gluon_sm90": " w:fp8_block_w8a8", "moe_gemv_gluon": " w:mxfp4"}
+    forms = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_weights_gluon_sm90": " w:fp8_block"}
+    forms |= {"moe_fp8_gluon_sm90": " w:fp8_block_w8a8", "moe_gemv_gluon": " w:mxfp4"}
     form = forms.get(kernel.name, "")
     ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
     assert isinstance(ids, MoEProblem)
@@ -138,8 +139,8 @@ def test_weights_in_a_format_are_served_by_kernels_of_theirs(gpu: str) -> None:
     for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"):
         problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:{form} bias clamped interleaved")
         decision = select(problem, gpu_named(gpu), committed_table(), ours(), FALLBACK)
-        hopper = gpu == "h200" and form == "mxfp4"
-        assert decision.kernel == ("moe_mxfp4_gluon_sm90" if hopper else "moe_grouped_triton")
+        of_hopper = "moe_mxfp4_gluon_sm90" if form == "mxfp4" else "moe_weights_gluon_sm90"
+        assert decision.kernel == (of_hopper if gpu == "h200" else "moe_grouped_triton")
         assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
     halves = select(
         parse_problem("moe t16 e32 k4 d64 f64 bf16 w:fp8_channel"), gpu_named("b200"), committed_table(), ours(), FALLBACK

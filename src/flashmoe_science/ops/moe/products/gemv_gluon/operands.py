@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LARGEST, LEAST
-from flashmoe_science.ops.moe.products.gemv_gluon.words import (
+from flashmoe_science.ops.moe.products.words import (
     BYTES,
     FP8_AS_BF16,
     FP8_AS_FP16,

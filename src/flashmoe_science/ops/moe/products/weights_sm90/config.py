@@ -1,4 +1,4 @@
-"""Host-side choices of moe_mxfp4_gluon_sm90: the problems and tensors it supports, its configs, programs and workspace."""
+"""Host-side choices of both kernels: the problems and tensors that they support, configs, programs and workspace."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from typing import NamedTuple
 
 import torch
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.launch import Part, next_power_of_2, workspace_bytes
 from flashmoe_science.ops.moe.call import MoEInputs, check_sums_alone
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.products.formats import in_bytes
 from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
 from flashmoe_science.ops.moe.products.grouped import why_not_grouped
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import BLOCK, STEP
-from flashmoe_science.ops.moe.products.mxfp4_sm90.permute import padded
 from flashmoe_science.ops.moe.products.stream_k_launch import MOST_PROGRAMS
+from flashmoe_science.ops.moe.products.weights_sm90.operand import CHUNK, ROWS, chunks_of, span_of
+from flashmoe_science.ops.moe.products.weights_sm90.permute import padded
 from flashmoe_science.ops.moe.route.triton import routing_bytes
 from flashmoe_science.ops.moe.rows import RowCounts
 
-NAME = "moe_mxfp4_gluon_sm90"
+NAME, NAME_OF_OTHERS = "moe_mxfp4_gluon_sm90", "moe_weights_gluon_sm90"
+OTHER_FORMS = tuple(form.name for form in FORMATS.values() if form.name != "mxfp4" and not form.w8a8)
 MOST_CONSUMERS = 4
-_STAGES = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}  # of tiles of so many tokens, that shared memory has room for
+# Of tiles of so many tokens, that shared memory has room for: of four bits, and of fp8.
+_STAGES, _STAGES_OF_FP8 = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}, {8: 12, 16: 11, 32: 10, 64: 8, 128: 6, 256: 5}
 _FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
 WIDEST = 256  # tokens of a tile that has half a block of weights
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
@@ -40,15 +44,18 @@ def registers_of(config: Config) -> Registers:
     return Registers(384, 168, 240, 24) if config["consumers"] == 2 else Registers(640, 96, 112, 32)
 
 
-def supports(problem: MoEProblem, device: Device) -> str | None:
+def supports(forms: tuple[str, ...], problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_hopper(device):
         return reason
-    if problem.weight_format != "mxfp4":
-        return f"its weights are mxfp4, and the problem's {problem.weight_format or problem.dtype}"
+    if problem.weight_format not in forms:
+        return f"its weights are {' or '.join(forms)}, and the problem's {problem.weight_format or problem.dtype}"
     if problem.dtype != "bf16":
         return f"serves bf16, not {problem.dtype}"
     if not problem.gated:
         return "the activation is not gated; it multiplies a gate by an up projection"
+    for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
+        if size % 16:
+            return f"{name} is {size}; its copies of fp8 need a multiple of 16"
     return why_not_grouped(problem)
 
 
@@ -58,27 +65,26 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     mean = problem.rows_per_expert()
     fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST if mean >= 2 * WIDEST else WIDEST // 2)
     most = WIDEST if mean >= WIDEST else WIDEST // 2
-    return tuple(tile_of(tokens) for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES and tokens <= most)
+    several = (tokens for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES and tokens <= most)
+    return tuple(tile_of(tokens, form=str(problem.weight_format)) for tokens in several)
 
 
-def tile_of(tokens: int, consumers: int | None = None) -> Config:
+def tile_of(tokens: int, consumers: int | None = None, form: str = "mxfp4") -> Config:
     """The config whose tiles have so many tokens, for as many consumers as have the registers."""
     consumers = consumers or (MOST_CONSUMERS if tokens <= _FOR_FOUR else 2)
-    rows = BLOCK.value if tokens < WIDEST else BLOCK.value // 2
-    tile = {"block_m": tokens, "block_n": rows, "block_k": STEP.value}
-    return Config(**tile, num_stages=_STAGES[tokens], group=8, consumers=consumers)
+    rows = ROWS.value if tokens < WIDEST else ROWS.value // 2
+    tile = {"block_m": tokens, "block_n": rows, "block_k": chunks_of(form) * CHUNK.value}
+    stages = (_STAGES_OF_FP8 if chunks_of(form) == 1 else _STAGES)[tokens]
+    return Config(**tile, num_stages=stages, group=8, consumers=consumers)
 
 
-def check_inputs(inputs: MoEInputs) -> None:
-    """Raises CannotServe for tensors that it does not take."""
+def checked(inputs: MoEInputs) -> MoEInputs:
+    """The inputs, weights as bytes. Raises CannotServe for tensors that no kernel here takes."""
     check_sums_alone(inputs)
-    tensors = inputs.tensors
-    check_memory(w1=tensors.w1, w2=tensors.w2)
-    for name, scale in (("w1", tensors.gate_up_scale), ("w2", tensors.down_scale)):
-        assert scale is not None
-        if scale.stride(2) != 1:
-            raise CannotServe(f"the scales of {name} have stride {scale.stride(2)} in their last dimension; it must be 1")
+    inputs = in_bytes(inputs)
+    check_memory(w1=inputs.tensors.w1, w2=inputs.tensors.w2)
     blocks_of_experts(inputs)
+    return inputs
 
 
 def rows_of_a_column(inputs: MoEInputs) -> tuple[int, int]:
@@ -87,9 +93,9 @@ def rows_of_a_column(inputs: MoEInputs) -> tuple[int, int]:
 
 
 def blocks_of_experts(inputs: MoEInputs) -> int:
-    """Blocks of 32 columns from one expert's w1 to the next's. Raises CannotServe if it is no whole number of them."""
+    """Blocks of a thread's columns from one expert's w1 to the next's. Raises CannotServe if it is no whole number of them."""
     w1 = inputs.tensors.w1
-    block = 32 * rows_of_a_column(inputs)[0] * w1.stride(1)
+    block: int = span_of(str(inputs.problem.weight_format)) * rows_of_a_column(inputs)[0] * w1.stride(1)
     if w1.stride(0) % block:
         raise CannotServe(f"w1 has stride {w1.stride(0)} in dimension 0; its copies need a multiple of {block}")
     return w1.stride(0) // block

@@ -1,4 +1,4 @@
-"""Puts cases to the Gluon kernels of experts in mxfp4 on the CPU. Prints one JSON object: by case what is wrong.
+"""Puts cases to Hopper's kernels of weights in formats on the CPU. Prints one JSON object: by case what is wrong.
 
 Run as a script with TRITON_INTERPRET=1, which the other kernels of a call need.
 """
@@ -8,22 +8,23 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.cases import FOREIGN
-from tests.unit.ops.moe.products.format_cases import on
+from tests.unit.ops.moe.products.format_cases import named, of_every_format, on
 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.formats import quantized
-from flashmoe_science.ops.moe.call import MoEInputs, Tensors, activation_of
+from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.mxfp4_sm90 import kernel, launch
-from flashmoe_science.ops.moe.products.mxfp4_sm90.config import tile_of
+from flashmoe_science.ops.moe.products.weights_sm90 import kernel, launch
+from flashmoe_science.ops.moe.products.weights_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle
 
 H200 = gpu_named("h200")
@@ -58,6 +59,21 @@ CASES = (
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 interleaved", "scales of 255"),
     Case("moe t150 e1 k1 d160 f96 bf16 w:mxfp4 bias"),  # wide tiles, and what is left of them
     Case("moe t300 e1 k1 d544 f128 bf16 w:mxfp4", programs=7),  # a program leaves sums of a wide tile, the next of a narrow one
+    Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block", programs=7),
+    Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_block bias"),  # sizes that blocks do not divide, scales of each half
+    Case("moe t9 e4 k2 d144 f112 bf16 w:fp8_block clamped interleaved"),
+    Case("moe t9 e4 k2 d512 f256 bf16 w:fp8_block", "blocks 2^20 apart"),
+    Case("moe t9 e4 k2 d256 f144 bf16 w:fp8_block", "scales of e8m0"),
+    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block", "foreign"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block", "codes that are no number"),
+    Case("moe t150 e1 k1 d272 f96 bf16 w:fp8_block"),
+    Case("moe t9 e4 k2 d208 f80 bf16 w:fp8_channel bias", "slices of larger tensors"),
+    Case("moe t9 e4 k2 d208 f80 bf16 w:fp8_channel gelu interleaved", "scales of a matrix"),
+    Case("moe t9 e4 k2 d384 f128 bf16 w:int4_g128"),
+    Case("moe t9 e4 k2 d160 f96 bf16 w:int4_g32 bias", "scales of fp32"),
+    Case("moe t9 e4 k2 d160 f96 bf16 w:int4_g32_zero interleaved", "scales of fp16"),
+    Case("moe t300 e1 k1 d544 f96 bf16 w:int4_g32_zero", programs=7),
+    Case("moe t9 e4 k2 d384 f128 bf16 w:int4_g128_zero", "slices of larger tensors"),
 )
 
 
@@ -90,21 +106,36 @@ def drawn(case: Case) -> Drawn:
 
 def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     problem, x, w1, w2, ids, draw = drawn(case)
-    (w1, s1, _), (w2, s2, _) = (quantized(one, FORMATS["mxfp4"]) for one in (w1, w2))
+    form, powers, activation = FORMATS[str(problem.weight_format)], case.change == "scales of e8m0", activation_of(problem)
+    (w1, s1, z1), (w2, s2, z2) = quantized(w1, form, activation.halves, powers), quantized(w2, form, powers=powers)
     if case.change == "blocks 2^20 apart":
-        s1[..., 1::2] += 20
-        x.unflatten(1, (-1, 32))[:, 1::2] *= 2.0**-20
-    elif case.change.startswith("scales of"):
+        s1[..., 1::2] = s1[..., 1::2] * 2.0**20 if s1.is_floating_point() else s1[..., 1::2] + 20
+        x.unflatten(1, (-1, form.block[1] or 1))[:, 1::2] *= 2.0**-20
+    elif case.change == "codes that are no number":
+        w1.view(torch.uint8)[0, 5, 199], w1.view(torch.uint8)[1, 9, 0] = 0x7F, 0xFF
+    elif case.change == "scales of a matrix":
+        s1, s2 = s1[:, :1], s2[:, :1]
+    elif case.change in ("scales of fp32", "scales of fp16"):
+        dtype = getattr(torch, case.change.split()[-1].replace("fp", "float"))
+        s1, s2 = ((one * (1 + 2.0**-9)).to(dtype) for one in (s1.float(), s2.float()))  # of more bits than bf16 has
+    elif case.change.startswith("scales of") and not powers:
         scale = int(case.change.split()[-1])
         if scale == 255:
             s1[:, 6:9, 1:3] = scale
         else:  # the products stay near 1
             s1[:], x = scale, (x.double() * 2.0 ** (124 - scale)).bfloat16()
     biases = [torch.randn(w.shape[:2], generator=draw).bfloat16() if problem.bias else None for w in (w1, w2)]
+    of_weights = (w1, w2, s1, s2, z1, z2)
     if case.change == "slices of larger tensors":
-        w1, w2, s1, s2 = (torch.cat((one, one.flip(0)), -1)[..., : one.shape[-1]] for one in (w1, w2, s1, s2))
-    tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, *biases, s1, s2)
-    return on(MoEInputs(problem, tensors, activation_of(problem)), device)
+        of_weights = tuple(one if one is None else _slice(one) for one in of_weights)
+    w1, w2, *of_scales = of_weights
+    tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, *biases, *of_scales)
+    return on(MoEInputs(problem, tensors, activation), device)
+
+
+def _slice(one: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in rows of twice as many."""
+    return torch.cat((one, one), -1)[..., : one.shape[-1]]
 
 
 def wrong(inputs: MoEInputs, out: torch.Tensor) -> list[str]:
@@ -117,6 +148,10 @@ def wrong(inputs: MoEInputs, out: torch.Tensor) -> list[str]:
     elif (error := (got - right)[finite].square().mean().sqrt() / right[finite].square().mean().sqrt()) > RMS:
         found.append(f"its error is {error:.1e} of the RMS")
     return found
+
+
+def kernel_of(inputs: MoEInputs) -> MoEKernel:
+    return kernel.KERNEL if inputs.problem.weight_format == "mxfp4" else kernel.OF_OTHERS
 
 
 def by_address(product: Any) -> Any:
@@ -139,10 +174,20 @@ def main() -> None:
             continue
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
-        tile = kernel.KERNEL.configs(inputs.problem, H200)[0]
-        tiles = [tile, tile_of(tile["block_m"], 2), *map(tile_of, WIDE if case in (CASES[3], *CASES[-2:]) else ())]
+        served, form = kernel_of(inputs), str(inputs.problem.weight_format)
+        tile = served.configs(inputs.problem, H200)[0]
+        wide = WIDE if case is CASES[3] or inputs.problem.tokens >= 150 else ()
+        tiles = [tile, tile_of(tile["block_m"], 2, form), *(tile_of(tokens, form=form) for tokens in wide)]
         each = dict.fromkeys(Config(**dict(one) | {"num_stages": 3}) for one in tiles)
-        found[str(case)] = [one for config in each for one in wrong(inputs, kernel.KERNEL.run(inputs, config))]
+        found[str(case)] = [one for config in each for one in wrong(inputs, served.run(inputs, config))]
+    launch.current_gpu = lambda device: replace(H200, sm_count=3)  # type: ignore[misc,type-var]
+    for name, inputs in chain(named(), of_every_format()):
+        if (len(sys.argv) > 1 and sys.argv[1] not in name) or kernel.OF_OTHERS.cannot(inputs.problem, H200):
+            continue
+        try:
+            found[name] = wrong(inputs, kernel.OF_OTHERS.run(inputs, kernel.OF_OTHERS.configs(inputs.problem, H200)[0]))
+        except CannotServe as refusal:
+            found[name] = [] if "its copies need" in str(refusal) else [str(refusal)]
     print(json.dumps(found))
 
 

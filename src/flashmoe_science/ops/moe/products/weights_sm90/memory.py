@@ -8,11 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from flashmoe_science.ops.moe.products.mxfp4_sm90.operand import CHUNK, STEP
 from flashmoe_science.ops.moe.products.stream_k import Segment
+from flashmoe_science.ops.moe.products.weights_sm90.operand import chunks_of
 from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
 
-CHUNKS = gl.constexpr(STEP.value // CHUNK.value)
 _NUMBERS = gl.constexpr(len(Segment._fields))
 
 
@@ -29,9 +28,9 @@ class Memory(NamedTuple):
 
 
 @gluon.jit
-def make_memory(w_desc, a_desc, out_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+def make_memory(w_desc, a_desc, out_desc, FORMAT: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     w = gl.allocate_shared_memory(gl.uint8, [CONSUMERS * STAGES] + w_desc.block_type.shape, w_desc.layout)
-    a = gl.allocate_shared_memory(a_desc.dtype, [CHUNKS * STAGES] + a_desc.block_type.shape, a_desc.layout)
+    a = gl.allocate_shared_memory(a_desc.dtype, [chunks_of(FORMAT) * STAGES] + a_desc.block_type.shape, a_desc.layout)
     out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout)
     full, empty = make_barriers(STAGES, CONSUMERS)
     mailbox = make_mailbox(_NUMBERS, CONSUMERS)
