@@ -47,14 +47,14 @@ from flashmoe_science.ops.attention.proof.public_calls import public_call
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
-PADDED = "a mask that hides the first keys from all"
+HIDDEN_KEYS = "a mask that hides the first keys"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
     "strides of 0 (expanded K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
     "one key that is an outlier": memory.with_an_outlier,
-    PADDED: memory.padded_on_the_left,
+    HIDDEN_KEYS: memory.with_hidden_keys,
     "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
 }
 _VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -137,7 +137,7 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", PADDED)
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS)
     # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
     edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
