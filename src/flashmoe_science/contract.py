@@ -128,7 +128,7 @@ class Contract:
         raise NotImplementedError(f"{type(self).__name__} names no default problems; name one on the command line")
 
     def sweep(self) -> Sequence[Problem | str]:
-        """Tiny problems that correctness alone is checked on, some 50, the plainest first: problems, or their texts."""
+        """Tiny problems that correctness alone is checked on, some 40 to 80, the plainest first: problems, or their texts."""
         return self.default_problems()
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[Problem | str]:

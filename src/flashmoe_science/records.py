@@ -18,7 +18,7 @@ Cache = Literal["cold", "warm"]
 Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]  # in the order of a run
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
-ALONE = "one_gpu"  # of a run on several GPUs the peer that is one GPU's call of the whole problem
+ONE_GPU = "one_gpu"  # in a run on several GPUs, the peer that computes the whole problem on one
 
 
 # A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.

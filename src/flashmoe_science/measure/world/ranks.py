@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.ops.on_ranks import Way
+from flashmoe_science.ops.distributed import Implementation
 
 T = TypeVar("T")
 
@@ -66,11 +66,11 @@ class World:
         """The first reason that a rank gives, the same on all; empty where none has one."""
         return next(filter(None, self.gather(reason)), "")
 
-    def time(self, way: Way, call: Callable[[], object], calls: int) -> int:
-        """Nanoseconds of so many calls on this rank, 0 where only another rank makes them. All ranks begin at once; on a GPU
-        with one call that is not timed, behind which the host gets ahead and what ran before it is over."""
-        runs = self.rank == 0 or not way.alone
-        with way.within():
+    def time(self, one: Implementation, call: Callable[[], object], calls: int) -> int:
+        """Nanoseconds of so many calls on this rank, 0 where only another rank makes them. All ranks begin at once. On a GPU
+        one more call comes first and is not timed: it lets the host get ahead, and what ran before end."""
+        runs = self.rank == 0 or not one.single_gpu
+        with one.context():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it
             if self.bench.gpu is None:
                 began = time.perf_counter_ns()

@@ -54,7 +54,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
     of_rounded_out,
 )
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
-from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, HIDDEN_KEYS, Placed, SharedContract
+from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 Inputs = Mapping[str, torch.Tensor]
