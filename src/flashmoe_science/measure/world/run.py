@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
-from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
+from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request, distributed_suites
+from flashmoe_science.measure.session import Outcome, Session, Watch
 from flashmoe_science.measure.world.checks import Checks
 from flashmoe_science.measure.world.ranks import World, world_size
 from flashmoe_science.measure.world.timing import Timing
@@ -27,18 +27,12 @@ from flashmoe_science.records import Row
 from flashmoe_science.store import RunWriter
 
 
-def suites() -> dict[str, tuple[str, ...]]:
-    """Name -> the problems of a suite on several ranks, as text without their last word."""
-    modules = (one.module("proof", "ranks") for one in OPERATIONS if one.parallelism)
-    return {name: texts for module in modules for name, texts in module.SUITES.items()}
-
-
 class WorldPlan:
     """A request made definite, on this rank. Making it raises ValueError, in one line, for whatever cannot be done."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.found = request, list[str]()
-        named = suites()
+        named = distributed_suites()
         refused = [f"--{word} is given" for word in ("kernel", "against", "draw") if getattr(request, word)]
         refused += [f"{word} is named" for word in request.functions]
         if refused:
@@ -53,14 +47,12 @@ class WorldPlan:
         self.world = World()
         self.writes = self.world.rank == 0
 
-    def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
-        """A run for each suite, in a file of its own. Raises StoreError, and ValueError for a run that is to go on."""
-        if earlier is not NOTHING_EARLIER:
-            raise ValueError("--resume is given; a run on several ranks is begun anew")
+    def run(self, folder: Path, watch: Watch) -> list[Outcome]:
+        """A run for each suite, in a file of its own. Raises StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         for name, problems in self.groups.items():
             with RunWriter(folder / f"run-{name}.jsonl") if self.world.rank == 0 else nullcontext(list[Row]()) as sink:
-                session = Session(self.world.bench, sink, self.request, watch, earlier, began)
+                session = Session(self.world.bench, sink, self.request, watch, began=began)
                 outcomes.append(_run(self.world, session, name, problems))
         self.world.end()
         return outcomes

@@ -17,8 +17,8 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.measure.promote import promote
-from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.world.run import WorldPlan, suites
+from flashmoe_science.measure.request import Request, distributed_suites
+from flashmoe_science.measure.world.run import WorldPlan
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import ONE_GPU, CorrectnessRow, EndRow, NoteRow, Row, TimingRow
 from flashmoe_science.store import Run, read_run
@@ -130,7 +130,7 @@ def what_one_rank_did_not_show_is_refused(run: Run) -> None:
 
 
 def test_the_suites_are_few_problems_that_two_ranks_share() -> None:
-    problems = [parse_problem(text) for texts in suites().values() for text in texts]
+    problems = [parse_problem(text) for texts in distributed_suites().values() for text in texts]
     assert len(problems) <= 30
     assert all(problem.queries() % 4 == 0 or problem.op == "moe" for problem in problems if problem.queries())
 
