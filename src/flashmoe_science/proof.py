@@ -43,7 +43,7 @@ class ProveResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """As ``flashmoe prove`` ends."""
+        """The exit code that ``flashmoe prove`` would end with."""
         from flashmoe_science.judge.ending import code_of
 
         return worst((self.outcome.exit_code, code_of(self.verdicts)))

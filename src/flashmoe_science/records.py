@@ -44,7 +44,7 @@ class _OfKernel(_Row):
 
 
 class Environment(_Model):
-    """Where a run took place. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
+    """The machine and software of a run. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
 
     gpu: str | None
     gpu_memory_bytes: int | None = None
@@ -91,7 +91,7 @@ class SeenLaunch(_Model):
 
     @property
     def threads(self) -> int:
-        """Of all its blocks; 0 for a copy or a fill."""
+        """The threads of all its blocks; 0 for a copy or a fill."""
         return math.prod((*self.grid, *self.block))
 
 

@@ -87,7 +87,7 @@ def pull_sums(
 
 
 class Peers:
-    """By symmetric memory of GPUs of one host.
+    """The transport by symmetric memory, between GPUs of one host.
 
     Raises:
         RuntimeError: PyTorch cannot map the ranks' memory into each other's.

@@ -24,7 +24,7 @@ class Transport(Protocol):
     picks: bool
 
     def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
-        """Of each tensor [L, ...] [N * L, ...], those of all ranks in their order; contiguous ones, of one shape on all."""
+        """Each tensor [L, ...] of all ranks in their order, [N * L, ...]; contiguous, of one shape on all ranks."""
         ...
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Transport(Protocol):
 
 
 class Collectives:
-    """By the collectives of torch.distributed."""
+    """The transport by collectives of torch.distributed."""
 
     rate = 260e9  # NCCL 2.28
     picks = False

@@ -202,7 +202,7 @@ def _config(own: Sequence[Time], rows: Sequence[_KernelRow]) -> str:
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
-    """On each clock, the least of the latest run's medians: pairs with slow rivals warm a GPU less."""
+    """The least median of the latest run on each clock: pairs with slow rivals warm a GPU less."""
     by_clock = grouped((one for one in own if one.config == config), lambda one: one.clock)
     latest = {clock: [one for one in times if one.run == times[0].run] for clock, times in by_clock.items()}
     return {clock: min(times, key=lambda one: one.time_ns) for clock, times in latest.items()}

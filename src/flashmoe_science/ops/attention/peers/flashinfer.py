@@ -70,8 +70,8 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
-    """As many processors as there are, and more than that where it splits keys more: where lengths differ, or sequences do not
-    fill the processors evenly, more blocks may end sooner. Its fastest path is what is compared."""
+    """Configs with as many blocks as SMs, and with more where it then splits keys more: where lengths differ, or sequences do
+    not fill the SMs evenly, more blocks may end sooner. Its fastest path is what is compared."""
     processors = 1 if device is None else device.sm_count
     most = -(-problem.seqlen_k // _BLOCK_KEYS)
     splits = {rounds: min(most, max(1, rounds * processors // (problem.batch * problem.heads_kv))) for rounds in _ROUNDS}

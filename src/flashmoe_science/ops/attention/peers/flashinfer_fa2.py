@@ -48,7 +48,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where each sequence's pages begin in a list of all, and the total; the list; rows in the last page of each."""
+    """The start of each sequence's pages in the list of all, with the total; the list; the rows in each last page."""
     import torch
 
     rows = pages.k.shape[1]
@@ -61,7 +61,7 @@ def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.
 
 @functools.cache
 def _plans() -> Any:
-    """By page table, which they do not outlive: by problem and scale, the wrapper that was planned for them."""
+    """Planned wrappers by page table, which they do not outlive, then by problem and scale."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()

@@ -123,7 +123,7 @@ class SharedContract(Contract):
         return tuple(self.lists.sweep())
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """With a problem of each feature that ``fn`` has an argument for."""
+        """The sweep, with a problem of each feature that ``fn`` has an argument for."""
         *plain, last = self.sweep()
         return (*plain, *self.lists.sweep_of(arguments_of(fn)), last)
 
@@ -174,7 +174,7 @@ class AttentionContract(SharedContract):
         return result[0] if isinstance(result, tuple) and result else result
 
     def returned(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
-        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; those that a problem lacks are not named."""
+        """What ``fn`` returns, called with FlashAttention's arguments, and ``sinks`` and ``attn_mask`` where given."""
         scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
         return fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
 

@@ -194,7 +194,7 @@ def _differentiable(*args: Any) -> torch.Tensor:
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
-    """Of the two products of every pair of a token and an expert."""
+    """FLOPs of the two products of every pair of a token and an expert."""
     return 2 * topk_weights.numel() * x.shape[1] * (w1.shape[1] + columns_of(w2))
 
 
