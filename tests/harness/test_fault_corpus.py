@@ -186,7 +186,7 @@ def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_
 def test_a_function_that_remembers_what_it_was_asked_is_caught_or_gains_nothing(cpu: Bench) -> None:
     """It computes what its rival does, and looks at its inputs besides: anything but slower would be an answer that it kept.
     Where no timed sample meets the same values twice, there is nothing to be caught at."""
-    one = fault("remembers_contents", "timing", "remembers answers")
+    one = fault("remembers_contents", "timing", "remembers results")
     outcome, rows = measured(cpu, [one])
     beside = [row for row in rows.of(TimingRow) if row.rival == "sdpa"]
     if not beside:

@@ -36,7 +36,7 @@ ATTENTION = built_in("attention")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    with CPU.alone():
+    with CPU.single_threaded():
         yield
 
 
