@@ -69,9 +69,7 @@ def fit(
     unsupported: list[tuple[Gpu, str]] = []
     if block is not None:
         if kernel is not None or problem != DEFAULT_PROBLEM:
-            raise ValueError(
-                f"--block is {block!r} beside a kernel or --problem; a given block is no kernel's and computes none"
-            )
+            raise ValueError(f"--block is {block!r} and a kernel or --problem is given; give one or the other")
         what, rows = f"a block of {block} ({_BLOCK})", _given(block, gpus)
     else:
         what, asked = problem, parse_problem(problem)

@@ -162,7 +162,7 @@ def judge(folder: Path) -> list[JudgedRun]:
 def _folder(out: Path | None) -> Path:
     """The folder of this run, made. Raises ValueError: it cannot be made or written."""
     if out is not None and str(out) in ("", "."):
-        raise ValueError("--out is empty, or this very folder; give a folder for the records and the report")
+        raise ValueError("--out is empty, or the current folder; give a folder for the records and the report")
     folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     try:
         folder.mkdir(parents=True, exist_ok=out is not None)

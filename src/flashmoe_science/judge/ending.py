@@ -87,4 +87,4 @@ def _reason(row: Verdict) -> str:
 
 def _advice(row: Verdict) -> str:
     samples = ", and without --quick, which takes few samples" if row.quick else ""
-    return f"measure again with less beside it on this machine{samples}"
+    return f"measure again with less other work on this machine{samples}"

@@ -260,7 +260,7 @@ class WorkerHost:
             except ValidationError as error:  # values that no record can hold, or that cannot be named on a command line
                 self.close()
                 first = error.errors()[0]
-                raise Failed(f"its contract gives {first['loc'][0]} that are none: {first['msg']}") from None
+                raise Failed(f"its contract gives {first['loc'][0]} that are invalid: {first['msg']}") from None
             except BaseException:
                 self.close()
                 raise

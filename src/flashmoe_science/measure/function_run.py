@@ -135,7 +135,7 @@ class FunctionRun:
         for problem, reason in cannot.items():
             self._note(reason, problem)
         if cannot and len(cannot) == len(self.problems):
-            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
+            raise Unusable(f"it can be given none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
         name = op if self._opened.built_in else self.spec
         self._rivals_host = self._hosts.setdefault(name, WorkerHost(None, name, watchdog_s))
         return [problem for problem in self.left if problem not in cannot]

@@ -139,7 +139,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         elsewhere = f"they know {', '.join(sorted(filter(None, others))) or 'none'} there"
         if machines:
             elsewhere = f"there are such records on {', '.join(machines)}"
-        raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {elsewhere}")
+        raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} has kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
     header, every = here[0][0], [row for _, rows in here for row in rows]

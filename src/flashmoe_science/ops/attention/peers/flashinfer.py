@@ -65,7 +65,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if problem.features.page and problem.features.page not in _PAGES:
         return f"FlashInfer's XQA takes pages of {', '.join(map(str, _PAGES))} rows"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
-        return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
+        return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys do not fill whole pages of {SMALLEST_PAGE}"
     return unsupported(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
 
 
@@ -103,11 +103,13 @@ def pages_of(inputs: AttentionInputs) -> Pages:
     batch, heads, capacity, width = k.shape
     rows = page_rows(capacity)
     if rows is None:
-        raise CannotServe(f"FlashInfer reads pages, and a cache of {capacity} rows is no whole pages of {SMALLEST_PAGE}")
+        raise CannotServe(
+            f"FlashInfer reads pages, and a cache of {capacity} rows does not fill whole pages of {SMALLEST_PAGE}"
+        )
     between, between_heads, between_rows, _ = k.stride()
     step, rest = divmod(between, rows * between_rows)  # from the first page of a sequence to the next one's
     if rest:
-        raise CannotServe("sequences of the cache are no whole pages apart, which FlashInfer needs")
+        raise CannotServe("sequences of the cache are not whole pages apart, as FlashInfer needs")
     # Pages of other sequences, and in [B, H, S, D] of other heads, are between the last page and the one before: a page is all
     # heads of its rows, wherever they are.
     size = ((batch - 1) * step + capacity // rows, rows, heads, width)

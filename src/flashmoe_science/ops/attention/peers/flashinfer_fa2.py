@@ -43,7 +43,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if problem.head_dim != problem.head_dim_v or problem.head_dim not in _HEAD_DIMS:
         return f"FlashInfer's wrapper for decoding takes head dimensions of {', '.join(map(str, _HEAD_DIMS))}, V's the same"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
-        return f"FlashInfer reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
+        return f"FlashInfer reads pages, and {problem.seqlen_k} keys do not fill whole pages of {SMALLEST_PAGE}"
     return unsupported(problem.features, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
 
 

@@ -147,7 +147,7 @@ class AttentionContract(SharedContract):
     def cannot_call(self, problem: AttentionProblem) -> str | None:
         """Why ``call`` has no words for a problem; None if it has."""
         if problem.mask == "causal-topleft":
-            return "causal=True says that the last query sees the last key; the contract has no word for another mask"
+            return "the contract has no top-left causal mask; with causal=True the last query sees the last key"
         return unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:

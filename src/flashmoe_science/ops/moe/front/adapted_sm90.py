@@ -36,9 +36,9 @@ def why_not(
     if TRITON_MISSING:
         return TRITON_MISSING
     if torch.compiler.is_compiling() or not (is_plain(*tensors, *parts_of(adapters)) or is_explaining()):
-        return "torch.compile, a transform or a tensor's subclass has a part in the call"
+        return "the call is under torch.compile or a transform, or has a tensor subclass"
     if options.recompute:
-        return "recompute is True; it keeps the pre-activations"
+        return "recompute is True, and it keeps the pre-activations"
     if adapters == (None, None):
         return "neither adapter is given"
     if tensors.x.dtype not in DTYPES:

@@ -220,7 +220,7 @@ def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     if problem.weight_format is None:
         return None
     if FORMATS[problem.weight_format].w8a8:
-        return f"{problem.weight_format} quantises what weights are multiplied by; it multiplies by the dtype"
+        return f"{problem.weight_format} quantises tokens; it multiplies tokens of the problem's dtype"
     dtypes = ("bf16",) if problem.weight_format in ("mxfp4", "fp8_block") else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"

@@ -133,7 +133,7 @@ def _gathered(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> C
 def _exchanged(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> Callable[[], Results]:
     """The rows of choices sent to their experts and back, as torchtitan does: the host waits for their numbers."""
     if problem.words() or problem.dtype != "bf16":
-        raise ValueError("grouped_mm as it is called here is of SwiGLU in bf16 without biases, in the default layout")
+        raise ValueError("grouped_mm is called here for SwiGLU in bf16 without biases, in the default layout")
     ranks, experts = group.size(), problem.experts // group.size()
     x, w1, w2, weights, ids = local.values()
 

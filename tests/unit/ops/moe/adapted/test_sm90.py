@@ -40,7 +40,7 @@ def test_the_kernels_are_right_on_the_cpu(interpreted: Interpreter) -> None:
 @pytest.mark.parametrize(
     ("words", "change", "reason"),
     [
-        ("bf16", {"recompute": True}, "recompute is True; it keeps the pre-activations"),
+        ("bf16", {"recompute": True}, "recompute is True, and it keeps the pre-activations"),
         ("bf16", {"adapters": (None, None)}, "neither adapter is given"),
         ("fp32", {}, "serves fp16 and bf16, not fp32"),
         ("bf16 bias", {}, "there are biases; it adds none"),

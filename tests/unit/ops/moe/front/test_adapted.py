@@ -220,7 +220,7 @@ def test_leading_dimensions_and_experts_without_a_gate() -> None:
 @pytest.mark.parametrize(
     ("adapters", "options", "message"),
     [
-        (3, {}, "adapters must be a pair, beside gate_up_proj and down_proj"),
+        (3, {}, "adapters must be a pair, for gate_up_proj and down_proj"),
         ((torch.zeros(1), None), {}, r"adapters\[0\] must be \(a, b, scaling\), or None"),
         ((None, (1, 2, 3)), {}, r"adapters\[1\] has a a int; it must be a torch.Tensor"),
         (

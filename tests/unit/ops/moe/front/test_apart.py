@@ -152,7 +152,7 @@ def test_rows_that_are_sorted_already() -> None:
             {"gate_up_proj": (torch.zeros(E, F // 2, H), torch.zeros(E, F // 2, H))},
             "gate_up_proj is a pair of 12 gates and ups an expert and down_proj has 24 columns; there must be as many",
         ),
-        ({"interleaved": True}, "interleaved is True and gate_up_proj is a pair, whose gates and ups are apart; it must be"),
+        ({"interleaved": True}, "interleaved is True and gate_up_proj is a pair of gates and ups; it must be"),
         ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
     ],
 )
