@@ -16,7 +16,7 @@ from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.adapted import experts_adapted
 from flashmoe_science.ops.moe.front.formats import Layout, in_format, out_of_format, out_of_layout
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
-from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
+from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward, experts_of_pair
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
@@ -115,7 +115,7 @@ def fused_moe(
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)
     if isinstance(gate_up_proj, tuple | list):
-        return experts_apart(tensors, options, weight_grads)
+        return experts_of_pair(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-Apart = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
+Pair = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
 
 
-def checked_apart(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Apart:
+def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Pair:
     """The gates and the ups, as they are given.
 
     Raises:
