@@ -176,12 +176,15 @@ class Entry:
     who: str
     kernel: AnyKernel | None = None
     config: str = ""
+    known_origin: Origin | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.config})" if self.config else self.name
 
     @property
     def origin(self) -> Origin:
+        if self.known_origin is not None:
+            return self.known_origin
         if self.kernel is not None:
             return self.kernel.origin
         return "candidate" if ":" in self.name else "peer"

@@ -93,9 +93,7 @@ class Peers:
         RuntimeError: PyTorch cannot map the ranks' memory into each other's.
     """
 
-    start: float | None = 120e-6  # four barriers, each 26 us of the host and 4 us of the GPU
-    rate = 320e9
-    picks = True
+    selective = True
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         """``size``: bytes of the most that a call has for the others at once."""

@@ -16,12 +16,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Transport(Protocol):
-    """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, between two
-    H100 of one host; None where not known. ``picks``: whether ``summed`` receives the rows that it sums, and no others."""
+    """``selective``: whether ``summed`` receives only the rows that it sums."""
 
-    start: float | None
-    rate: float
-    picks: bool
+    selective: bool
 
     def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
         """Each tensor [L, ...] of all ranks in their order, [N * L, ...]; contiguous, of one shape on all ranks."""
@@ -46,12 +43,10 @@ class Transport(Protocol):
 class Collectives:
     """The transport by collectives of torch.distributed."""
 
-    rate = 260e9  # NCCL 2.28
-    picks = False
+    selective = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.start: float | None = 210e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
 
     def gather(self, *own: torch.Tensor) -> list[torch.Tensor]:
         everyones = [one.new_empty(self._group.size() * one.shape[0], *one.shape[1:]) for one in own]

@@ -20,8 +20,8 @@ Combine = Literal["exact", "reduced"]
 class ExpertWorkspace:
     """The sizes of the calls of ``expert_parallel_moe``, the same on every rank. Every rank of the group makes it at once.
 
-    With E experts and N ranks, rank r has the experts from r * E / N to (r + 1) * E / N. Its printed form says what carries the
-    tokens, the bytes that a rank receives in a call, and the time that they take. Any number of layers and calls may share it.
+    With E experts and N ranks, rank r has the experts from r * E / N to (r + 1) * E / N. Its printed form gives the transport
+    and the bytes that a rank receives in a call. Any number of layers and calls may share it.
 
     Args:
         group: a ProcessGroup or a 1-D DeviceMesh. Its time limit, which ``init_process_group`` and ``new_group`` are given, is
@@ -83,21 +83,13 @@ class ExpertWorkspace:
         """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
         results = row if combine == "reduced" else self.top_k * row
-        if combine == "exact" and self.transport.picks:
+        if combine == "exact" and self.transport.selective:
             results //= self.ranks  # the rows of a rank's experts, where choices are even
         return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
 
-    def seconds(self, combine: Combine) -> float | None:
-        """What a forward's exchanges take between GPUs of one host, predicted from what two H100 took; None where not known."""
-        start, rate = self.transport.start, self.transport.rate
-        return None if start is None else start + self.bytes_received(combine) / rate
-
     def __repr__(self) -> str:
-        last, costs = self.first_expert + self.local_experts - 1, []
-        for combine in get_args(Combine):
-            seconds = self.seconds(combine)
-            time = "" if seconds is None else f" in some {1e3 * seconds:.2f} ms"
-            costs.append(f"{combine}: {self.bytes_received(combine) / 1e6:.1f} MB received{time}")
+        last = self.first_expert + self.local_experts - 1
+        costs = (f"{combine}: {self.bytes_received(combine) / 1e6:.1f} MB received" for combine in get_args(Combine))
         return (
             f"ExpertWorkspace(rank {self.rank} of {self.ranks}, experts {self.first_expert} to {last} of {self.experts}; "
             f"at most {self.max_tokens} tokens a rank, hidden={self.hidden}, top_k={self.top_k}, {self.dtype}; "

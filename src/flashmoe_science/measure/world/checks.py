@@ -21,22 +21,12 @@ from flashmoe_science.measure.world.ranks import World
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.distributed import Checked, Implementation, Results
 from flashmoe_science.problem import DistributedProblem
-from flashmoe_science.records import ONE_GPU, CallPathRow, Origin
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry(Entry):
-    """An implementation as rows name it."""
-
-    of: Origin = "peer"
-
-    @property
-    def origin(self) -> Origin:
-        return self.of
+from flashmoe_science.records import ONE_GPU, CallPathRow
 
 
 def entry_of(one: Implementation) -> Entry:
-    return _Entry(one.name, one.name, None, one.config, one.origin)
+    """An implementation as rows name it."""
+    return Entry(one.name, one.name, None, one.config, one.origin)
 
 
 @dataclass(slots=True)
