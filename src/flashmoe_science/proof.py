@@ -61,7 +61,7 @@ def check(
 
     Args:
         function: "module:function", "file.py:function", or a function that its module and name lead back to.
-        problems: more problems, or their texts; one alone will do.
+        problems: one more problem or several, as problems or texts.
         seed: of the inputs. watchdog_s: seconds that the function may take over one step.
 
     Returns:

@@ -256,4 +256,4 @@ def test_weights_that_are_trained_or_a_pair_are_refused_and_explain_names_what_s
     with pytest.raises(ValueError, match=r"^adapters are given and gate_up_proj is a pair"):
         fm.fused_moe(**pair, adapters=low)
     reason = "adapters are given, which PyTorch's grouped products serve: an expert has 3.5 rows on average"
-    assert fm.explain_moe(**call, adapters=low).reason.startswith(reason)
+    assert fm.explain(fm.fused_moe, **call, adapters=low).reason.startswith(reason)
