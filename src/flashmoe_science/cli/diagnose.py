@@ -33,12 +33,9 @@ def diagnose(
         typer.Option("--kernel", help="A kernel, may be repeated; by default the one that the library would choose."),
     ] = None,
     measure: Annotated[
-        bool | None,
-        typer.Option("--measure/--recorded", help="Measure here, or use only the records (default: measure on a GPU)."),
+        bool | None, typer.Option("--measure/--recorded", help="Measure here, or only read records (on a GPU: measure).")
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Use the records of this GPU, or cpu (default: of the latest).")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Use records of this GPU, or cpu (the latest).")] = None,
     evidence: Evidence = DEFAULT,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the new records (reports/profile-<time>).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a diagnosis.")] = False,

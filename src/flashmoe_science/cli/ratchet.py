@@ -30,9 +30,7 @@ def ratchet(
     ] = DEFAULT,
     file: Annotated[Path, typer.Option("--file", help="File of the kept ratios.")] = DEFAULT / "ratchet.json",
     update: Annotated[bool, typer.Option("--update", help="Add proven gains and new problems.")] = False,
-    accept: Annotated[
-        str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower the kept ratio of this problem.")
-    ] = None,
+    accept: Annotated[str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower its kept ratio.")] = None,
     reason: Annotated[str | None, typer.Option("--reason", help="Why it is lowered; kept in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every entry's outcome as JSON.")] = False,
 ) -> int:

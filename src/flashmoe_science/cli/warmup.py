@@ -28,8 +28,7 @@ def warmup(
     max_seqlen: Annotated[int, typer.Option("--max-seqlen", help="The longest sequence.")] = 4096,
     full: Annotated[bool, typer.Option("--full", help="Full attention; without it, causal.")] = False,
     window: Annotated[
-        tuple[int, int],
-        typer.Option("--window", metavar="LEFT RIGHT", help="Keys to the left and right that a query sees; -1: no limit."),
+        tuple[int, int], typer.Option("--window", metavar="LEFT RIGHT", help="Keys left and right of a query; -1: no limit.")
     ] = (-1, -1),
     softcap: Annotated[float, typer.Option("--softcap", help="Soft cap of the scores.")] = 0.0,
     sinks: Annotated[bool, typer.Option("--sinks", help="Heads have learned sinks.")] = False,
@@ -45,9 +44,7 @@ def warmup(
     expert_bias: Annotated[bool, typer.Option("--expert-bias", help="Experts have biases.")] = False,
     transposed: Annotated[bool, typer.Option("--transposed", help=_OF_FUSED_MOE)] = False,
     interleaved: Annotated[bool, typer.Option("--interleaved", help=_OF_FUSED_MOE)] = False,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Most tokens of a call of the experts (--max-seqlen).")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of a call (--max-seqlen).")] = None,
 ) -> int:
     """Compile what a model's calls launch, ahead of serving, on every processor; with --gpu for a GPU that is not here.
 
