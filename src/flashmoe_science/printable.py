@@ -38,9 +38,7 @@ def printable_values(value: Any, show: Callable[[str], str] = printable) -> Any:
 
 def shown(value: object) -> str:
     """A short, one-line text of any value that a user may have passed by mistake."""
-    import torch  # not for those who only read records
-
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(shape := getattr(value, "shape", None), tuple):  # a tensor's text is long, and waits for its GPU
+        return f"a {type(value).__name__.lower()} of shape {tuple(shape)}"
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
