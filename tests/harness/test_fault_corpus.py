@@ -120,7 +120,7 @@ def in_ours(one: Fault) -> bool:
 
 
 # The same exam in a child finds what is planted in a kernel of ours, some of it in other words.
-AGAIN = [pytest.mark.slow, pytest.mark.again]
+REDUNDANT = [pytest.mark.slow, pytest.mark.redundant]
 OTHER_WORDS = [one for one in WRONG if in_ours(one) and one.name in WORDS_IN_OURS]
 SAME_WORDS = [one for one in WRONG if in_ours(one) and one.name not in WORDS_IN_OURS]
 
@@ -130,7 +130,7 @@ SAME_WORDS = [one for one in WRONG if in_ours(one) and one.name not in WORDS_IN_
     [
         *chunks([one for one in WRONG if not in_ours(one)], 9),
         *chunks(OTHER_WORDS, 9, [pytest.mark.slow]),
-        *chunks(SAME_WORDS, 9, AGAIN),
+        *chunks(SAME_WORDS, 9, REDUNDANT),
     ],
 )
 def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
@@ -144,7 +144,7 @@ def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault])
     "faults",
     [
         *chunks([one for one in TIMED if not in_ours(one)], 5, [pytest.mark.slow]),
-        *chunks([one for one in TIMED if in_ours(one)], 5, AGAIN),
+        *chunks([one for one in TIMED if in_ours(one)], 5, REDUNDANT),
     ],
 )
 def test_a_function_that_cheats_the_clock_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
