@@ -24,7 +24,7 @@ from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import ALONE
+from flashmoe_science.records import ONE_GPU
 from flashmoe_science.store import read_runs
 
 Unit = Literal["ratio", "ns", "tflops", "percent", "peak"]
@@ -87,7 +87,7 @@ def _numbers_of(pair: Comparison) -> list[tuple[Unit, float]]:
     problem = parse_problem(pair.problem)
     tflops = problem.flops() / pair.time_ns / 1e3
     found: list[tuple[Unit, float]] = [("ratio", pair.interval.ratio), ("ns", pair.time_ns), ("tflops", tflops)]
-    if pair.rival == ALONE:
+    if pair.rival == ONE_GPU:
         found.append(("ratio", pair.interval.ratio / problem.gpus()))  # efficiency
     if (gpu := GPUS.get(pair.gpu)) is not None:
         found.append(("peak", tflops * 1e14 / gpu.tensor_flops_16bit / problem.gpus()))

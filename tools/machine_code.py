@@ -59,7 +59,7 @@ def hold(name: Name, found: str) -> None:
     reason = f"its digest was {committed} and is {found}" if committed else "no digest is committed for it"
     raise Changed(
         f"machine code of {' / '.join(name)}, Triton {VERSION}: {reason}. To commit what is built, with the reason and a "
-        f"measurement: make digests ARGS=--write-digests (of what `make ci` builds: ARGS='--write-digests -m \"not again\"')"
+        f"measurement: make digests ARGS=--write-digests (what `make ci` builds: ARGS='--write-digests -m \"not redundant\"')"
     )
 
 

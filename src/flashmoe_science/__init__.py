@@ -14,7 +14,6 @@ if _typing.TYPE_CHECKING:
     from flashmoe_science.moe import balance_loss as balance_loss
     from flashmoe_science.moe import dequantize_experts as dequantize_experts
     from flashmoe_science.moe import expert_load as expert_load
-    from flashmoe_science.moe import explain_moe as explain_moe
     from flashmoe_science.moe import fused_moe as fused_moe
     from flashmoe_science.moe import grouped_moe as grouped_moe
     from flashmoe_science.moe import quantize_experts as quantize_experts
@@ -38,7 +37,6 @@ _MODULES = {  # of each public name
     "dequantize_experts": "moe",
     "expert_load": "moe",
     "explain": "attention",
-    "explain_moe": "moe",
     "flash_attention_forward": "attention",
     "flash_attention_science": "attention",
     "flash_attn_func": "attention",

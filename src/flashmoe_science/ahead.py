@@ -279,19 +279,19 @@ def warmup(
     machines with the same GPU, Triton and version of this package.
 
     Args:
-        heads, heads_kv, head_dim, head_dim_v: of attention; None for no attention.
+        heads, heads_kv, head_dim, head_dim_v: the sizes of attention; heads None for no attention.
         dtype: of queries, keys and values, and of the experts' weights.
-        batch: sequences of a call, or each of several such numbers: the choice of a kernel depends on it.
+        batch: sequences of a call, or several such numbers: the choice of a kernel depends on it.
         max_seqlen: no sequence is longer, and no cache has more room.
         causal, window_size, softcap: as of ``flash_attn_func``. sinks: whether calls give ``s_aux``.
         page_size: rows of a page of the cache; None for a contiguous one.
-        append: whether ``flash_attn_with_kvcache`` is given new keys. rotary_dim: how much of them it rotates.
-        rotary_interleaved: as there.
-        experts, top_k, hidden, intermediate: numbers of experts and of those of a token, width of the model and of an expert.
+        append: whether ``flash_attn_with_kvcache`` is given new keys. rotary_dim: the width of their rotary embedding.
+        rotary_interleaved: as in ``flash_attn_with_kvcache``.
+        experts, top_k, hidden, intermediate: experts, experts of a token, width of the model, width of an expert.
         activation, transposed, interleaved: as of ``fused_moe``. expert_bias: whether both biases are given.
-        max_tokens: of a call of the experts; ``max_seqlen`` by default.
+        max_tokens: the most tokens of a call of the experts; ``max_seqlen`` by default.
         device: by default the current one.
-        report: is given a line of progress every five seconds, and the result at last.
+        report: called with a line of progress every five seconds, and with the result.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument that is not allowed, or no NVIDIA GPU, in one line.

@@ -115,7 +115,7 @@ class Contract:
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "huge")
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
-    # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALLED).
+    # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALL_MODES).
     calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
     # Inputs that no gradient is asked of, beside those that are no floats of 16 bits or more.
     constants: ClassVar[frozenset[str]] = frozenset()
@@ -128,7 +128,7 @@ class Contract:
         raise NotImplementedError(f"{type(self).__name__} names no default problems; name one on the command line")
 
     def sweep(self) -> Sequence[Problem | str]:
-        """Tiny problems that correctness alone is checked on, some 50, the plainest first: problems, or their texts."""
+        """Tiny problems that correctness alone is checked on, some 40 to 80, the plainest first: problems, or their texts."""
         return self.default_problems()
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[Problem | str]:

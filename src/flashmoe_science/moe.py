@@ -2,7 +2,7 @@
 
 ``route`` chooses the experts of each token and their weights; ``fused_moe`` computes them, in the weight layouts that models
 have, ``grouped_moe`` of rows that are sorted by expert. All are differentiable. Tensors on the CPU are served by PyTorch's own
-operators. ``explain_moe`` returns what serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
+operators. ``flashmoe_science.nn`` has the layer.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.explain import explained
 from flashmoe_science.ops.moe.front.adapted import experts_adapted
 from flashmoe_science.ops.moe.front.formats import Layout, in_format, out_of_format, out_of_layout
 from flashmoe_science.ops.moe.front.grouped import routing_of_rows
-from flashmoe_science.ops.moe.front.operator import experts_adding, experts_apart, experts_forward
+from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward, experts_of_pair
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
 
 __all__ = [
-    "balance_loss", "dequantize_experts", "expert_load", "explain_moe", "fused_moe", "grouped_moe", "quantize_experts",
+    "balance_loss", "dequantize_experts", "expert_load", "fused_moe", "grouped_moe", "quantize_experts",
     "repack_experts", "route", "z_loss",
 ]  # fmt: skip
 
@@ -54,18 +52,16 @@ def fused_moe(
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
-    Sums are fp32 and in a fixed order: equal inputs give equal results. A token's result may differ in its last bit with the
-    number of tokens that come with it, which decides on the kernel and its tiles. Nothing waits for the host, weights are
-    never copied but where torch.autocast casts them, and a call can be captured in a CUDA graph and replayed with another
-    routing.
+    Sums are fp32 and in a fixed order: equal inputs give equal results. The last bit of a token's result may depend on the
+    number of tokens of the call, which decides the kernel and its tiles. Nothing waits for the host. Weights are copied only
+    where torch.autocast casts them. A CUDA graph can capture a call and be replayed with another routing.
 
     Args:
         hidden_states: [..., H], fp16, bf16, fp32, or fp64, which PyTorch's operators serve; any leading dimensions, any
             number of tokens from 0.
         gate_up_proj: [E, 2I, H], the rows of all gates, then of all ups; [E, I, H] for experts without a gate. Any strides.
-            Or the pair (gates, ups), each [E, I, H], as torchtitan's w1 and w3. Kernels take one tensor: where each expert's
-            ups follow its gates in one memory the pair is a view of it, and elsewhere each call copies both into one, and so
-            does its backward; the copy is not kept between the passes.
+            Or the pair (gates, ups), each [E, I, H], as torchtitan's w1 and w3. Kernels take one tensor: a view where each
+            expert's ups follow its gates in memory, else a copy by each call and another by its backward.
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
         top_k_ids: [..., K], int32 or int64. An id below 0 or at least E is no expert here and adds nothing (experts of other
@@ -77,27 +73,29 @@ def fused_moe(
         interleaved: gates and ups alternate, as in gpt-oss.
         alpha, limit: of "clamped_silu".
         kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
-        recompute: compute the pre-activations, [T * K, 2I], again in the backward in place of keeping them until then.
+        recompute: compute the pre-activations, [T * K, 2I], again in the backward instead of keeping them.
         weight_grads: tensors shaped as ``gate_up_proj`` (a pair joined) and ``down_proj``, fp32 or of their dtype, such as
-            Megatron's ``main_grad``: the backward adds the gradients of the weights to them, and autograd is given none.
-        adapters: of LoRA, beside ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank],
-            scaling), which stand for scaling times b times a added to weights [E, out, in], also of ``transposed`` ones. That
-            sum is not formed, nor a gradient of the weights; a and b have gradients. Served by "moe_grouped_gluon_sm90" on
-            Hopper, and by PyTorch's grouped products.
-        weight_format: None for weights of the dtype of ``hidden_states``; else the checkpoint's tensors as they lie:
-            "mxfp4", codes [E, N, K / 2] or [E, N, K / 32, 16] of bytes (the low four bits are the even column), scales
-            [E, N, K / 32] of e8m0 or of its bytes; "fp8_block", codes [E, N, K] of float8_e4m3fn, scales fp32, bf16, e8m0 or
-            its bytes, [E, ceil(N / 128), ceil(K / 128)], or of gates and ups each by themselves [E, 2 ceil(I / 128),
-            ceil(H / 128)]: where both are as many, and 128 does not divide I, the latter; "fp8_block_w8a8", the same, and what
-            they are multiplied by is quantised in the call: hidden_states, and what is activated, are e4m3 with an fp32 scale
-            to 128 columns, as in DeepSeek-V3, which changes a result by some 4% of the RMS; nothing has a gradient then;
-            "fp8_channel", such codes, scales fp32 or bf16, [E, N] or [E, N, 1] of rows, [E], [E, 1] or [E, 1, 1] of a matrix,
-            [E, 2] or [E, 2, 1] of gates and of ups;
-            "int4_g32" and "int4_g128", codes int32 [E, N, K / 8], eight integers plus 8 with the first in the lowest four bits,
-            scales bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128], as compressed-tensors' weight_packed without g_idx; a
-            weight is rounded to the dtype; "int4_g32_zero" and "int4_g128_zero", the same with zero points. Such weights have
-            no gradients; those of the rest are computed by PyTorch's operators, of dequantised weights. ``repack_experts``
-            makes int4 of GPTQ's and AWQ's layouts.
+            Megatron's ``main_grad``: the backward adds the weights' gradients to them, and returns none to autograd.
+        adapters: LoRA's, for ``gate_up_proj`` and ``down_proj``, which are frozen: (a [E, rank, in], b [E, out, rank], scaling)
+            adds scaling * b @ a to weights [E, out, in], also to ``transposed`` ones. Neither that sum nor a gradient of the
+            weights is formed; a and b have gradients. Served by "moe_grouped_gluon_sm90" on Hopper, and by PyTorch's grouped
+            products.
+        weight_format: None for weights of the dtype of ``hidden_states``; else the format of the weights, which are the
+            checkpoint's tensors, [N, K] an expert. They have no gradients; other gradients are computed by PyTorch's operators
+            from dequantised weights.
+            "mxfp4": bytes [E, N, K / 2] or [E, N, K / 32, 16] (the low four bits are the even column); scales [E, N, K / 32],
+            e8m0 or its bytes.
+            "fp8_block": float8_e4m3fn [E, N, K]; scales [E, ceil(N / 128), ceil(K / 128)], fp32, bf16, e8m0 or its bytes. Gates
+            and ups may have separate blocks, [E, 2 ceil(I / 128), ceil(H / 128)], as is assumed where both shapes are equal and
+            128 does not divide I.
+            "fp8_block_w8a8": the same weights; ``hidden_states`` and the activations are quantised in the call, to e4m3 with an
+            fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS. Nothing has a gradient.
+            "fp8_channel": float8_e4m3fn [E, N, K]; scales fp32 or bf16, a row [E, N] or [E, N, 1], a matrix [E], [E, 1] or
+            [E, 1, 1], or one for gates and one for ups [E, 2] or [E, 2, 1].
+            "int4_g32", "int4_g128": int32 [E, N, K / 8], each eight integers plus 8, the first in the lowest four bits; scales
+            bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128]: compressed-tensors' weight_packed without g_idx. A weight is
+            rounded to the dtype. "int4_g32_zero", "int4_g128_zero": the same with zero points. ``repack_experts`` converts
+            GPTQ's and AWQ's layouts to int4.
         gate_up_scale, down_scale: the scales of such weights.
         gate_up_zero_point, down_zero_point: int32 [E, N / 8, K / 32] or [E, N / 8, K / 128], those of eight rows, the first in
             the lowest four bits, as compressed-tensors' weight_zero_point: what is subtracted from the bits of a weight.
@@ -115,7 +113,7 @@ def fused_moe(
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)
     if isinstance(gate_up_proj, tuple | list):
-        return experts_apart(tensors, options, weight_grads)
+        return experts_of_pair(tensors, options, weight_grads)
     return experts_forward(tensors, options) if weight_grads is None else experts_adding(tensors, options, weight_grads)
 
 
@@ -127,7 +125,7 @@ def quantize_experts(
     interleaved: bool = False,
     powers: bool = False,
 ) -> dict[str, Any]:
-    """Experts in a format: the keyword arguments of ``fused_moe`` that are their weights, as a checkpoint would have them.
+    """The keyword arguments of ``fused_moe`` for these weights in a format, as a checkpoint would have them.
 
     Codes are the nearest, ties to even. The scales of mxfp4 are OCP's, 2^(floor(log2 of a block's largest magnitude) - 2);
     those of fp8 blocks and channels the largest magnitude / 448 in fp32; those of int4 the largest magnitude / 7.5 in bf16, as
@@ -156,7 +154,7 @@ def dequantize_experts(
     interleaved: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights [E, 2I, H] (or [E, I, H]) and [E, H, I] of experts in a format, of which ``fused_moe`` takes the arguments.
+    """The weights [E, 2I, H] (or [E, I, H]) and [E, H, I] that ``fused_moe``'s arguments in a format stand for.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed.
@@ -180,16 +178,16 @@ def repack_experts(
     gate_up_g_idx: torch.Tensor | None = None,
     down_g_idx: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """Experts of GPTQ or AWQ in int4: the keyword arguments of ``fused_moe`` that are their weights, for which all is copied
-    once. Without zero points where all of them are 8, as symmetric checkpoints have them; to know it waits for the host.
+    """The keyword arguments of ``fused_moe`` for int4 experts of GPTQ or AWQ, whose weights are copied once. Without zero
+    points where all of them are 8, as in symmetric checkpoints; waits for the GPU to know.
 
     Args:
         layout: "gptq", "gptq_v2" (whose zero points are not stored less one) or "awq".
         gate_up_qweight, down_qweight: int32, of GPTQ [E, H / 8, 2I] and [E, I / 8, H], of AWQ [E, H, 2I / 8] and [E, I, H / 8]:
             the checkpoint's, experts stacked, and of gates and ups the columns of all gates, then of all ups.
         gate_up_scales, down_scales: [E, H / 32, 2I] and [E, I / 32, H], or one to 128 rows.
-        gate_up_qzeros, down_qzeros: int32, an eighth as wide. Those of "gptq" are made ones of "gptq_v2" as GPTQModel makes
-            them: to a word of eight 0x11111111 is added.
+        gate_up_qzeros, down_qzeros: int32, an eighth as wide. "gptq" is converted to "gptq_v2" as by GPTQModel: 0x11111111 is
+            added to each word of eight.
         gate_up_g_idx, down_g_idx: of GPTQ [E, H] and [E, I], the group of each row; rows in another order are refused.
 
     Raises:
@@ -206,8 +204,8 @@ def grouped_moe(
     offsets: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """``down(act(gate x) * up x)`` of each row by its expert, of rows that are sorted by expert already: what a rank computes
-    of the tokens that expert parallelism sent it. Differentiable, and served, as ``fused_moe``.
+    """``down(act(gate x) * up x)`` of rows that are sorted by expert already, such as the tokens that expert parallelism sent
+    to a rank. Differentiable and served as ``fused_moe``.
 
     Args:
         hidden_states: [rows, H].
@@ -225,12 +223,3 @@ def grouped_moe(
     first = gate_up_proj[0] if isinstance(gate_up_proj, tuple | list) and gate_up_proj else gate_up_proj
     experts = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else 0
     return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)
-
-
-def explain_moe(*arguments: Any, **options: Any) -> Decision:
-    """The kernel that serves ``fused_moe`` with the same arguments, and why: ``explain(fused_moe, ...)``.
-
-    Raises:
-        TypeError, ValueError: what the call itself would raise.
-    """
-    return explained(fused_moe, arguments, options)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashmoe_science.problem import CUSTOM, OnRanks, Problem, ProblemError, parse_custom
+from flashmoe_science.problem import CUSTOM, DistributedProblem, Problem, ProblemError, parse_custom
 
 if TYPE_CHECKING:
     from flashmoe_science.contract import Contract
@@ -32,14 +32,14 @@ def public(name: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class Operation:
     """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name, ``part`` what of each
-    of its rooms is this operation's, where it is not alone in the folder. ``cut`` is the word of what ranks share of it, empty
-    where none is proved."""
+    of its rooms is this operation's, where it is not alone in the folder. ``parallelism`` is the word
+    of a distributed problem of it, cp or ep, empty where none is proved."""
 
     name: str
     word: str
     package: str
     part: str = ""
-    cut: str = ""
+    parallelism: str = ""
 
     def parse(self, text: str) -> Problem:
         """Read the text form of a problem. Raises ProblemError."""
@@ -70,9 +70,9 @@ class Operation:
 
 
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("attention", "attn", "flashmoe_science.ops.attention", cut="cp"),
-    Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward", cut="cp"),
-    Operation("moe", "moe", "flashmoe_science.ops.moe", cut="ep"),
+    Operation("attention", "attn", "flashmoe_science.ops.attention", parallelism="cp"),
+    Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward", parallelism="cp"),
+    Operation("moe", "moe", "flashmoe_science.ops.moe", parallelism="ep"),
     Operation("moe_backward", "moebwd", "flashmoe_science.ops.moe", "backward"),
 )
 
@@ -105,8 +105,12 @@ def parse_problem(text: str) -> Problem:
     for one in OPERATIONS:
         if one.word != word:
             continue
-        ranks = re.fullmatch(f"{one.cut}([0-9]{{1,9}})", rest[-1]) if rest and one.cut else None
-        return one.parse(text) if ranks is None else OnRanks(one.parse(text[: text.rindex(rest[-1])]), one.cut, int(ranks[1]))
+        ranks = re.fullmatch(f"{one.parallelism}([0-9]{{1,9}})", rest[-1]) if rest and one.parallelism else None
+        return (
+            one.parse(text)
+            if ranks is None
+            else DistributedProblem(one.parse(text[: text.rindex(rest[-1])]), one.parallelism, int(ranks[1]))
+        )
     if word != CUSTOM:
         raise ProblemError(f"problem {text!r} does not begin with {', '.join(map(repr, first_words()))}")
     custom = parse_custom(text)

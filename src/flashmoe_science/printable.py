@@ -1,4 +1,5 @@
-"""Text that others wrote, safe to show: a terminal obeys control characters, and a reader trusts the order of the letters.
+"""Text that others wrote, safe to show; and values for error messages. A terminal obeys control characters, and a reader trusts
+the order of the letters.
 
 Kernel names, notes and claims come from files that anyone may have written. An escape sequence in one of them could hide the
 next line or colour a failure green; a mark that turns the writing direction could make one name look like another.
@@ -33,3 +34,11 @@ def printable_values(value: Any, show: Callable[[str], str] = printable) -> Any:
     if isinstance(value, dict):
         return {one_line(key): printable_values(one, show) for key, one in value.items()}
     return value
+
+
+def shown(value: object) -> str:
+    """A short, one-line text of any value that a user may have passed by mistake."""
+    if isinstance(shape := getattr(value, "shape", None), tuple):  # a tensor's text is long, and waits for its GPU
+        return f"a {type(value).__name__.lower()} of shape {tuple(shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"

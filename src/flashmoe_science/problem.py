@@ -146,24 +146,24 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class OnRanks(Problem):
-    """A problem whose work several GPUs share. Text form: that of the ``whole`` problem, then what is cut and the number of
-    ranks: ``cp2`` (the tokens of a context) or ``ep2`` (the experts). Costs are those of the whole.
+class DistributedProblem(Problem):
+    """A problem whose work several GPUs share. Text form: the ``whole`` problem's, then the ``parallelism`` and the number of
+    ranks: ``cp2`` (context parallelism) or ``ep2`` (expert parallelism). Costs are those of the whole.
 
     Raises:
         ProblemError: fewer than 2 ranks.
     """
 
     whole: Problem
-    cut: str
+    parallelism: str
     ranks: int
 
     def __post_init__(self) -> None:
-        check_extent(f"the number of ranks after {self.cut!r}", self.ranks, least=2)
+        check_extent(f"the number of ranks after {self.parallelism!r}", self.ranks, least=2)
 
     @property
     def op(self) -> str:  # type: ignore[override]  # no kernel of the package is of it
-        return f"{self.whole.op}_{self.cut}"
+        return f"{self.whole.op}_{self.parallelism}"
 
     @property
     def dtype(self) -> Dtype:  # type: ignore[override]
@@ -188,7 +188,7 @@ class OnRanks(Problem):
         return self.ranks
 
     def __str__(self) -> str:
-        return f"{self.whole} {self.cut}{self.ranks}"
+        return f"{self.whole} {self.parallelism}{self.ranks}"
 
 
 @dataclass(frozen=True, slots=True)

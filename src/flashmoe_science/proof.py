@@ -43,7 +43,7 @@ class ProveResult:
 
     @property
     def exit_code(self) -> ExitCode:
-        """As ``flashmoe prove`` ends."""
+        """The exit code that ``flashmoe prove`` would end with."""
         from flashmoe_science.judge.ending import code_of
 
         return worst((self.outcome.exit_code, code_of(self.verdicts)))
@@ -61,7 +61,7 @@ def check(
 
     Args:
         function: "module:function", "file.py:function", or a function that its module and name lead back to.
-        problems: more problems, or their texts; one alone will do.
+        problems: one more problem or several, as problems or texts.
         seed: of the inputs. watchdog_s: seconds that the function may take over one step.
 
     Returns:

@@ -18,7 +18,7 @@ Cache = Literal["cold", "warm"]
 Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]  # in the order of a run
 STAGES: tuple[Stage, ...] = get_args(Stage)
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
-ALONE = "one_gpu"  # of a run on several GPUs the peer that is one GPU's call of the whole problem
+ONE_GPU = "one_gpu"  # in a run on several GPUs, the peer that computes the whole problem on one
 
 
 # A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.
@@ -44,7 +44,7 @@ class _OfKernel(_Row):
 
 
 class Environment(_Model):
-    """Where a run took place. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
+    """The machine and software of a run. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
 
     gpu: str | None
     gpu_memory_bytes: int | None = None
@@ -91,7 +91,7 @@ class SeenLaunch(_Model):
 
     @property
     def threads(self) -> int:
-        """Of all its blocks; 0 for a copy or a fill."""
+        """The threads of all its blocks; 0 for a copy or a fill."""
         return math.prod((*self.grid, *self.block))
 
 

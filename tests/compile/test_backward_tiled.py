@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 # few; dBias has the tile of dQ. fp32 is six products of bf16, whose operands take three times the registers.
 USUAL, BIASED, SUMMED, FP32, WIDE_FP32 = 0, 128, 320, 64, 512
 WIDE = 0 if machine_code.VERSION == "3.6" else 8  # the assembler of Triton 3.8, for an L4
-AGAIN = (pytest.mark.slow, pytest.mark.again)
+REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 
 
 @pytest.mark.one_triton
@@ -29,15 +29,15 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
     ("text", "spills"),
     [
         ("b2 h16 q4096 d64 bf16 causal", USUAL),
-        pytest.param("b2 h16 q4096 d128 bf16", USUAL, marks=AGAIN),
+        pytest.param("b2 h16 q4096 d128 bf16", USUAL, marks=REDUNDANT),
         ("b2 h16 q4096 d128 bf16 causal", USUAL),
         ("b2 h16 q4096 d256 bf16 causal", WIDE),
-        pytest.param("b2 h16 q4096 d192 dv128 bf16 causal", USUAL, marks=AGAIN),
+        pytest.param("b2 h16 q4096 d192 dv128 bf16 causal", USUAL, marks=REDUNDANT),
         ("b4 h8 hk2 q1024 d128 bf16 causal bshd left100 sinks packed", USUAL),
-        pytest.param("b2 h16 q1000 d128 fp16 boolmask", BIASED, marks=AGAIN),
-        pytest.param("b2 h16 q1000 d64 fp16 bias softcap20", SUMMED, marks=AGAIN),
-        pytest.param("b2 h16 q4096 d64 fp32 causal", FP32, marks=AGAIN),
-        pytest.param("b2 h16 q4096 d256 fp32 causal", WIDE_FP32, marks=AGAIN),
+        pytest.param("b2 h16 q1000 d128 fp16 boolmask", BIASED, marks=REDUNDANT),
+        pytest.param("b2 h16 q1000 d64 fp16 bias softcap20", SUMMED, marks=REDUNDANT),
+        pytest.param("b2 h16 q4096 d64 fp32 causal", FP32, marks=REDUNDANT),
+        pytest.param("b2 h16 q4096 d256 fp32 causal", WIDE_FP32, marks=REDUNDANT),
     ],
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: str, built: Callable[..., Build]) -> None:

@@ -269,14 +269,14 @@ def test_other_configs_build_and_fit(kernel: AnyKernel, gpu: Gpu, problem: Probl
 
 
 @pytest.mark.slow
-@pytest.mark.again
+@pytest.mark.redundant
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED, OLDER, NEWER, *OTHERS], (*PROBLEMS, *REST), every=True))
 def test_every_config_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem, built: Callable[..., Build]) -> None:
     check(kernel, gpu, problem, built)
 
 
 @pytest.mark.slow
-@pytest.mark.again
+@pytest.mark.redundant
 @pytest.mark.one_triton
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases(ONLY_BUILT, (*PROBLEMS, *REST), every=True))
 def test_every_config_builds_and_fits_where_nothing_is_measured(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.ops.moe.backward.grouped_triton.kernel import KERNEL
 
 QWEN, UNEVEN = "t4096 e128 k8 d2048 f768 bf16", "t700 e16 k3 d520 f200 fp16 bias"
-AGAIN = (pytest.mark.slow, pytest.mark.again)
+REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 FP32 = 8  # bytes a thread that six products of bf16 spill
 NEWER_ON_L4 = 8  # and the second product of the forward's, in fp16 with Triton 3.9 on an L4
 
@@ -25,8 +25,8 @@ NEWER_ON_L4 = 8  # and the second product of the forward's, in fp16 with Triton 
     [
         pytest.param(QWEN, 0, marks=pytest.mark.one_triton),
         (UNEVEN, NEWER_ON_L4),
-        pytest.param("t64 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed", 0, marks=AGAIN),
-        pytest.param("t256 e8 k2 d1000 f520 fp32 gelu ungated", FP32, marks=AGAIN),
+        pytest.param("t64 e32 k4 d2880 f2880 bf16 bias clamped interleaved transposed", 0, marks=REDUNDANT),
+        pytest.param("t256 e8 k2 d1000 f520 fp32 gelu ungated", FP32, marks=REDUNDANT),
     ],
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: str, built: Callable[..., Build]) -> None:

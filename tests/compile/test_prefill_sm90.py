@@ -19,7 +19,7 @@ from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
-AGAIN = (pytest.mark.slow, pytest.mark.again)
+REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 NEWER = pytest.mark.xfail(
     machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 32 and 48"
 )
@@ -41,24 +41,24 @@ def problem(text: str) -> AttentionProblem:
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
         pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
-        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 0, marks=(*AGAIN, NEWER)),
+        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 0, marks=(*REDUNDANT, NEWER)),
         ("attn b4 h32 q4097 d64 bf16", 0 if machine_code.VERSION == "3.6" else 32),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
         ("attn b2 h16 q3000 k5001 d192 dv128 bf16 causal", 0 if machine_code.VERSION == "3.6" else 8),
         pytest.param("attn b4 h32 q6000 d64 bf16 causal packed", 0, marks=NEWER),
         ("attn b2 h16 q512 k513 d96 bf16 causal", 0),
         *(
-            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 40 if width == "d160" else 16, marks=AGAIN)
+            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 40 if width == "d160" else 16, marks=REDUNDANT)
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
-        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 8, marks=(*AGAIN, NEWER)),
-        pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 56, marks=AGAIN),
-        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 40, marks=AGAIN),
+        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 8, marks=(*REDUNDANT, NEWER)),
+        pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 56, marks=REDUNDANT),
+        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 40, marks=REDUNDANT),
         ("attn b2 h16 q2048 d64 bf16 bias", 0),
-        pytest.param("attn b2 h16 q2048 d64 bf16 boolmask", 0, marks=AGAIN),
-        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", SPILLS_OF_ODD_BIAS, marks=AGAIN),
-        pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=AGAIN),
+        pytest.param("attn b2 h16 q2048 d64 bf16 boolmask", 0, marks=REDUNDANT),
+        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", SPILLS_OF_ODD_BIAS, marks=REDUNDANT),
+        pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=REDUNDANT),
     ],
 )
 def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:

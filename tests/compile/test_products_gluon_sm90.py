@@ -22,7 +22,7 @@ QWEN, MIXTRAL, UNEVEN = (
 # All that UNEVEN has, in sizes that tiles divide.
 DIVIDED = pytest.param(QWEN, marks=pytest.mark.one_triton)
 # QWEN's build but for numbers, and for fp16, which test_kernels.py builds.
-AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])
+REDUNDANT = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.redundant])
 PRODUCTS = ("up", "down")
 
 
@@ -34,7 +34,7 @@ def first_of(product: str, text: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("text", [DIVIDED, AGAIN, UNEVEN])
+@pytest.mark.parametrize("text", [DIVIDED, REDUNDANT, UNEVEN])
 def test_builds_without_spills_and_fits(product: str, text: str, built: Callable[..., Build]) -> None:
     job, *names = first_of(product, text)
     build = built(job, *names)

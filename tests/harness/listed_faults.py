@@ -128,7 +128,7 @@ TIMED = (
     ),
     fault("starts_a_burner", "timing", "processes that it started work while it is timed|rival was slowed"),
     fault("knows_a_cut_sample", "correctness", "skips work when it is timed"),
-    fault("puts_work_off", "timing", "puts work off until somebody looks"),
+    fault("puts_work_off", "timing", "defers work until its results are read"),
     fault("slows_its_rival", "timing", "rival was slowed"),
     fault(
         "claims_more_than_it_gives",

@@ -91,7 +91,7 @@ def test_no_number_where_the_control_is_off(flashmoe: Flashmoe, stated: dict[int
     assert lines[0].startswith(
         "1 refused: custom on cpu, eager clock, warm cache; sdpa against itself came out slower: 0.900 ["
     )
-    assert "measure again with less beside it on this machine, and without --quick" in lines[0]
+    assert "measure again with less other work on this machine, and without --quick" in lines[0]
     assert lines[-1].startswith("no number: 2 results held to the oracle, 1 comparison timed;")
     assert flashmoe("prove", "--resume", "proof")[0] == ExitCode.NO_NUMBER
 

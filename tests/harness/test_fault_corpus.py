@@ -120,7 +120,7 @@ def in_ours(one: Fault) -> bool:
 
 
 # The same exam in a child finds what is planted in a kernel of ours, some of it in other words.
-AGAIN = [pytest.mark.slow, pytest.mark.again]
+REDUNDANT = [pytest.mark.slow, pytest.mark.redundant]
 OTHER_WORDS = [one for one in WRONG if in_ours(one) and one.name in WORDS_IN_OURS]
 SAME_WORDS = [one for one in WRONG if in_ours(one) and one.name not in WORDS_IN_OURS]
 
@@ -130,7 +130,7 @@ SAME_WORDS = [one for one in WRONG if in_ours(one) and one.name not in WORDS_IN_
     [
         *chunks([one for one in WRONG if not in_ours(one)], 9),
         *chunks(OTHER_WORDS, 9, [pytest.mark.slow]),
-        *chunks(SAME_WORDS, 9, AGAIN),
+        *chunks(SAME_WORDS, 9, REDUNDANT),
     ],
 )
 def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
@@ -144,7 +144,7 @@ def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault])
     "faults",
     [
         *chunks([one for one in TIMED if not in_ours(one)], 5, [pytest.mark.slow]),
-        *chunks([one for one in TIMED if in_ours(one)], 5, AGAIN),
+        *chunks([one for one in TIMED if in_ours(one)], 5, REDUNDANT),
     ],
 )
 def test_a_function_that_cheats_the_clock_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
@@ -186,7 +186,7 @@ def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_
 def test_a_function_that_remembers_what_it_was_asked_is_caught_or_gains_nothing(cpu: Bench) -> None:
     """It computes what its rival does, and looks at its inputs besides: anything but slower would be an answer that it kept.
     Where no timed sample meets the same values twice, there is nothing to be caught at."""
-    one = fault("remembers_contents", "timing", "remembers answers")
+    one = fault("remembers_contents", "timing", "remembers results")
     outcome, rows = measured(cpu, [one])
     beside = [row for row in rows.of(TimingRow) if row.rival == "sdpa"]
     if not beside:

@@ -96,7 +96,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on_against_another_candidate
 
 
 @pytest.mark.slow
-@pytest.mark.again  # test_own_operation.py holds an operation of one's own too
+@pytest.mark.redundant  # test_own_operation.py holds an operation of one's own too
 def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
     outcome, run = measured(OWN, problem=OWN_PROBLEM, against=())
     assert outcome.exit_code == 0, outcome

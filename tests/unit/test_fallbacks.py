@@ -122,7 +122,7 @@ def test_a_kernel_of_ours_asked_for_by_name_refuses_fp64() -> None:
     with pytest.raises(ValueError, match=r"'moe_grouped_triton' cannot serve.*torch\.float64"):
         fm.fused_moe(*EXPERTS, IDS, kernel="moe_grouped_triton")
     assert "torch.float64" in fm.explain(q, k, v, enable_gqa=True).reason
-    decision = fm.explain_moe(*EXPERTS, IDS)
+    decision = fm.explain(fm.fused_moe, *EXPERTS, IDS)
     assert (decision.kernel, decision.basis) == ("grouped_mm", "required")
     assert "torch.float64" in decision.reason
 

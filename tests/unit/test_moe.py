@@ -252,11 +252,11 @@ def test_the_operator_is_as_pytorch_wants_one() -> None:
 
 def test_explain_says_what_serves_a_call() -> None:
     given = arguments()
-    decision = fm.explain_moe(**given)
+    decision = fm.explain(fm.fused_moe, **given)
     assert (decision.kernel, decision.basis) == ("grouped_mm", "required")
     assert "CPU" in decision.reason
     given["hidden_states"].requires_grad_()
-    assert "an input requires gradients, its backward by grouped_mm_bwd" in fm.explain_moe(**given).reason
+    assert "an input requires gradients, its backward by grouped_mm_bwd" in fm.explain(fm.fused_moe, **given).reason
     with pytest.raises(ValueError, match="moe_gemv_triton"):
         fm.fused_moe(**given, kernel="moe_gemv_triton")
 

@@ -233,7 +233,7 @@ def test_gradients_of_all_but_the_weights(form: str, compiled: bool) -> None:
     for got, one in zip(found, right, strict=True):
         torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
     call["hidden_states"].requires_grad_()
-    reason = fm.explain_moe(**call).reason
+    reason = fm.explain(fm.fused_moe, **call).reason
     assert f"weights are in {form}, which PyTorch's operators dequantise for the gradients of all but the weights" in reason
 
 
@@ -252,11 +252,11 @@ def test_adapters_beside_weights_in_a_format(form: str) -> None:
 
     for got, right in zip(gradients(call), gradients(dense(call, torch.float32)), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-3, atol=1e-4)
-    assert f"weights in {form} are dequantised" in fm.explain_moe(**call, adapters=adapters).reason
+    assert f"weights in {form} are dequantised" in fm.explain(fm.fused_moe, **call, adapters=adapters).reason
 
 
 def test_explain_says_that_weights_are_dequantised() -> None:
-    decision = fm.explain_moe(**given("mxfp4"))
+    decision = fm.explain(fm.fused_moe, **given("mxfp4"))
     assert decision.kernel == "grouped_mm"
     assert decision.reason.endswith("; weights in mxfp4 are dequantised before each product")
 

@@ -7,7 +7,7 @@ import pytest
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.operations import is_operation, parse_problem
-from flashmoe_science.problem import CustomProblem, OnRanks, ProblemError
+from flashmoe_science.problem import CustomProblem, DistributedProblem, ProblemError
 
 
 def test_a_text_says_what_it_costs_and_its_sizes() -> None:
@@ -52,7 +52,7 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
 )
 def test_ranks_share_the_work_of_a_problem(text: str) -> None:
     problem, words = parse_problem(text), text.split()
-    assert isinstance(problem, OnRanks)
+    assert isinstance(problem, DistributedProblem)
     assert str(problem) == text
     assert (problem.whole, problem.gpus()) == (parse_problem(" ".join(words[:-1])), int(words[-1][2:]))
     assert (problem.flops(), problem.dtype, problem.whole.gpus()) == (problem.whole.flops(), "bf16", 1)

@@ -84,7 +84,7 @@ def test_by_pytorchs_operators(experts: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.again
+@pytest.mark.redundant
 def test_by_our_kernels(interpreted: Interpreter) -> None:
     assert_equal(interpreted("test_training_repeats.py"))
 

@@ -26,19 +26,20 @@ def check(
     problem: Annotated[
         list[str] | None, typer.Option("--problem", metavar="PROBLEM", help="One more problem, as text; may be repeated.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the inputs.")] = 42,
-    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that the function may take over one step.")] = 60.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what came of every problem as JSON, with codes.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the inputs.")] = 42,
+    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that one step of the function may take.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result on every problem as JSON, with codes.")] = False,
 ) -> int:
     """Check that a function is right, in seconds.
 
-    It is called on a sweep of tiny problems that leaves out no feature of its contract (dtypes, sizes, masks, memory orders)
-    and none that it has an argument for, on ordinary and on large inputs, each answer held to an fp64 oracle. Then one problem
-    sits the whole exam, and a few are asked in other ways: other distributions, views of one projection, strides of 0, odd
-    addresses, inference_mode, another thread or stream, memory that grows with each call. What it raises on it does not serve,
-    which is no wrong answer. A crash or a hang ends its own process only.
+    The function is called on a sweep of tiny problems that covers every feature of its contract (dtypes, sizes, masks, memory
+    orders) and every feature that it has an argument for, on ordinary and on large inputs. Each result is compared with an
+    fp64 oracle. One problem then gets the full set of checks that flashmoe prove makes, and a few are called in other ways:
+    other distributions, views of one projection, strides of 0, odd addresses, inference_mode, another thread or stream, and
+    repeatedly while memory is watched. A problem on which the function raises is "not served", which is not wrong. A crash or
+    a hang ends the function's own process only.
 
-    What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong ones.
+    Prints for each feature the values that are right, wrong and not served; then the first wrong results.
 
     Exit code: 0 right wherever it serves, 1 wrong somewhere, 2 it could not be loaded or serves nothing.
 

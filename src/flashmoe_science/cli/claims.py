@@ -32,9 +32,9 @@ def claims(
     rows: Rows = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the claims as JSON.")] = False,
 ) -> int:
-    """Hold claims against the records: each holds, fails by so much, or has no record.
+    """Compare claims with the records: each holds, fails by a stated amount, or has no record.
 
-    A claim is a TOML table: a sentence, which problems and kernels it is about, a statistic and what that must reach.
+    A claim is a TOML table: a sentence, the problems and kernels that it is about, a statistic and its threshold.
 
     \b
       [[claim]]
@@ -50,13 +50,13 @@ def claims(
       statistic = "min"       # or geomean, max
       at_least = 0.98         # or at_most
 
-    Without kernel = "NAME" the fastest of our kernels on each problem is meant; without rival = "NAME" the best peer. Instead
-    of their ratio, quantity = "time_ns" or "memory" asks for the kernel's own.
+    Without kernel = "NAME" the claim is about the fastest of our kernels on each problem; without rival = "NAME" about the best
+    peer. quantity = "time_ns" or "memory" is about the kernel's own time or memory instead of the ratio.
 
-    What is printed: the claims that do not hold, with --rows all, and last how many do.
+    Prints the claims that do not hold (with --rows all of them), then how many hold.
 
-    It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. Where several runs measured
-    a problem, the one that is worst for the claim speaks.
+    A claim holds only if the near end of the 95% interval reaches the threshold on all of its problems. Where several runs
+    measured a problem, the run that is worst for the claim counts.
 
     Exit code: 0 all hold, 1 one fails, 2 it could not run, 3 none fails but one has no record.
 

@@ -27,7 +27,7 @@ _TOTALS = columns("where", "k:version", "n:n", "n:counts", "nw:mean", "n:least",
 
 
 def compare(
-    versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="The first is what the others are compared with.")],
+    versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="Versions; the others are compared with the first.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
     evidence: Evidence = DEFAULT,
     rows: Rows = False,
@@ -35,13 +35,13 @@ def compare(
 ) -> None:
     """Put versions side by side: time, speed-up over the first and over sdpa with intervals, correctness, resources.
 
-    The summary has a line a GPU, clock and version; few problems, and with --rows all, stand one by one.
+    The summary has a line for each GPU, clock and version. A few problems, or all with --rows, are printed one by one.
 
     A version is a commit or a run (the beginning of its id is enough), a kernel by name, or a kernel in one of these, as
-    RUN:KERNEL. Without a kernel, the fastest of what was on trial speaks for each problem.
+    RUN:KERNEL. Without a kernel, the fastest kernel on trial counts for each problem.
 
-    Each ratio says how it was taken: "paired", sampled side by side in one run; or "through NAME", each beside the same rival,
-    so that the machine's state cancels. Where there is neither, there is no ratio. Times on different GPUs, problems, clocks or
+    Each ratio says how it was taken: "paired" (sampled side by side in one run) or "through NAME" (each paired with the same
+    rival, so that the machine's state cancels). Otherwise there is no ratio. Times on different GPUs, problems, clocks or
     caches are not compared.
 
     \b

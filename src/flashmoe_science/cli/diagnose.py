@@ -33,23 +33,23 @@ def diagnose(
         typer.Option("--kernel", help="A kernel, may be repeated; by default the one that the library would choose."),
     ] = None,
     measure: Annotated[
-        bool | None, typer.Option("--measure/--recorded", help="Run it here, or use the records alone (measure on a GPU).")
+        bool | None, typer.Option("--measure/--recorded", help="Measure here, or only read records (on a GPU: measure).")
     ] = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="From the records of this GPU, or cpu (the latest).")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="Use records of this GPU, or cpu (the latest).")] = None,
     evidence: Evidence = DEFAULT,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for what is measured (reports/profile-<time>).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the new records (reports/profile-<time>).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a diagnosis.")] = False,
 ) -> int:
-    """Say what the time of a kernel goes into, which changes that calls for, and what each can give at the most.
+    """Say where a kernel's time goes, which changes would help, and how much each can give at most.
 
-    On a GPU it looks at one call: what was launched, its time on both clocks, what the machine can do at most, and Nsight
-    Compute's counters, whose reports (*.ncu-rep) are kept beside the records. Without a GPU, or with --recorded, the records
-    alone are used; a function of yours that they do not know is looked at here. Each cause is supported, ruled out or untested,
-    with its numbers; where there are no counters, the launch and the clocks decide what they can. A change that speeds a part p
-    of the time up s times gives 1/((1-p) + p/s); several together never pass the machine's ceiling.
+    On a GPU one call is measured: its launches, its time on both clocks, the limits of the machine, and Nsight Compute's
+    counters, whose reports (*.ncu-rep) are kept beside the records. Without a GPU, or with --recorded, only the records are
+    used; a function of yours without records is measured here. Each cause is supported, ruled out or untested, with its
+    numbers. Without counters, the launches and the clocks decide what they can. A change that speeds a part p of the time up
+    s times gives 1/((1-p) + p/s); several changes together never pass the machine's ceiling.
 
-    Where an earlier run measured the kernel with other source, the changes whose cause is gone since stand beside what was
-    gained. A kernel is a name, or module:function or file.py:function for one of your own.
+    Where an earlier run measured the kernel with other source, the causes that are gone since are listed with the gain.
+    A kernel is a name, or module:function or file.py:function for one of your own.
 
     Exit code: 0 diagnosed, 1 a kernel does not run, 2 it could not run.
 
@@ -108,7 +108,7 @@ def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None
         timed = (run for run in runs if any(isinstance(row, TimingRow) and row.problem == str(problem) for row in run.rows))
         latest = max(timed, key=lambda run: run.header.started, default=None)
         if machine is None and latest is None:
-            raise ValueError(f"no record speaks of '{problem}'; to look at it here: --measure, with a --kernel")
+            raise ValueError(f"no record has '{problem}'; to look at it here: --measure, with a --kernel")
         name = gpu_name(latest.header.environment) if machine is None and latest else machine or "cpu"
         return default_kernel(problem, None if name == "cpu" else gpu_named(name))
 

@@ -20,16 +20,16 @@ def explain(
         str, typer.Argument(metavar="PROBLEM", help='The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".')
     ],
     gpu: Annotated[str | None, typer.Option(help="Decide for this GPU, such as l4 or h200; by default the one here.")] = None,
-    kernel: Annotated[str | None, typer.Option(help="As if this kernel were asked for by name.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="Decide as if the call named this kernel.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say which kernel and config would serve a problem, by which record, and why the others would not.
 
-    The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a near problem, or none and the
-    kernel's own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is
-    chosen where records have it faster than ours by more than 3%, and so are FlashAttention-3 and -4 where they are installed
-    and FLASHMOE_PEERS is 1. What `flashmoe tune` measured on this machine counts before the records, and the reason says so.
-    Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
+    The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a similar problem, or the kernel's
+    own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is chosen where
+    records have it faster than ours by more than 3%; so are FlashAttention-3 and -4 where they are installed and FLASHMOE_PEERS
+    is 1. Measurements of `flashmoe tune` on this machine come before the records, and the reason says so. On a machine without
+    a GPU, name one with --gpu; else the answer is for tensors on the CPU.
 
     \b
     Examples:

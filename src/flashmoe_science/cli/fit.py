@@ -39,22 +39,22 @@ def fit(
     gpu: Annotated[str | None, typer.Option("--gpu", help="l4, a100, h200, ...; without it, this machine's.")] = None,
     every_gpu: Annotated[bool, typer.Option("--all", help="Every GPU that flashmoe knows.")] = False,
     problem: Annotated[
-        str, typer.Option("--problem", help="What is computed: it decides the configs and the grid.")
+        str, typer.Option("--problem", help="The problem that decides the configs and the grid.")
     ] = DEFAULT_PROBLEM,
     block: Annotated[
         str | None,
         typer.Option(
             "--block",
             metavar=_BLOCK,
-            help="A block not written yet, in place of a kernel: its shared memory in KB (1,024 bytes), its threads (128), "
-            "registers a thread (64), and how many are in the grid.",
+            help="In place of a kernel, a block that is not written yet: shared memory in KB (1,024 bytes), threads (128), "
+            "registers a thread (64), and the number of blocks in the grid.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Registers, spills, shared memory, resident blocks and waves of our kernels on a GPU that need not be here.
+    """Print registers, spills, shared memory, resident blocks and waves of our kernels on a GPU that need not be here.
 
-    Each kernel is compiled for that GPU; none is needed.
+    Each kernel is compiled for that GPU, on any machine.
 
     Exit code: 0 all fit, 1 something does not fit, 2 it could not run.
 
@@ -69,9 +69,7 @@ def fit(
     unsupported: list[tuple[Gpu, str]] = []
     if block is not None:
         if kernel is not None or problem != DEFAULT_PROBLEM:
-            raise ValueError(
-                f"--block is {block!r} beside a kernel or --problem; a given block is no kernel's and computes none"
-            )
+            raise ValueError(f"--block is {block!r} and a kernel or --problem is given; give one or the other")
         what, rows = f"a block of {block} ({_BLOCK})", _given(block, gpus)
     else:
         what, asked = problem, parse_problem(problem)

@@ -58,11 +58,14 @@ def earlier_of(context: typer.Context, folder: Path, allowed: Collection[str]) -
     ``allowed`` are the options that may be combined with --resume. Raises ValueError, in one line, for what cannot be
     resumed."""
     from flashmoe_science.measure.session import Earlier
+    from flashmoe_science.measure.world.ranks import world_size
 
     def refused(why: str) -> ValueError:
         return ValueError(f"--resume is {str(folder)!r}, {why}")
 
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if world_size() > 1:
+        raise ValueError("--resume is given under torchrun; a run on several ranks is begun anew")
     if others := [name for name in given if name not in allowed]:
         raise ValueError(f"--resume takes the options that the run was given; leave out {', '.join(others)}")
     if not folder.is_dir():
@@ -73,6 +76,8 @@ def earlier_of(context: typer.Context, folder: Path, allowed: Collection[str]) -
             with run.path.open("rb") as file:
                 if not hold(file, shared=True):
                     raise refused(f"where {run.path} is being written by another process; wait until that run ends")
+    if any(run.header.world > 1 for run in runs):
+        raise refused("which holds a run on several ranks; begin it anew, under torchrun")
     commands = {tuple(run.header.command) for run in runs if "--resume" not in run.header.command}
     if not commands:
         raise refused("where no run has begun; start it anew")

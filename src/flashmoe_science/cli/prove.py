@@ -53,47 +53,47 @@ def prove(
             "serving, quick, cpu, or the text of a problem.",
         ),
     ] = None,
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Measure one kernel of the package in place of all.")] = None,
+    kernel: Annotated[str | None, typer.Option("--kernel", help="Measure only this kernel of the package.")] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option("--against", metavar="KERNEL", help='A rival (or a function), may be repeated; "all" is every peer.'),
+        typer.Option("--against", metavar="KERNEL", help='A rival or a function; may be repeated; "all" is every peer.'),
     ] = None,
     draw: Annotated[
         int | None,
         typer.Option("--draw", metavar="N", help="N problems drawn at random around the suite, in place of the suite."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs of ours and cases.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs of our kernels and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>-<id>).")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="FOLDER", help="Measure what a run that was cut left, with the options it was given."),
+        typer.Option("--resume", metavar="FOLDER", help="Measure what is left of the run in FOLDER, with that run's options."),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="600|5m|1h", help="Stop in time with what there is."),
+        typer.Option("--budget", metavar="600|5m|1h", help="End the run within this time."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of what --draw draws.")] = 42,
-    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a function may take over one step.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the inputs and of --draw.")] = 42,
+    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that one step of a function may take.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> int:
     """Prove kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
 
-    Without a function this is about the kernels of the package. Without a GPU they are built for GPUs that are not here and
-    held to the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU.
+    Without a function, the package's own kernels are proved. Without a GPU they are compiled for GPUs that are not here and
+    compared with the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU.
 
-    A function of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
-    softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It is checked on a sweep of tiny problems
-    first (flashmoe check), then examined and timed in a process of its own: a crash, a hang or an exit is recorded, and the
-    rest goes on. What is printed, and the report, are of that run alone.
+    A function of your own, module:function or file.py:function, must follow the attention contract fn(q, k, v, causal=False,
+    softmax_scale=None), or the contract that it names (flashmoe_science.contract). It is first checked on a sweep of tiny
+    problems (flashmoe check), then examined and timed in a process of its own. A crash, a hang or an exit is recorded, and the
+    run continues. The output and the report cover that run only.
 
-    Under torchrun the kernels that share a problem among GPUs are proved: of the suites context, context-backward, packed,
-    experts and tokens, or of problems as text (docs/several-gpus.md).
+    Under torchrun, kernels that share a problem among GPUs are proved: the suites context, context-backward, packed, experts
+    and tokens, or problems as text (docs/several-gpus.md).
 
-    Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
-    into a second file beside the first.
+    Each row is written to disk as it is measured. --resume measures what is left of a run that was killed or whose budget was
+    spent, into a second file beside the first.
 
-    The first line is the verdict and its number, or the reason why there is none and what to do.
+    The first line of the output is the verdict and its number, or the reason why there is none and what to do.
 
     Exit code: 0 good, 1 a kernel is wrong, 2 it could not run, 3 a number was refused, a promise broken, or nothing was timed.
 
@@ -162,7 +162,7 @@ def judge(folder: Path) -> list[JudgedRun]:
 def _folder(out: Path | None) -> Path:
     """The folder of this run, made. Raises ValueError: it cannot be made or written."""
     if out is not None and str(out) in ("", "."):
-        raise ValueError("--out is empty, or this very folder; give a folder for the records and the report")
+        raise ValueError("--out is empty, or the current folder; give a folder for the records and the report")
     folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     try:
         folder.mkdir(parents=True, exist_ok=out is not None)

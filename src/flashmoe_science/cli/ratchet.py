@@ -26,24 +26,24 @@ _RUNS = "runs"  # a folder of that name next to the file holds the committed rec
 def ratchet(
     runs: Annotated[
         Path,
-        typer.Option("--runs", parser=folder_named, metavar="PATH", help="Folder with the records of what was measured now."),
+        typer.Option("--runs", parser=folder_named, metavar="PATH", help="Folder with the new records."),
     ] = DEFAULT,
-    file: Annotated[Path, typer.Option("--file", help="What is kept.")] = DEFAULT / "ratchet.json",
-    update: Annotated[bool, typer.Option("--update", help="Take in proven gains and problems that are new.")] = False,
-    accept: Annotated[str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower what is kept of it.")] = None,
-    reason: Annotated[str | None, typer.Option("--reason", help="Why; kept in the file.")] = None,
+    file: Annotated[Path, typer.Option("--file", help="File of the kept ratios.")] = DEFAULT / "ratchet.json",
+    update: Annotated[bool, typer.Option("--update", help="Add proven gains and new problems.")] = False,
+    accept: Annotated[str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower its kept ratio.")] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why it is lowered; kept in the file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every entry's outcome as JSON.")] = False,
 ) -> int:
-    """Hold what was measured now to the best that is known of each problem, GPU, clock and cache.
+    """Compare new measurements with the best kept ratio of each problem, GPU, clock and cache.
 
-    What is kept is the ratio to a named rival, so that a machine in another state does not matter. It fails on a proven
-    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%,
-    on the eager clock by more than 20%: what a host's own state makes of a ratio. It rises on a proven gain, of as much above,
-    with --update, and falls only by --accept, with a reason. A quick run raises nothing.
+    A kept ratio is to a named rival, so that the machine's state cancels. The command fails on a proven regression: where the
+    whole interval, widened for the number of entries, lies below the kept interval by more than 2%, or by more than 20% on the
+    eager clock, which depends on the host's state. --update raises a kept ratio on a proven gain of as much. Only --accept,
+    with a reason, lowers one. A quick run raises nothing.
 
-    A run that was not asked for an entry's rival (prove --against) says nothing of the entry.
+    An entry is left alone by a run that was not asked for the entry's rival (prove --against).
 
-    The kept ratios are held to the runs they rest on, where those lie beside the file or under --runs.
+    The kept ratios are compared with the runs that they rest on, if those are beside the file or under --runs.
 
     Exit code: 0 nothing regressed, 1 a proven regression, 2 it could not run, 3 a kept problem was measured but has no number
     that can be believed, or none was measured at all. A kept problem that no run here measured is named, and fails nothing.

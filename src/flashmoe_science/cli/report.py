@@ -17,9 +17,9 @@ def report(
 ) -> None:
     """Write what the records say as one HTML page that needs no network, as Markdown and as CSV.
 
-    The page opens on what won and lost, of the project's own kernels or of those of one run of yours. Folded below it are the
-    verdicts, claims, ratios with intervals, speed against length, rooflines, causes with the changes that they call for,
-    controls, time and money, and the machine and command of every run. Everything is judged anew from the records.
+    The page opens with what won and lost, of the project's own kernels or of a run of yours. Below, folded, are the verdicts,
+    claims, ratios with intervals, speed against length, rooflines, causes with the changes that they call for, controls, time
+    and cost, and the machine and command of every run. Everything is judged again from the records.
 
     \b
     Examples:

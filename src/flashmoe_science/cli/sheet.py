@@ -21,7 +21,7 @@ from flashmoe_science.printable import printable
 
 _PIPED_WIDTH = 100
 _MAX_ROWS = 24  # that are printed without --rows
-Rows = Annotated[bool, typer.Option("--rows", help="Print every row, also where they fill many screens.")]
+Rows = Annotated[bool, typer.Option("--rows", help="Print every row, however many there are.")]
 _INDENT, _BELOW, _GAP = 2, 6, 2
 # What colours a verdict, an outcome or a status, by its first word.
 COLOURS = {

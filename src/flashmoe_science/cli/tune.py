@@ -38,16 +38,16 @@ def tune(
         list[str] | None,
         typer.Argument(metavar="SUITE|PROBLEM", help=f"Suites, or problems as text ({' '.join(DEFAULT)})."),
     ] = None,
-    minutes: Annotated[float, typer.Option("--minutes", help="Stop in time with what there is.")] = 10.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="End the run within this time.")] = 10.0,
 ) -> int:
     """Measure on this card which kernels and configs are the fastest, and let dispatch choose by that.
 
-    For a card that no record knows: without records, each call is served by the kernel's own first guess. Here every kernel of
-    ours with its configs is held to the oracle, and timed against PyTorch's operators, as by flashmoe prove. Records and
-    entries lie in the user's cache folder, in flashmoe-science/tuned (XDG_CACHE_HOME, else ~/.cache). Every process that starts
-    later on this card reads them with the committed records; FLASHMOE_TUNED=0 leaves them out, and flashmoe explain says
-    "tuned on this machine". A problem within a factor of two of one that was measured is served by its choice: name the
-    problems of your model for choices of their own.
+    It is for a card without records, where each call is served by the kernel's own first guess. Each of our kernels, with its
+    configs, is compared with the oracle and timed against PyTorch's operators, as by flashmoe prove. Records and entries are
+    kept in the user's cache folder, in flashmoe-science/tuned (XDG_CACHE_HOME, else ~/.cache). Every process that starts later
+    on this card reads them with the committed records, unless FLASHMOE_TUNED=0; flashmoe explain then says "tuned on this
+    machine". A measured choice also serves problems within a factor of two of its own. To have choices for your model, name its
+    problems.
 
     Exit code: 0 tuned, 1 a kernel is wrong, 2 it could not run, 3 nothing was tuned, or a number was refused.
 

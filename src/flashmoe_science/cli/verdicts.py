@@ -38,10 +38,10 @@ def verdicts(
 ) -> None:
     """Print what the records say: which kernel is faster than which, by how much and with what certainty.
 
-    The summary has a line a suite; few verdicts, and with --rows all, stand one by one. Each is one kernel on one problem. The
-    ratio is the rival's time over the kernel's, so that above 1 the kernel is faster, with its 95% interval. For our kernels
-    the rival is the best peer of that problem; for a peer it is our best kernel. A refused row has no number, and says why.
-    Verdicts are computed from the records, anew whenever a record or the program has changed.
+    The summary has a line for each suite. A few verdicts, or all with --rows, are printed one by one. A verdict is about one
+    kernel on one problem. Its ratio is the rival's time over the kernel's, with a 95% interval: above 1 the kernel is faster.
+    The rival of our kernels is the best peer on that problem; the rival of a peer is our best kernel. A refused row has no
+    number and gives the reason. Verdicts are computed from the records, again whenever a record or the program has changed.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware import probe, target
 from flashmoe_science.hardware.gpus import gpu_named
 
-_OF_FUSED_MOE = "As of fused_moe."
+_OF_FUSED_MOE = "As in fused_moe."
 
 
 def warmup(
@@ -20,23 +20,23 @@ def warmup(
     heads: Annotated[int | None, typer.Option("--heads", help="Query heads; without it, no attention.")] = None,
     heads_kv: Annotated[int | None, typer.Option("--heads-kv", help="Heads of keys and values, if fewer.")] = None,
     head_dim: Annotated[int | None, typer.Option("--head-dim", help="Width of a head.")] = None,
-    head_dim_v: Annotated[int | None, typer.Option("--head-dim-v", help="Of values, if it is another.")] = None,
+    head_dim_v: Annotated[int | None, typer.Option("--head-dim-v", help="Width of a head of values, if different.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32.")] = "bf16",
     batch: Annotated[
-        list[int] | None, typer.Option("--batch", metavar="N", help="Sequences of a call (1); repeatable.")
+        list[int] | None, typer.Option("--batch", metavar="N", help="Sequences of a call (1); may be repeated.")
     ] = None,
     max_seqlen: Annotated[int, typer.Option("--max-seqlen", help="The longest sequence.")] = 4096,
-    full: Annotated[bool, typer.Option("--full", help="Attention is not causal.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Full attention; without it, causal.")] = False,
     window: Annotated[
-        tuple[int, int], typer.Option("--window", metavar="LEFT RIGHT", help="Keys that a query sees; -1: no limit.")
+        tuple[int, int], typer.Option("--window", metavar="LEFT RIGHT", help="Keys left and right of a query; -1: no limit.")
     ] = (-1, -1),
     softcap: Annotated[float, typer.Option("--softcap", help="Soft cap of the scores.")] = 0.0,
     sinks: Annotated[bool, typer.Option("--sinks", help="Heads have learned sinks.")] = False,
-    page_size: Annotated[int | None, typer.Option("--page-size", help="Rows of a page of the cache.")] = None,
-    append: Annotated[bool, typer.Option("--append", help="flash_attn_with_kvcache appends new keys.")] = False,
-    rotary_dim: Annotated[int, typer.Option("--rotary-dim", help="How much of new keys it rotates.")] = 0,
-    rotary_halves: Annotated[bool, typer.Option("--rotary-halves", help="rotary_interleaved=False.")] = False,
-    experts: Annotated[int | None, typer.Option("--experts", help="Experts; without it, none.")] = None,
+    page_size: Annotated[int | None, typer.Option("--page-size", help="Tokens of a page of a paged cache.")] = None,
+    append: Annotated[bool, typer.Option("--append", help="Calls append keys (flash_attn_with_kvcache).")] = False,
+    rotary_dim: Annotated[int, typer.Option("--rotary-dim", help="Width of the rotary embedding of appended keys.")] = 0,
+    rotary_halves: Annotated[bool, typer.Option("--rotary-halves", help="Rotate halves (rotary_interleaved=False).")] = False,
+    experts: Annotated[int | None, typer.Option("--experts", help="Number of experts; without it, no experts.")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Experts of a token.")] = None,
     hidden: Annotated[int | None, typer.Option("--hidden", help="Width of the model.")] = None,
     intermediate: Annotated[int | None, typer.Option("--intermediate", help="Width of an expert.")] = None,
@@ -44,13 +44,13 @@ def warmup(
     expert_bias: Annotated[bool, typer.Option("--expert-bias", help="Experts have biases.")] = False,
     transposed: Annotated[bool, typer.Option("--transposed", help=_OF_FUSED_MOE)] = False,
     interleaved: Annotated[bool, typer.Option("--interleaved", help=_OF_FUSED_MOE)] = False,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Of a call of the experts (--max-seqlen).")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens of a call (--max-seqlen).")] = None,
 ) -> int:
     """Compile what a model's calls launch, ahead of serving, on every processor; with --gpu for a GPU that is not here.
 
-    What is compiled lies in Triton's cache, ~/.triton/cache or TRITON_CACHE_DIR, where a process that serves finds each kernel
-    in milliseconds. Copy the folder to machines with the same GPU, Triton and version of this package, or run this where an
-    image is built. In the process itself, flashmoe_science.warmup(...) takes the same description and loads the kernels too.
+    The kernels go to Triton's cache, ~/.triton/cache or TRITON_CACHE_DIR, from which a serving process loads each in
+    milliseconds. Copy that folder to machines with the same GPU, Triton and version of this package, or run this command where
+    an image is built. Inside a process, flashmoe_science.warmup(...) takes the same description and loads the kernels too.
 
     Exit code: 0 all are compiled, 1 one is refused, 2 it could not run.
 

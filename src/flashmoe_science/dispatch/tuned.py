@@ -36,7 +36,7 @@ class TunedError(ValueError):
 
 
 def folder() -> Path:
-    """Where the files are. Raises RuntimeError: there is no home."""
+    """The folder of the tuned tables. Raises RuntimeError: there is no home folder."""
     return user_cache() / "tuned"
 
 

@@ -107,7 +107,7 @@ def shared_verdict(gpu: Gpu, shared_bytes: int) -> str:
     size, static, opt_in = kilobytes(shared_bytes), kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
     if shared_bytes <= gpu.shared_per_block_static:
         return f"{size}: within the {static} that a block gets without asking"
-    on = f"on {_an(gpu)}"
+    on = f"on {gpu.product}"
     if shared_bytes <= gpu.shared_per_block:
         return f"{size}: above the {static} that a block gets without asking, within the {opt_in} it may ask for {on}"
     return f"{size}: above the {opt_in} that a block may ask for {on}"
@@ -124,10 +124,6 @@ def block_refusal(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) 
     if _register_limit(gpu, registers, _cdiv(threads, WARP)) == 0:
         return f"{registers} registers x {threads} threads do not fit the {gpu.registers_per_sm} registers of an SM"
     return None
-
-
-def _an(gpu: Gpu) -> str:
-    return f"{'an' if gpu.product[0] in 'AEFHILMNORSX' else 'a'} {gpu.product}"
 
 
 def _register_limit(gpu: Gpu, registers: int, warps: int) -> int:

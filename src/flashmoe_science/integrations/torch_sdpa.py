@@ -181,7 +181,7 @@ def _packed(original: _Original) -> Callable[..., Any]:
 
 def _packed_out(original: _Original) -> Callable[..., Any]:
     def flash_attention_into(keys: torch.DispatchKeySet, out: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """As ``flash_attention``, the output into ``out``; returns the log-sum-exp."""
+        """``flash_attention`` that writes the output to ``out``. Returns the log-sum-exp."""
         served = _attend_packed(*args, **options)
         if served is None:
             return original(keys, out, *args, **options)
@@ -245,7 +245,7 @@ def _dense_backward(original: _Original) -> Callable[..., Any]:
         *,
         scale: float | None = None,
     ) -> Any:
-        """Of ``scaled_dot_product``'s inputs and results. Nothing was random without dropout."""
+        """The gradients of ``scaled_dot_product``. Without dropout its random state is not used."""
         made = None
         if not (_BUSY.now or dropout_p):
             made = _gradients(Tensors(query, key, value), Options(mask_of(is_causal)), scale, grad_out, out, logsumexp)

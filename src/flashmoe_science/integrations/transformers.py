@@ -206,7 +206,7 @@ class _NotServed(Exception):
 
 
 def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
-    """As ``_cached_layout``, of the attributes as a dictionary. Raises _NotServed."""
+    """``_cached_layout`` of a dictionary of attributes. Raises _NotServed."""
     for flag in _FLAGS:
         if not isinstance(attributes.get(flag), bool):
             raise _NotServed(f"its {flag} is not True or False")

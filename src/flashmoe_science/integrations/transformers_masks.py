@@ -202,7 +202,7 @@ def _of_sequences(function: Indices) -> tuple[Indices, torch.Tensor | None]:
 
 
 def _starts(sequence: torch.Tensor) -> Packed:
-    """Where each sequence begins. It waits for the GPU, as transformers has done to see that there are several."""
+    """The start of each sequence. Waits for the GPU, as transformers did to see that there are several."""
     begins = torch.ones_like(sequence, dtype=torch.bool)
     begins[:, 1:] = sequence.diff(dim=1) != 0
     starts = torch.nn.functional.pad(begins.flatten().nonzero().flatten(), (0, 1), value=sequence.numel()).int()

@@ -83,7 +83,7 @@ def compare(words: Sequence[str], runs: Sequence[JudgedRun]) -> dict[Place, list
     nothing there. Raises ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one
     that shares no GPU, problem, clock or cache with the first."""
     if len(words) < 2:
-        raise ValueError("there is one version alone; a comparison needs at least 2")
+        raise ValueError("there is only one version; a comparison needs at least 2")
     if twice := [word for word in words if words.count(word) > 1]:
         raise ValueError(f"version {twice[0]!r} is given twice; there is nothing to compare it with")
     entries = [_entries(word, runs) for word in words]

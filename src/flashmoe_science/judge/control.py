@@ -48,7 +48,7 @@ def control_of(row: TimingRow, fault: str | None, controls: int) -> Control:
     if call(interval) == "equivalent":
         return Control(interval, 0.0, None)
     bias = max(-math.log(interval.low), math.log(interval.high))
-    if not interval.at_odds_with_one(controls):
+    if not interval.excludes_one(controls):
         return Control(interval, bias, None)
     words = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
     return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {words}")

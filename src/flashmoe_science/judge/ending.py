@@ -61,7 +61,7 @@ def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:
         time = next(row.time_ns for row in own if row.ratio is not None)
         result = f"{microseconds(time)} us a call, {result}"
     if one.verdict == "undecided":
-        result += f"; {_again(own[0])}"
+        result += f"; {_advice(own[0])}"
     if not lost:
         return f"{lead}: {one.name}: {result}"
     more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -82,9 +82,9 @@ def _reason(row: Verdict) -> str:
     reason = row.reason or "nothing that can be believed was timed"
     stage, _, rest = reason.partition(": ")
     words = rest if stage in STAGES else reason
-    return words if reason.startswith((*_WRONG, *_CANNOT, _CAUGHT)) else f"{words}; {_again(row)}"
+    return words if reason.startswith((*_WRONG, *_CANNOT, _CAUGHT)) else f"{words}; {_advice(row)}"
 
 
-def _again(row: Verdict) -> str:
+def _advice(row: Verdict) -> str:
     samples = ", and without --quick, which takes few samples" if row.quick else ""
-    return f"measure again with less beside it on this machine{samples}"
+    return f"measure again with less other work on this machine{samples}"

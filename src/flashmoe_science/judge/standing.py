@@ -68,12 +68,12 @@ class JudgedRun:
         return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:
-        """Those of one call of the verdict's kernel."""
+        """The launches of one call of the verdict's kernel."""
         return next((row.launches for row in _of(self.trust.paths, verdict)), [])
 
 
 def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
-    """Those of a verdict's kernel and config, or of any config where it has none."""
+    """The rows of a verdict's kernel and config, or of every config where the verdict names none."""
     about = (verdict.problem, verdict.kernel)
     return [row for (*who, config), row in rows.items() if tuple(who) == about and verdict.config in ("", config)]
 

@@ -114,8 +114,8 @@ class Interval:
         by simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py`` holds it)."""
         return max(self.freedom / 6, 2.0)
 
-    def at_odds_with_one(self, comparisons: int) -> bool:
-        """Whether 1 is outside the interval even when it is one of ``count``: Bonferroni, at 1% for all together, stretched
+    def excludes_one(self, comparisons: int) -> bool:
+        """Whether the interval excludes 1 when corrected for ``comparisons``: Bonferroni, at 1% for all together, stretched
         as Student's t with ``freedom``. Tails so far out are too thin with some 20 pairs: what comes out is near 5% for all."""
         stretch = _student(0.005 / comparisons, self.freedom) / _student(0.025, self.freedom)
         end = self.low if self.ratio > 1 else self.high

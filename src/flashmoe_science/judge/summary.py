@@ -92,14 +92,14 @@ def disagreements(rows: Iterable[Verdict]) -> list[str]:
 
 
 def in_question(rows: Sequence[Verdict]) -> list[Verdict]:
-    """Those of the kernels that a user brought to a problem, else of ours where there are any, else all."""
+    """The verdicts on the kernels that a user brought to a problem, else on our kernels, else all."""
     brought = {row.problem for row in rows if row.brought}
     ours = any(row.origin == "ours" for row in rows)
     return [row for row in rows if (row.brought if row.problem in brought else row.origin == "ours" or not ours)]
 
 
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number."""
+    """The verdict on the fastest kernel in question that has a number, for each problem in the order of the rows."""
     return [min(own, key=_rank) for own in grouped(in_question(rows), lambda row: row.problem).values()]
 
 

@@ -79,7 +79,7 @@ class Trust:
         if len(origins := self._origins.get(kernel, ())) > 1:
             return f"its run calls it {' and '.join(sorted(origins))}; it can be only one of them"
         if self._cut_short(problem, kernel):
-            return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
+            return "its trial on this problem ended before its last check; continue it with --resume"
         path = self.paths.get((problem, kernel, config)) if self._on_gpu else None
         if path is not None and path.broken_promises:  # another kernel ran: what was wrong with its result was not this one's
             return f"call path: {'; '.join(path.broken_promises)}"
@@ -126,12 +126,12 @@ class Trust:
             return f"{row.kernel} has {len(row.a)} samples and {row.rival} {len(row.b)}; they are not pairs"
         for name, series in ((row.kernel, row.a), (row.rival, row.b)):
             if any(time <= 0 for time in series):
-                return f"{name} has a sample of {min(series)} ns; nothing takes no time"
+                return f"{name} has a sample of {min(series)} ns; it must be above 0"
         for series, by_rank in ((row.a, row.a_by_rank), (row.b, row.b_by_rank)):
             if (by_rank or self.run.header.world > 1) and [max(times) for times in zip(*by_rank, strict=False)] != series:
                 return "its samples are not those of the slowest rank"
         if not is_control(row) and (times := self._sampled[_series(row)]) > 1:
-            return f"its run sampled this pair {times} times over; which of them counts is not for a run to choose"
+            return f"its run sampled this pair {times} times; a pair may be sampled once"
         if self._copies[row.samples] > 1:
             return "its samples are those of another row of its run, to the nanosecond; one of the two was not measured"
         if row.clock == "graph" and not self._on_gpu:

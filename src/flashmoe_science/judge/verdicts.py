@@ -19,7 +19,7 @@ from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
 from flashmoe_science.judge.trust import Trust
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import ALONE, Cache, Clock, Origin
+from flashmoe_science.records import ONE_GPU, Cache, Clock, Origin
 
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 Judgement = Literal["faster", "slower", "equivalent", "undecided", "refused"]
@@ -201,10 +201,10 @@ class _Group:
         if ranges:
             low, high = map(microseconds, ranges)
             words.append(f"its own time ranged from {low} to {high} us beside different rivals")
-        alone, gpus = self._pairs_with(pair.kernel, [ALONE]), self.problem.gpus()
-        efficiency = alone[0].interval.ratio / gpus if alone and pair.kernel != ALONE else None
+        one_gpu, gpus = self._pairs_with(pair.kernel, [ONE_GPU]), self.problem.gpus()
+        efficiency = one_gpu[0].interval.ratio / gpus if one_gpu and pair.kernel != ONE_GPU else None
         if efficiency is not None:
-            ends = within(*(end / gpus for end in (alone[0].interval.low, alone[0].interval.high)))
+            ends = within(*(end / gpus for end in (one_gpu[0].interval.low, one_gpu[0].interval.high)))
             words.append(f"efficiency {efficiency:.3f} [{ends}]: one GPU's time over {gpus} times its own")
         return {
             "config": pair.config,

@@ -40,7 +40,7 @@ class Bench:
         return Telemetry() if self.gpu is None else telemetry(self.device)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def single_threaded(self) -> Iterator[None]:
         """Use one thread on a CPU: on a busy machine, threads that wait for one another would time its other work."""
         threads = torch.get_num_threads()
         if self.gpu is None:

@@ -149,7 +149,7 @@ class Child:
         self.last_wall_ns = time.perf_counter_ns() - began
         self.request_ns += self.last_wall_ns
         try:
-            message = _without_half_characters(json.loads(line))
+            message = _without_surrogates(json.loads(line))
             answer: dict[str, Any] = message["answer"]
             if message["token"] != token or not isinstance(answer, dict):
                 raise ValueError
@@ -260,7 +260,7 @@ class WorkerHost:
             except ValidationError as error:  # values that no record can hold, or that cannot be named on a command line
                 self.close()
                 first = error.errors()[0]
-                raise Failed(f"its contract gives {first['loc'][0]} that are none: {first['msg']}") from None
+                raise Failed(f"its contract gives {first['loc'][0]} that are invalid: {first['msg']}") from None
             except BaseException:
                 self.close()
                 raise
@@ -277,6 +277,6 @@ class WorkerHost:
             self._child.close()
 
 
-def _without_half_characters(value: Any) -> Any:
-    """The same JSON with ? for half characters, which escapes can spell and no file can hold."""
+def _without_surrogates(value: Any) -> Any:
+    """The same JSON with ? for lone surrogates, which escapes can spell and no file can hold."""
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

@@ -20,7 +20,7 @@ from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered, Unusable, WorkerHost
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import CALLED, GROWS, HARD, ON_A_STREAM, OTHERS, Finding
+from flashmoe_science.measure.finding import CALL_MODES, DISTRIBUTIONS, HARD_DISTRIBUTIONS, ON_A_STREAM, REPEATEDLY, Finding
 from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
 from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
@@ -56,9 +56,9 @@ class Checked:
 
     @property
     def _how(self) -> str:
-        if self.inputs in OTHERS.values():
+        if self.inputs in DISTRIBUTIONS.values():
             return f"on inputs that are {self.inputs}"
-        return self.inputs if self.inputs in (*CALLED.values(), ON_A_STREAM, GROWS) else f"with {self.inputs}"
+        return self.inputs if self.inputs in (*CALL_MODES.values(), ON_A_STREAM, REPEATEDLY) else f"with {self.inputs}"
 
 
 def summary(checked: Sequence[Checked], stopped: str | None) -> str:
@@ -145,7 +145,7 @@ def check_function(
         try:
             opened = host.open()
             swept = problems_of(opened.sweep, "sweep")
-            with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+            with bench.single_threaded(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 for problem in problems:
                     if (reason := cannot_be_asked(oracle, problem, bench.gpu)) is not None:
                         raise ValueError(f"problem '{problem}' cannot be asked of {spec}: {reason}")
@@ -194,7 +194,9 @@ class Sweep:
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
-            self._add(problem, "", partial(_ordinary, hard=[one for one in self.opened.distributions if one in HARD]))
+            self._add(
+                problem, "", partial(_ordinary, hard=[one for one in self.opened.distributions if one in HARD_DISTRIBUTIONS])
+            )
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
             return
@@ -203,25 +205,25 @@ class Sweep:
         self.on_progress(f"{EXAM}: {right}")
         self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
         if first.answer == "right":
-            for name in (name for name in self.opened.distributions if name in OTHERS):
-                self._add(right, OTHERS[name], partial(Exam.one_call, distribution=name))
+            for name in (name for name in self.opened.distributions if name in DISTRIBUTIONS):
+                self._add(right, DISTRIBUTIONS[name], partial(Exam.one_call, distribution=name))
             for name in self.opened.edge_variants:
                 self._add(right, name, partial(_with_variant, variant=name))
             for problem in _representative([one.problem for one in ran if one.answer == "right"]):
                 self.on_progress(f"other inputs and calls: {problem}")
-                self._otherwise(problem)
+                self._variants_and_modes(problem)
                 if problem != right:
                     self._add(problem, EXAM, lambda exam: exam.full((), (), deterministic))
 
-    def _otherwise(self, right: Problem) -> None:
+    def _variants_and_modes(self, right: Problem) -> None:
         """Check other ways to give the inputs of a problem and to call."""
         for name in (*self.opened.variants, *self.opened.sweep_variants):
             self._add(right, name, partial(_with_variant, variant=name))
         for under in self.opened.calls:
-            self._add(right, CALLED[under], partial(Exam.one_call, under=under))
+            self._add(right, CALL_MODES[under], partial(Exam.one_call, under=under))
         if self.bench.gpu is not None:
-            self._add(right, ON_A_STREAM, Exam.on_a_stream)
-        self._add(right, GROWS, Exam.again_and_again)
+            self._add(right, ON_A_STREAM, Exam.on_other_stream)
+        self._add(right, REPEATEDLY, Exam.memory_growth)
 
     def _add(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:
@@ -282,5 +284,5 @@ def _ordinary(exam: Exam, hard: Sequence[str]) -> Finding:
     for name in hard:
         if not found.reasons:
             found.also(exam.one_call(distribution=name))
-            found.reasons[:1] = [f"wrong on inputs that are {OTHERS[name]}: {one}" for one in found.reasons[:1]]
+            found.reasons[:1] = [f"wrong on inputs that are {DISTRIBUTIONS[name]}: {one}" for one in found.reasons[:1]]
     return found

@@ -46,7 +46,7 @@ def error_text(error: BaseException) -> str:
         return f"it called sys.exit({error.code!r})"
     line = one_line(error)
     if line.partition(": ")[2].startswith(_NO_DRIVER):
-        return "Triton finds no GPU here that it has a driver for"
+        return "Triton finds no GPU driver here"
     return "; ".join((line, *getattr(error, "__notes__", ())))
 
 

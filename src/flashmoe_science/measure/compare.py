@@ -74,8 +74,8 @@ class Timed:
         self.walls.append(self.channel.last_wall_ns)
         return time
 
-    def again(self) -> Timed:
-        """The same with nothing sampled yet."""
+    def unsampled(self) -> Timed:
+        """A copy without samples."""
         return replace(self, claimed=[], walls=[])
 
     def quick(self) -> Timed:
@@ -270,7 +270,7 @@ class Comparer:
     def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[Timed, Timed]:
         """The two samplers of a row, each with the time of a quick bench."""
         other = self.prepared(self.on.worker, own.entry, own.clock).quick() if rival is None else rival
-        return own.again(), other.again()
+        return own.unsampled(), other.unsampled()
 
     def before_pair(self, own: Timed, index: int) -> None:
         """Called before each pair; before the first one it releases the part of the L2 that is set aside."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science.measure.channel import Channel, Endpoint, Failed
-from flashmoe_science.measure.finding import OTHERS, Call, Finding, contract_mismatch
+from flashmoe_science.measure.finding import DISTRIBUTIONS, Call, Finding, contract_mismatch
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.records import ErrorStats
 
@@ -76,7 +76,7 @@ class Exam:
                 found.fault("writes-outside", "it wrote past the end of a tensor")
         return found
 
-    def on_a_stream(self) -> Finding:
+    def on_other_stream(self) -> Finding:
         """Check a call on another stream than PyTorch's default one, whose inputs are written behind a wait there."""
         with self._finding() as found:
             self._call(self._case(1))
@@ -86,7 +86,7 @@ class Exam:
                 found.fault("ignores-stream", f"it does not work on the stream that is current: {why}")
         return found
 
-    def again_and_again(self) -> Finding:
+    def memory_growth(self) -> Finding:
         """Check that calls leave no memory in use."""
         with self._finding() as found:
             grown = self.worker.ask("grown", who=self.who, config=self.config, case=self._case(0))["bytes"]
@@ -117,7 +117,7 @@ class Exam:
                 return found
             self._guarded_calls(found)
             if not self._stale_outputs(found, first):
-                self._other_inputs(found, [one for one in distributions if one in OTHERS], variants)
+                self._other_inputs(found, [one for one in distributions if one in DISTRIBUTIONS], variants)
             if not any(reason.startswith(_CHANGED) for reason in found.reasons):
                 self._repeats(found, deterministic)
             if workspace is not None:
@@ -258,12 +258,12 @@ class Exam:
     def _other_inputs(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
         """Check inputs of other distributions, and the variants of the contract."""
         for name in distributions:
-            self.step(f"checking on inputs that are {OTHERS[name]}")
+            self.step(f"checking on inputs that are {DISTRIBUTIONS[name]}")
             call = self._call(self._case(1, name))
             if call.vacuous:
-                found.notes.append(f"not judged on inputs that are {OTHERS[name]}: the right result is not finite there")
+                found.notes.append(f"not judged on inputs that are {DISTRIBUTIONS[name]}: the right result is not finite there")
             if call.reasons:
-                found.wrong(call, f"wrong on inputs that are {OTHERS[name]}", f"wrong-on-{name}")
+                found.wrong(call, f"wrong on inputs that are {DISTRIBUTIONS[name]}", f"wrong-on-{name}")
         for name in variants:
             self.step(f"checking with {name}")
             call = self._call(self._case(1, variant=name))

@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.measure.tolerance import Expected, absolute_errors
 from flashmoe_science.records import ErrorStats
 
-OTHERS = {  # distributions other than the normal one, as text
+DISTRIBUTIONS = {  # distributions other than the normal one, as text
     "zeros": "all zero",
     "constant": "all the same",
     "large": "large",
@@ -23,14 +23,14 @@ OTHERS = {  # distributions other than the normal one, as text
 
 
 # Inputs on which one path of several is often wrong alone: they are tried on every problem of a sweep.
-HARD = ("large", "huge", "opposed", "crowded")
-CALLED = {  # ways to call, as text
+HARD_DISTRIBUTIONS = ("large", "huge", "opposed", "crowded")
+CALL_MODES = {  # modes of a call, as text
     "inference": "under torch.inference_mode()",
     "no_grad": "under torch.no_grad()",
     "gradients": "on inputs that require gradients",
     "thread": "on another thread",
 }
-ON_A_STREAM, GROWS = "on another stream", "called again and again"
+ON_A_STREAM, REPEATEDLY = "on another stream", "called repeatedly"
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite:
     unusable, left = [], 0
     hosts: dict[str, WorkerHost] = {}  # of rivals alone, by contract
     try:
-        with session.bench.alone():
+        with session.bench.single_threaded():
             for spec in session.request.functions:
                 one = FunctionRun(session, spec, problems, hosts)
                 try:
@@ -135,9 +135,9 @@ class FunctionRun:
         for problem, reason in cannot.items():
             self._note(reason, problem)
         if cannot and len(cannot) == len(self.problems):
-            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
+            raise Unusable(f"it can be given none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
         name = op if self._opened.built_in else self.spec
-        self._alone = self._hosts.setdefault(name, WorkerHost(None, name, watchdog_s))
+        self._rivals_host = self._hosts.setdefault(name, WorkerHost(None, name, watchdog_s))
         return [problem for problem in self.left if problem not in cannot]
 
     def _swept(self) -> None:
@@ -224,7 +224,7 @@ class FunctionRun:
                 self._note(note, problem)
         if not on.keeps_its_promise(self.entry, self.promises.launches):
             return
-        on.rivals_alone = self._alone.at(problem)
+        on.rivals_worker = self._rivals_host.at(problem)
         supported = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
         rivals = [rival for rival in supported if self._rival_runs(on, rival)]
         self._stage = "timing"
@@ -242,10 +242,10 @@ class FunctionRun:
     def _rival_runs(self, on: OnProblem, rival: Entry) -> bool:
         """Whether a rival is right, and launches what it promised, in a process without the function."""
         try:
-            if on.runs(rival, on.rivals_alone):
+            if on.runs(rival, on.rivals_worker):
                 return True
         except Died as error:
             on.refuse("callpath", f"it does not run: {error}", rival)
-        self._alone.close()  # a poisoned CUDA context ends with it
-        on.rivals_alone = self._alone.at(on.problem)
+        self._rivals_host.close()  # a poisoned CUDA context ends with it
+        on.rivals_worker = self._rivals_host.at(on.problem)
         return False

@@ -46,7 +46,7 @@ class KernelsRun:
         self.session.begin(self.name)
         self.session.total, stopped = len(self.problems), None
         if self.problems:
-            with self.session.bench.alone():
+            with self.session.bench.single_threaded():
                 stopped = self._stages()
         return self.session.end(stopped, 0 if stopped else self.session.total - self.session.done)
 

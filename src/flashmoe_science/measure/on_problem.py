@@ -95,12 +95,12 @@ def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
 
 @dataclass(slots=True)
 class OnProblem:
-    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``of`` names a step."""
+    """``worker`` holds the subject and its rivals, ``rivals_worker`` the rivals without it; ``of`` names a step."""
 
     session: Session
     problem: Problem
     worker: Channel
-    rivals_alone: Channel
+    rivals_worker: Channel
     oracle: Endpoint
     input_bytes: int
     launches: Launches

@@ -69,7 +69,7 @@ def _use_device(index: int) -> None:
 
 
 def build_batch(batch: Batch, deadline: float) -> None:
-    """In another process: plan each kernel of the batch; nothing is launched."""
+    """Plan each kernel of the batch, in another process, without a launch."""
     device = torch.device("cuda", torch.cuda.current_device())
     for problem, name, config in batch:
         if time.monotonic() > deadline:  # the same clock in every process of a machine

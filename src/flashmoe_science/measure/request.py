@@ -4,6 +4,7 @@ kernels of the package, peers, and functions that a user brought."""
 from __future__ import annotations
 
 import random
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -116,6 +117,12 @@ def _suites() -> dict[str, tuple[str, Sequence[str]]]:
     return {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
 
 
+def distributed_suites() -> dict[str, tuple[str, ...]]:
+    """Name -> the problems of a suite on several ranks, as text without their last word."""
+    modules = (one.module("proof", "ranks") for one in OPERATIONS if one.parallelism)
+    return {name: texts for module in modules for name, texts in module.SUITES.items()}
+
+
 def named_groups(request: Request) -> list[Group]:
     """A group for each suite that is named, and one for each operation of the problems given as text. Raises ValueError: a word
     that is neither, a problem that does not parse or is of several GPUs."""
@@ -126,11 +133,14 @@ def named_groups(request: Request) -> list[Group]:
     found = [_suite(word, *suites[word], request) for word in words if word in suites]
     by_op: dict[str, dict[Problem, None]] = {}
     for word in (word for word in words if word not in suites):
+        torchrun = f"start it by torchrun --nproc-per-node {{}} -m flashmoe_science prove {shlex.quote(word)}"
+        if word in distributed_suites():
+            raise ValueError(f"suite {word!r} is of several GPUs; {torchrun.format(2)}")
         if not set(word.split()[:1]) & set(first_words()):
             first = " or ".join(map(repr, first_words()))
             raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
         if (problem := parse_problem(word)).gpus() > 1:
-            raise ValueError(f"'{problem}' is of {problem.gpus()} GPUs; only prove measures it, under torchrun")
+            raise ValueError(f"'{problem}' is of {problem.gpus()} GPUs; {torchrun.format(problem.gpus())}")
         by_op.setdefault(problem.op, {})[problem] = None
     return found + [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
 
@@ -166,12 +176,15 @@ class Entry:
     who: str
     kernel: AnyKernel | None = None
     config: str = ""
+    known_origin: Origin | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.config})" if self.config else self.name
 
     @property
     def origin(self) -> Origin:
+        if self.known_origin is not None:
+            return self.known_origin
         if self.kernel is not None:
             return self.kernel.origin
         return "candidate" if ":" in self.name else "peer"

@@ -70,7 +70,7 @@ class Earlier:
         function's file, has changed since."""
         for run in runs:
             if run.header.source_digest != source_digest():
-                raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
+                raise ValueError(f"{run.path} cannot be resumed: the package's source has changed; start a new run")
         rows = [row for run in runs for row in run.rows]
         for row in rows:
             if isinstance(row, PromiseRow) and row.source_digest != files_digest(row.kernel, against):

@@ -89,7 +89,7 @@ NO_RECORD = "no record has a backward of ours faster than PyTorch's"
 
 
 def asked_by_switch() -> str:
-    """In words that PyTorch's switch asks for deterministic algorithms; empty where it does not."""
+    """The reason where PyTorch is set to deterministic algorithms; else empty."""
     return "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
 
 

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
     zero_point: torch.Tensor | None = None
 
     def of(self, expert: int) -> Weights:
-        """Those of one expert."""
+        """The weights of one expert."""
         return Weights(self.codes[expert], self.scale[expert], None if self.zero_point is None else self.zero_point[expert])
 
 

@@ -176,7 +176,7 @@ class Build:
             self.launch, self.bound, self._describe = found
 
     def _launch_by(self, kernel: Any, options: dict[str, Any]) -> None:
-        """By Triton's own Python."""
+        """Launch by Triton's own Python."""
         self.launch = lambda grid, *args: kernel[grid](*args, **options)
         self.bound = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
 

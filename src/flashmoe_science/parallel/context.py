@@ -131,9 +131,9 @@ def _keys(chunk: range, seqlen: int, options: Options) -> range:
 def _new_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor | None:
     """The result, which chunks are written into; None where they are to be joined: for gradients, under autocast, and where a
     chunk of the result is not laid out as one of its own."""
-    apart = needs_grad(q, k, v, call.sinks) or torch.is_autocast_enabled(q.device.type) or not is_plain(q, k, v)
+    joined = needs_grad(q, k, v, call.sinks) or torch.is_autocast_enabled(q.device.type) or not is_plain(q, k, v)
     dense = q.is_contiguous() and (q.dim() == 3 or q.shape[0] == 1)
-    return None if apart or not dense else q.new_empty(*q.shape[:-1], v.shape[-1])
+    return None if joined or not dense else q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Keys and values that the copy engines of GPUs of one host fetch, while the calls that need them later wait or run.
+"""Keys and values that the copy engines of GPUs of one host fetch, while the calls that need them wait or run.
 
 A rank writes its shards into its buffer, which the others read. Two barriers stand before the first call: none still reads what
 the last call wrote; all have written. A barrier beside an attention kernel would wait for one of its processors, or hold it.

@@ -35,7 +35,7 @@ class Symmetric:
         return found
 
     def barrier(self) -> None:
-        """On the current stream: all ranks are here, and see what the others wrote before."""
+        """Wait on the current stream until all ranks are here; each then sees what the others wrote before."""
         self._handle.barrier(channel=0, timeout_ms=_TIME_LIMIT_MS)
 
 

@@ -19,10 +19,12 @@ PROBLEM = "attn b1 h2 q16 d16 fp32"
 Endpoint = Callable[..., typer.Context]
 
 
-def write(path: Path, *command: str) -> Path:
+def write(path: Path, *command: str, world: int = 1) -> Path:
     with RunWriter(path) as writer:
         header = Fabricate(path.stem, gpu=None).header
-        writer.append(header.model_copy(update={"command": ["flashmoe", *command], "source_digest": source_digest()}))
+        writer.append(
+            header.model_copy(update={"command": ["flashmoe", *command], "source_digest": source_digest(), "world": world})
+        )
         writer.append(DoneRow(run=path.stem, problem=PROBLEM))
     return path.parent
 
@@ -51,5 +53,12 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Endpoint) ->
     refused(tmp_path, "where no run has begun; start it anew")
     refused(write(tmp_path / "x" / "run.jsonl", "profile", "x"), "was not made by flashmoe prove but by 'flashmoe profile'")
     refused(write(tmp_path / "m" / "run.jsonl", "prove", "--magic"), "'--magic' is not understood")
+    refused(write(tmp_path / "ranks" / "run.jsonl", "prove", "context", world=2), "holds a run on several ranks; begin it anew")
     write(tmp_path / "two" / "run-a.jsonl", "prove", "long")
     refused(write(tmp_path / "two" / "run-b.jsonl", "prove", "quick"), "holds runs of 2 commands; give a folder of one")
+
+
+def test_ranks_do_not_go_on_with_a_run(tmp_path: Path, asked: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--resume is given under torchrun"):
+        earlier_of(asked("--resume", str(tmp_path)), tmp_path, ("resume",))

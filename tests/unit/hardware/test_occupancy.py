@@ -61,7 +61,7 @@ def test_residents_respect_every_resource(gpu, threads, registers, shared_bytes)
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
-        ((128, 64, 160 * KIB), "160 KB: above the 99 KB that a block may ask for on an NVIDIA L4"),
+        ((128, 64, 160 * KIB), "160 KB: above the 99 KB that a block may ask for on NVIDIA L4"),
         ((1056, 32, 0), "1056 threads in a block; the most is 1024"),
         ((128, 256, 0), "256 registers a thread; the most is 255"),
         ((1024, 65, 0), "65 registers x 1024 threads do not fit the 65536 registers of an SM"),

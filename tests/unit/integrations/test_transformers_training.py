@@ -123,7 +123,7 @@ def test_a_step_is_that_of_eager(family: str, name: str, checkpointed: bool) -> 
     "cases",
     [
         ("llama padded to the left", "gemma2 packed by positions"),
-        pytest.param([f"{family} {name}" for family, name in CASES], marks=[pytest.mark.slow, pytest.mark.again]),
+        pytest.param([f"{family} {name}" for family, name in CASES], marks=[pytest.mark.slow, pytest.mark.redundant]),
     ],
     ids=["few", "all"],
 )

@@ -160,7 +160,7 @@ def test_a_trial_that_was_cut_short_says_nothing_until_it_is_through() -> None:
     through = DoneRow(run="trial", problem=PROBLEM, kernel=V1)
     ((_, verdict, reason),) = verdicts_on(cut(run, through), V2)
     assert verdict == "refused"
-    assert "cut short" in str(reason)
+    assert "ended before its last check" in str(reason)
     assert verdicts_on(cut(run, through))[0][1] == "faster"
     assert verdicts_on(cut(run, through, DoneRow(run="trial", problem=PROBLEM, kernel=V2)), V2)[0][1] == "faster"
     assert verdicts_on(run.done(), V2)[0][1] == "faster", "a budget that is spent ends a run in time with what it has"

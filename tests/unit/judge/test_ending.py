@@ -40,7 +40,7 @@ def test_a_control_that_is_off_is_told_with_what_to_do(quick: bool, do: str) -> 
     code, (line,) = ended(beside(on_cpu(quick), off=0.9))
     assert code == ExitCode.NO_NUMBER
     assert line.startswith(f"no number: {MINE} against itself came out slower: 0.9")
-    assert line.endswith(f"]; measure again with less beside it on this machine{do} ({MINE} on {PROBLEM})")
+    assert line.endswith(f"]; measure again with less other work on this machine{do} ({MINE} on {PROBLEM})")
 
 
 def test_one_refused_number_of_two_is_no_success_on_a_cpu_either() -> None:
@@ -95,7 +95,7 @@ def test_kernels_of_the_package_are_counted_by_suite_and_clock() -> None:
     code, (line,) = ended(run)
     assert code == ExitCode.NO_NUMBER
     assert line.startswith("1 faster, 1 refused: documents on h200, graph clock, cold cache: 1.20x (")
-    assert line.endswith(f"; measure again with less beside it on this machine (fwd_triton on {LONGER})")
+    assert line.endswith(f"; measure again with less other work on this machine (fwd_triton on {LONGER})")
 
 
 def test_the_worst_of_several_is_wrong_then_could_not_run_then_no_number() -> None:

@@ -146,7 +146,7 @@ def refusal(*words: Any, **where: Any) -> Callable[[Any], object]:
         (proved(passed=False, broken=["its_kernel was not launched"]), "call path: its_kernel was not launched"),
         (few_sets, "it says that the L2 was cold, but its 2 sets of tensors are 8 MiB, and the L2 holds 60"),
         (copied, "its samples are those of another row of its run"),
-        (lambda run: timed(10_000)(timed()(run)), "its run sampled this pair 2 times over"),
+        (lambda run: timed(10_000)(timed()(run)), "its run sampled this pair 2 times"),
         (lambda run: run.timed("fwd_triton", 500, "fa3", 24_000), "is less than the"),  # beside every rival
         (timed(900), "ns that the chip's arithmetic and bandwidth allow"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.measure.channel import Child, Failed, InProcess, _without_half_characters
+from flashmoe_science.measure.channel import Child, Failed, InProcess, _without_surrogates
 from flashmoe_science.measure.child import error_text
 from flashmoe_science.measure.oracle import MODULE as ORACLE
 
@@ -30,7 +30,7 @@ def test_a_child_is_the_first_to_go_where_memory_runs_out_and_ends_when_it_is_cl
 
 
 def test_what_no_file_can_hold_is_left_out_of_an_answer() -> None:
-    assert _without_half_characters({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {
+    assert _without_surrogates({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {
         "failed": "a?b",
         "deep": [{"?": 1.5}],
     }

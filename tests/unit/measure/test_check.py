@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ ATTENTION = built_in("attention")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    with CPU.alone():
+    with CPU.single_threaded():
         yield
 
 
@@ -144,11 +145,15 @@ def test_a_problem_of_features_sits_the_exam_too() -> None:
 
 def test_no_query_loses_its_last_key_to_a_mask_of_the_first() -> None:
     """A bias of -inf everywhere makes NaN of honest autograd, and of PyTorch's own attention."""
-    for problem in map(parse_problem, ("attn b1 h2 q40 k50 d8 fp32 causal bias", "attn b1 h2 q9 k9 d8 fp32 causal bias")):
-        contract = ATTENTION.variant("a mask that hides the first keys from all")
+    contract = ATTENTION.variant("a mask that hides the first keys")
+    for sizes, mask in product(("q40 k50", "q9 k9", "q3 k16", "q16 k16"), ("bias", "boolmask")):
+        problem = parse_problem(f"attn b2 h2 {sizes} d8 fp32 causal {mask}")
         bias = contract.inputs(problem, CPU.device, torch.Generator().manual_seed(1))["bias"]
-        seen = torch.ones(bias.shape[2:], dtype=torch.bool).tril(problem.seqlen_k - problem.seqlen_q)
-        assert (bias.isfinite() & seen).any(-1).all()
+        visible = bias.isfinite() if mask == "bias" else bias
+        diagonal = problem.seqlen_k - problem.seqlen_q
+        assert (visible & torch.ones(bias.shape[2:], dtype=torch.bool).tril(diagonal)).any(-1).all()
+        hidden = problem.seqlen_k * 3 // 4
+        assert not visible[..., -1, :hidden].any(), "the last query sees one of the first keys"
 
 
 @pytest.mark.parametrize("problem", ["attnbwd b2 h4 hk2 q9 k70 d16 fp32 bias", "attnbwd b2 h4 hk2 q9 k70 d16 bf16 boolmask"])
@@ -164,7 +169,7 @@ def test_a_right_backward_with_a_mask_is_right_however_the_mask_is_given(problem
     checked = swept(f"{tmp_path / 'masked.py'}:attention", problem).checked
     asked = {one.inputs: one.answer for one in checked}
     assert asked.pop("a gradient into the log-sum-exp too") == "not served"
-    assert {"slices of larger tensors", "a mask that hides the first keys from all"} <= asked.keys()
+    assert {"slices of larger tensors", "a mask that hides the first keys"} <= asked.keys()
     assert set(asked.values()) == {"right"}, [one.words for one in checked if one.answer != "right"]
 
 

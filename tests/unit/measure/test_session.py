@@ -65,7 +65,7 @@ def test_a_refusal_of_one_function_stands_where_another_is_done() -> None:
 
 
 def test_another_source_is_another_run() -> None:
-    with pytest.raises(ValueError, match=r"run-custom\.jsonl cannot be gone on with: the package's source has changed"):
+    with pytest.raises(ValueError, match=r"run-custom\.jsonl cannot be resumed: the package's source has changed"):
         Earlier.of([run(digest="e")])
 
 

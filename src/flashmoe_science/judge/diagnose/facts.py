@@ -139,7 +139,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         elsewhere = f"they know {', '.join(sorted(filter(None, others))) or 'none'} there"
         if machines:
             elsewhere = f"there are such records on {', '.join(machines)}"
-        raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {elsewhere}")
+        raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} has kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
     header, every = here[0][0], [row for _, rows in here for row in rows]
@@ -202,7 +202,7 @@ def _config(own: Sequence[Time], rows: Sequence[_KernelRow]) -> str:
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
-    """On each clock, the least of the latest run's medians: pairs with slow rivals warm a GPU less."""
+    """The least median of the latest run on each clock: pairs with slow rivals warm a GPU less."""
     by_clock = grouped((one for one in own if one.config == config), lambda one: one.clock)
     latest = {clock: [one for one in times if one.run == times[0].run] for clock, times in by_clock.items()}
     return {clock: min(times, key=lambda one: one.time_ns) for clock, times in latest.items()}

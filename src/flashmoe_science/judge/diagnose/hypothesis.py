@@ -91,7 +91,9 @@ def plan(found: Iterable[Hypothesis], device: Clock, roof: float) -> tuple[Hypot
 
     ``device`` is the clock of the device's time, of which the machine allows a speed-up of ``roof`` at the most. What is a part
     of a caller's time comes last: that ceiling is not the caller's."""
-    calling = [(one, _alone(one.change, device, roof)) for one in found if one.status == "supported" and one.change is not None]
+    calling = [
+        (one, _with_gain(one.change, device, roof)) for one in found if one.status == "supported" and one.change is not None
+    ]
     calling = [(one, change) for one, change in calling if change.most_gain >= _WORTH_A_STEP]
     calling.sort(key=lambda pair: (pair[1].clock != device, -pair[1].most_gain))
     changes = [change for _, change in calling]
@@ -103,7 +105,7 @@ def plan(found: Iterable[Hypothesis], device: Clock, roof: float) -> tuple[Hypot
     return tuple(made)
 
 
-def _alone(change: Change, device: Clock, roof: float) -> Change:
+def _with_gain(change: Change, device: Clock, roof: float) -> Change:
     clock, part = change.clock or device, min(change.part, _MOST_OF_A_TIME if math.isinf(change.speedup) else 1.0)
     gain = amdahl(part, change.speedup)
     return replace(change, clock=clock, part=part, most_gain=min(gain, roof) if clock == device else gain)

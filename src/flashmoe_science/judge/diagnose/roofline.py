@@ -142,7 +142,7 @@ class Roofline:
 
 
 def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline]:
-    """One for each machine and dtype of the verdicts on one GPU, by device time where there is a GPU."""
+    """A roofline for each machine and dtype of the single-GPU verdicts, by device time where there is a GPU."""
     device = (row for row in verdicts if row.clock == ("eager" if row.gpu == "cpu" else "graph"))
     device = (row for row in device if parse_problem(row.problem).gpus() == 1)  # ceilings are one GPU's
     drawn = []

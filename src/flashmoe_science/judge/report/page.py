@@ -147,12 +147,12 @@ def _won_and_lost(own: Sequence[Group]) -> Iterator[Block]:
 
 
 def _leading(groups: Sequence[Group]) -> list[Group]:
-    """Those by device time, or all where there are none."""
+    """The groups of the graph clock, or all where there are none."""
     return [group for group in groups if group.clock == "graph"] or list(groups)
 
 
 def _claims(claims: Sequence[ClaimResult]) -> Iterator[Block]:
-    """Those that hold on request, the others at once."""
+    """The claims that do not hold, then those that hold in a fold."""
     if claims:
         yield Paragraph(_CLAIMS)
         others, holding = ([one for one in claims if (one.outcome == "holds") is holds] for holds in (False, True))

@@ -37,7 +37,7 @@ _MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
 
 
 def group_table(groups: Sequence[Group]) -> Table:
-    """One row for each GPU, suite, clock and cache."""
+    """A table with a row for each GPU, suite, clock and cache."""
     rows = []
     titles = titles_of(groups)
     for group in groups:
@@ -60,7 +60,7 @@ def titles_of(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def verdict_table(label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun] | None = None) -> Table:
-    """One row a verdict. With the judged runs, by id, also the config, the launch of a kernel that is no peer, the error
+    """A table with a row for each verdict. With the judged runs (by id) also the config, our kernels' launches, the error
     against the oracle, and every reason."""
     rows = []
     for row in verdicts:
@@ -115,7 +115,7 @@ def group_bars(groups: Sequence[Group]) -> Bars:
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """Of each verdict that there is: "8 faster, 4 equivalent"."""
+    """The number of each verdict as text: "8 faster, 4 equivalent"."""
     return ", ".join(f"{counts[word]} {word}" for word in JUDGEMENTS if counts[word])
 
 

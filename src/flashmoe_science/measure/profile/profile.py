@@ -106,7 +106,7 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
     raised."""
     session.begin(SUITE)
     session.total = len(subjects)
-    with session.bench.alone():
+    with session.bench.single_threaded():
         for row in measure_ceilings(session.run, session.bench, session.show_progress):
             session.add(row)
         if session.bench.gpu is not None:

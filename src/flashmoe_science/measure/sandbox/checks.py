@@ -23,7 +23,7 @@ _SUSPECT = 1.3  # of a rival's time without the function: one that is not the be
 _SLOWED = 1.10  # of a rival's time in the function's process over its time without it: beyond chance
 _REMEMBERED = 1.25  # of its time on new values over its time on values that it has seen
 _ROUNDS, _MAX_OF_SETS = 6, 8
-_ALONE = Sampling(min_pairs=8, max_pairs=16, seconds=1.5)
+_WITHOUT = Sampling(min_pairs=8, max_pairs=16, seconds=1.5)
 _PINGS = 7
 _MAX_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _MIN_WALL = 0.98
@@ -43,20 +43,19 @@ class SandboxedComparer(Comparer):
 
     def __init__(self, on: OnProblem) -> None:
         super().__init__(on)
-        self._alone: dict[tuple[str, Clock], Timed] = {}  # rivals, in the process without the function
+        self._without: dict[tuple[str, Clock], Timed] = {}  # rivals, in the process without the function
         self._looked_at: tuple[int, ...] = ()
         self.against_best: tuple[list[int], list[int], str] | None = None
 
     def go(self, own: Entry, rivals: Sequence[Entry]) -> None:
-        """The device's clock against every rival, and what a user waits against the best one and the framework's own; where the
-        device's clock cannot time the function, what a user waits against every rival. Raises Unreliable: a number that is
-        none."""
+        """Time on the graph clock against every rival, then on the eager clock against the best one and the framework's own.
+        Where the graph clock cannot time the function, the eager clock is used against every rival. Raises Unreliable."""
         on_device = self.bench.gpu is not None
         if on_device:
             try:
                 timed = self.prepared(self.on.worker, own, "graph")
             except NoClock as error:
-                self.session.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
+                self.session.note(f"no graph clock, only the eager one: {error}", self.problem, own.name)
                 on_device = False
             else:
                 self._on(timed, self._rivals(rivals, "graph"))
@@ -67,8 +66,8 @@ class SandboxedComparer(Comparer):
 
     def _rivals(self, rivals: Sequence[Entry], clock: Clock) -> list[Timed]:
         """The rivals that a clock can time, the fastest first, in the process without the function."""
-        timed = self.ranked(rivals, clock, self.on.rivals_alone)
-        self._alone |= {(one.entry.name, clock): one for one in timed}
+        timed = self.ranked(rivals, clock, self.on.rivals_worker)
+        self._without |= {(one.entry.name, clock): one for one in timed}
         return timed
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Unreliable) -> None:
@@ -91,7 +90,7 @@ class SandboxedComparer(Comparer):
         self.refresh(random_scale())
         # Pairs after which an output is looked at: the first, and one that no function can foresee.
         self._looked_at = (0, random.randrange(1, self.sampling.min_pairs))
-        return own.again().quick(), other.quick()
+        return own.unsampled().quick(), other.quick()
 
     def before_pair(self, own: Timed, index: int) -> None:
         self._between(own, index in self._looked_at)
@@ -115,21 +114,21 @@ class SandboxedComparer(Comparer):
 
     def check_pair(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
         times = (min(samples[0]), min(samples[1]))
-        if best_rival or times[1] > _SUSPECT * self._alone[rival.entry.name, own.clock].quick_ns:
+        if best_rival or times[1] > _SUSPECT * self._without[rival.entry.name, own.clock].quick_ns:
             self._check_rival_slowdown(rival)
         if best_rival:
-            self.on.step("work where no clock runs")
-            reason = work_ahead(own.channel, self.on.rivals_alone, *times, self.sets) or deferred_work(own, rival, *times)
+            self.on.step("looking for work outside the timed calls")
+            reason = work_ahead(own.channel, self.on.rivals_worker, *times, self.sets) or deferred_work(own, rival, *times)
             if reason is not None:
                 raise Unreliable("timing", reason)
 
     def _check_memoization(self, own: Timed) -> None:
         """Raise Unreliable where new values take longer than values seen before: all input sets are used after their values
         changed, and once more. Skipped where that takes many samples: then every timed call has new values."""
-        own, samples = own.again(), -(-self.sets // own.calls)
+        own, samples = own.unsampled(), -(-self.sets // own.calls)
         if samples > _MAX_OF_SETS:
             return
-        self.on.step("new values against values that it has seen")
+        self.on.step("comparing new values with values seen before")
         new_ns: list[int] = []
         seen_ns: list[int] = []
         for _ in range(_ROUNDS):
@@ -140,26 +139,26 @@ class SandboxedComparer(Comparer):
             return  # a time that is none is refused elsewhere
         found = ratio_interval(seen_ns, new_ns)
         if found.low > _REMEMBERED:
-            text = f"new values take it {found.ratio:.2f} times as long as values that it has seen"
-            raise Unreliable("timing", f"it remembers answers: {text}")
-        text = f"its time on new values, over that on values that it has seen: {_ratio_text(found)}"
+            text = f"new values take {found.ratio:.2f} times as long as values seen before"
+            raise Unreliable("timing", f"it remembers results: {text}")
+        text = f"its time on new values over its time on values seen before: {_ratio_text(found)}"
         self.session.note(text, self.problem, own.entry.name)
 
     def _check_rival_slowdown(self, rival: Timed) -> None:
         """Raise Unreliable where a rival takes longer in the function's process than in one without it."""
         name = rival.entry.name
         self.on.step(f"{rival.clock} clock: {name} with and without the function")
-        alone, together = self._alone[name, rival.clock].again(), rival.again()
+        without, beside = self._without[name, rival.clock].unsampled(), rival.unsampled()
 
         def refresh(_: int) -> None:
             scale = random_scale()
-            for one in (together, alone):
+            for one in (beside, without):
                 one.channel.ask("refresh", scale=scale)
 
-        alone_ns, together_ns = paired(alone.sample, together.sample, _ALONE, refresh)
-        if min(*alone_ns, *together_ns) <= 0:
+        without_ns, beside_ns = paired(without.sample, beside.sample, _WITHOUT, refresh)
+        if min(*without_ns, *beside_ns) <= 0:
             return
-        found = ratio_interval(alone_ns, together_ns)
+        found = ratio_interval(without_ns, beside_ns)
         if found.low > _SLOWED:
             text = f"the rival was slowed in the function's process: {_ratio_text(found)} times its time without the function"
             raise Unreliable("timing", text)
@@ -176,9 +175,7 @@ def clock_mismatch(timed: Timed, ping: float) -> str | None:
     if fits and fills:
         return None
     claimed, wall = statistics.median(timed.claimed), statistics.median(timed.walls)
-    return (
-        f"its clock disagrees with the harness's: it says {claimed / 1e6:.3f} ms a sample, of which {wall / 1e6:.3f} ms passed"
-    )
+    return f"its clock disagrees with the harness's: it reports {claimed / 1e6:.3f} ms a sample; {wall / 1e6:.3f} ms passed"
 
 
 def deferred_work(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | None:
@@ -192,23 +189,23 @@ def deferred_work(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> s
     if not _hidden(mine, alike, _OF_LOOK * kept * rival_ns):
         return None
     return (
-        f"it puts work off until somebody looks: reading {kept} of its answers takes {mine / 1e6:.2f} ms, "
+        f"it defers work until its results are read: reading {kept} of them takes {mine / 1e6:.2f} ms, "
         f"of its rival's {alike / 1e6:.2f} ms"
     )
 
 
-def work_ahead(own: Channel, alone: Channel, own_ns: float, rival_ns: float, sets: int) -> str | None:
-    """Why a function seems to compute while new values are written; None where it does not. ``alone`` is the process without
-    the function, with as many input sets."""
+def work_ahead(own: Channel, without: Channel, own_ns: float, rival_ns: float, sets: int) -> str | None:
+    """Why a function seems to compute while new values are written; None where it does not. ``without`` is the process
+    without the function, with as many input sets."""
     if own_ns > _FASTER * rival_ns:
         return None
-    changes = [[_request_ns(one, "refresh", scale=random_scale()) for one in (own, alone)] for _ in range(_CHANGES)]
-    with_it, without = map(min, zip(*changes, strict=True))
-    if not _hidden(with_it, without, _OF_CHANGE * sets * rival_ns):
+    changes = [[_request_ns(one, "refresh", scale=random_scale()) for one in (own, without)] for _ in range(_CHANGES)]
+    with_ns, without_ns = map(min, zip(*changes, strict=True))
+    if not _hidden(with_ns, without_ns, _OF_CHANGE * sets * rival_ns):
         return None
     return (
-        f"it works while no clock runs: new values in its {sets} input sets take {with_it / 1e6:.2f} ms, "
-        f"without it {without / 1e6:.2f} ms"
+        f"it works while nothing is timed: writing new values to its {sets} input sets takes {with_ns / 1e6:.2f} ms, "
+        f"without the function {without_ns / 1e6:.2f} ms"
     )
 
 

@@ -69,13 +69,10 @@ class Usage:
         """Why the processor time used since is too much; None where it is not."""
         others, asked = self._of_other_threads() - self._others, (self._child.request_ns - self._request_ns) / 1e9
         if self._one_thread and others > _MAX_OF_OTHERS * asked + _SLACK_S:
-            return (
-                f"it works on other threads than the one that it and its rivals are timed on: "
-                f"{others:.2f} s of processors there in {asked:.2f} s"
-            )
+            return f"it works on other threads than the one that is timed: {others:.2f} s of CPU time there in {asked:.2f} s"
         started, passed = self._of_started() - self._started, time.monotonic() - self._began
         if started > _MAX_OF_STARTED * passed + _SLACK_S:
-            return f"processes that it started work while it is timed: {started:.2f} s of processors in {passed:.2f} s"
+            return f"processes that it started work while it is timed: {started:.2f} s of CPU time in {passed:.2f} s"
         return None
 
     def _of_other_threads(self) -> float:

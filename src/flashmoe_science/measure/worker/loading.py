@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Spec(NamedTuple):
-    """Where a function is: ``source`` is a module's name or a file's path, ``attribute`` a dotted name in it."""
+    """The place of a function: ``source`` is a module's name or a file's path, ``attribute`` a dotted name in it."""
 
     text: str
     source: str

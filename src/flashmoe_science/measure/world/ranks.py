@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.ops.on_ranks import Way
+from flashmoe_science.ops.distributed import Implementation
 
 T = TypeVar("T")
 
@@ -66,13 +66,13 @@ class World:
         """The first reason that a rank gives, the same on all; empty where none has one."""
         return next(filter(None, self.gather(reason)), "")
 
-    def time(self, way: Way, call: Callable[[], object], calls: int) -> int:
+    def time(self, one: Implementation, call: Callable[[], object], calls: int) -> int:
         """Nanoseconds of so many calls on this rank. All ranks begin at once.
 
         On a GPU half as many calls run before and are not timed: the host gets ahead, and the clock is that of this work. One
         GPU's call of the whole is made on every rank: a GPU that idles is slow in the next sample.
         """
-        with way.within():
+        with one.context():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it
             if self.bench.gpu is None:
                 began = time.perf_counter_ns()

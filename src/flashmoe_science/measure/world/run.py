@@ -1,8 +1,8 @@
 """A run on several ranks, each a process with a GPU of its own, or on the CPU: ``torchrun ... -m flashmoe_science prove``.
 
-Every rank makes the same inputs and goes the same way; rank 0 writes the rows. A sample begins on all ranks at once and is the
-time of the slowest. The samples of all ways to compute a problem alternate. Each rank's part of each answer is held to the
-oracle, in a sample of the elements; how far ours is from one GPU's call is noted.
+Every rank makes the same inputs and takes the same steps; rank 0 writes the rows. A sample begins on all ranks at once and is
+the time of the slowest. The samples of all implementations of a problem alternate. Some elements of each rank's results are
+held to the oracle; how far ours are from one GPU's call is noted.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ from pathlib import Path
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
-from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
+from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request, distributed_suites
+from flashmoe_science.measure.session import Outcome, Session, Watch
 from flashmoe_science.measure.world.checks import Checks
 from flashmoe_science.measure.world.ranks import World, world_size
 from flashmoe_science.measure.world.timing import Timing
 from flashmoe_science.operations import OPERATIONS, parse_problem
-from flashmoe_science.problem import OnRanks, ProblemError
+from flashmoe_science.problem import DistributedProblem, ProblemError
 from flashmoe_science.records import Row
 from flashmoe_science.store import RunWriter
-
-
-def suites() -> dict[str, tuple[str, ...]]:
-    """Name -> the problems of a suite on several ranks, as text without their last word."""
-    modules = (one.module("proof", "ranks") for one in OPERATIONS if one.cut)
-    return {name: texts for module in modules for name, texts in module.SUITES.items()}
 
 
 class WorldPlan:
@@ -38,14 +32,14 @@ class WorldPlan:
 
     def __init__(self, request: Request) -> None:
         self.request, self.found = request, list[str]()
-        named = suites()
+        named = distributed_suites()
         refused = [f"--{word} is given" for word in ("kernel", "against", "draw") if getattr(request, word)]
         refused += [f"{word} is named" for word in request.functions]
         if refused:
             raise ValueError(f"{refused[0]}, which is not for several ranks")
         words = request.targets or tuple(named)
-        self.groups = {word: tuple(_on_ranks(text) for text in named[word]) for word in words if word in named}
-        if custom := tuple(_on_ranks(word) for word in words if word not in named):
+        self.groups = {word: tuple(_distributed(text) for text in named[word]) for word in words if word in named}
+        if custom := tuple(_distributed(word) for word in words if word not in named):
             self.groups["custom"] = custom
         for one in (one for problems in self.groups.values() for one in problems):
             if current_gpu() is None and one.flops() > MAX_CPU_FLOPS:
@@ -53,34 +47,32 @@ class WorldPlan:
         self.world = World()
         self.writes = self.world.rank == 0
 
-    def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
-        """A run for each suite, in a file of its own. Raises StoreError, and ValueError for a run that is to go on."""
-        if earlier is not NOTHING_EARLIER:
-            raise ValueError("--resume is given; a run on several ranks is begun anew")
+    def run(self, folder: Path, watch: Watch) -> list[Outcome]:
+        """A run for each suite, in a file of its own. Raises StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         for name, problems in self.groups.items():
             with RunWriter(folder / f"run-{name}.jsonl") if self.world.rank == 0 else nullcontext(list[Row]()) as sink:
-                session = Session(self.world.bench, sink, self.request, watch, earlier, began)
+                session = Session(self.world.bench, sink, self.request, watch, began=began)
                 outcomes.append(_run(self.world, session, name, problems))
         self.world.end()
         return outcomes
 
 
-def _on_ranks(text: str) -> OnRanks:
+def _distributed(text: str) -> DistributedProblem:
     """The problem on the ranks that there are. Raises ValueError: a text that says another number, or of no operation that is
     spread."""
     problem, ranks = parse_problem(text), world_size()
-    if not isinstance(problem, OnRanks):
-        cut = next((one.cut for one in OPERATIONS if one.name == problem.op), "")
-        if not cut:
+    if not isinstance(problem, DistributedProblem):
+        parallelism = next((one.parallelism for one in OPERATIONS if one.name == problem.op), "")
+        if not parallelism:
             raise ValueError(f"'{problem}' is not measured on several ranks")
-        problem = OnRanks(problem, cut, ranks)
+        problem = DistributedProblem(problem, parallelism, ranks)
     if problem.ranks != ranks:
         raise ProblemError(f"'{problem}' is of {problem.ranks} ranks; torchrun started {ranks}")
     return problem
 
 
-def _run(world: World, session: Session, name: str, problems: Sequence[OnRanks]) -> Outcome:
+def _run(world: World, session: Session, name: str, problems: Sequence[DistributedProblem]) -> Outcome:
     session.begin(name, world.size, world.cards)
     session.total, failed = len(problems), list[str]()
     for problem in problems:

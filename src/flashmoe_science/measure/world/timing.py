@@ -1,4 +1,4 @@
-"""Times of the ways to compute a problem on several ranks: samples in turn, on both clocks."""
+"""Times of the implementations of a problem on several ranks: samples in turn, on both clocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flashmoe_science.measure.bench import conditions, one_line
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.world.checks import Ready
 from flashmoe_science.measure.world.ranks import World
-from flashmoe_science.ops.on_ranks import Results
-from flashmoe_science.problem import OnRanks
+from flashmoe_science.ops.distributed import Results
+from flashmoe_science.problem import DistributedProblem
 from flashmoe_science.records import Cache, Clock, TimingRow
 
 _SAMPLE_NS, _MAX_CALLS = 2e7, 200  # so long that the clock of the GPU settles
@@ -27,22 +27,22 @@ _GRAPH_NS = 1e6  # a call of ours below which the host's time may be most of it:
 class Timing:
     """One problem on all ranks, timed."""
 
-    def __init__(self, world: World, session: Session, problem: OnRanks) -> None:
+    def __init__(self, world: World, session: Session, problem: DistributedProblem) -> None:
         self.world, self.session, self.problem = world, session, problem
         self._seconds, self._conditions = 0.0, dict[str, Any]()
 
     def time(self, ready: Sequence[Ready]) -> None:
-        """Write the rows of all ways: by eager calls and, where those are short, in CUDA graphs."""
-        quick = [one for one in self._sampled(ready, "eager", 1) if not one.again]
+        """Write the rows of all implementations: by eager calls and, where those are short, in CUDA graphs."""
+        quick = [one for one in self._sampled(ready, "eager", 1) if not one.is_control]
         rounds = self._sized(quick)
         self._record(self._sampled(quick, "eager", rounds), "eager")
-        is_short = any(one.way.origin == "ours" and min(one.slowest) < _GRAPH_NS for one in quick)
+        is_short = any(one.implementation.origin == "ours" and min(one.slowest) < _GRAPH_NS for one in quick)
         if self.world.bench.gpu is not None and is_short:
-            captured = [made for one in quick if one.way.graphs and (made := self._captured(one)) is not None]
+            captured = [made for one in quick if one.implementation.capturable and (made := self._captured(one)) is not None]
             self._record(self._sampled(captured, "graph", rounds), "graph")
 
     def _sized(self, quick: Sequence[Ready]) -> int:
-        """Set how many calls a sample of each way holds, by its quick time. Returns the number of rounds."""
+        """Set how many calls a sample of each implementation holds, by its quick time. Returns the number of rounds."""
         for one in quick:
             one.calls = max(1, min(_MAX_CALLS, math.ceil(_SAMPLE_NS / max(1, min(one.slowest)))))
         a_round = sum(one.calls * min(one.slowest) for one in quick) / 1e9
@@ -50,7 +50,7 @@ class Timing:
         return _QUICK_ROUNDS if self.session.request.quick else max(_MIN_ROUNDS, min(_MAX_ROUNDS, fit))
 
     def _captured(self, one: Ready) -> Ready | None:
-        """The calls of a way's sample as one CUDA graph, None where they cannot be captured."""
+        """The calls of a sample as one CUDA graph, None where they cannot be captured."""
         graph, reason, kept = torch.cuda.CUDAGraph(), "", list[Results]()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL asks for events on a thread of its own
@@ -59,7 +59,7 @@ class Timing:
         except RuntimeError as error:
             reason = one_line(error)
         if reason := self.world.first_of(reason):
-            self.session.note(f"by {one.way.config}: it is in no graph: {reason}", self.problem, one.entry.name)
+            self.session.note(f"by {one.implementation.config}: it is in no graph: {reason}", self.problem, one.entry.name)
             return None
 
         def replay() -> Results:
@@ -69,30 +69,30 @@ class Timing:
         return replace(one, call=replay)
 
     def _sampled(self, ready: Sequence[Ready], clock: Clock, rounds: int) -> list[Ready]:
-        """Sample all ways in turn, there and back, the first of ours twice: the control. Then compare their answers."""
-        first = next((one for one in ready if one.way.origin == "ours"), None)
-        every = [*ready, *([replace(first, again=True)] if first else [])]
+        """Sample all in turn, there and back, the first of ours twice: the control. Then compare their results."""
+        first = next((one for one in ready if one.implementation.origin == "ours"), None)
+        every = [*ready, *([replace(first, is_control=True)] if first else [])]
         samples: list[list[int]] = [[] for _ in every]
         world, before, began = self.world, self.world.bench.telemetry(), time.monotonic()
         for n in range(rounds + 1):  # the first warms up
             self.session.show_progress(f"{self.problem}: {clock} clock, round {n} of {rounds}")
             for one, own in list(zip(every, samples, strict=True))[:: 1 if n % 2 else -1]:
-                took = world.time(one.way, one.call, one.calls if clock == "eager" else 1)
+                took = world.time(one.implementation, one.call, one.calls if clock == "eager" else 1)
                 own += [round(took / one.calls)] if n else []
         self._seconds, after = time.monotonic() - began, world.bench.telemetry()
         self._conditions = _joined(world.gather(conditions(before, after)))
         timed = []
         for one, series in zip(every, zip(*world.gather(samples), strict=True), strict=True):
-            timed.append(replace(one, by_rank=list(series[: 1 if one.way.alone else None])))
+            timed.append(replace(one, by_rank=list(series[: 1 if one.implementation.single_gpu else None])))
         return [one for one in timed if self._repeats(one, clock)]
 
     def _repeats(self, one: Ready, clock: Clock) -> bool:
         """Whether one more call, of ours, gives the bits of the first on every rank; else what was sampled is void."""
-        if one.way.origin != "ours":
+        if one.implementation.origin != "ours":
             return True
-        again = one.way.part(one.within())
+        repeated = one.implementation.own_part(one.call_in_context())
         self.world.bench.synchronize()
-        same = all(torch.equal(a, b) for a, b in zip(again, one.held, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(repeated, one.results, strict=True))
         reason = self.world.first_of("" if same else f"rank {self.world.rank}: a call on the {clock} clock has other bits")
         if reason:
             self.session.refuse("correctness", reason, self.problem, one.entry, voids=True)
@@ -100,10 +100,15 @@ class Timing:
 
     def _record(self, ready: Sequence[Ready], clock: Clock) -> None:
         """A row for each of ours and each peer, of the same rounds, and the control's."""
-        gpu, ours = self.world.bench.gpu, [one for one in ready if one.way.origin == "ours" and not one.again]
+        gpu, ours = self.world.bench.gpu, [one for one in ready if one.implementation.origin == "ours" and not one.is_control]
         reads = self.problem.min_bytes() // self.problem.gpus()
         cache: Cache = "cold" if gpu is None or reads > 2 * gpu.l2_bytes else "warm"
-        pairs = [(own, one) for own in ours for one in ready if one.way.origin == "peer" or (one.again and one.way == own.way)]
+        pairs = [
+            (own, one)
+            for own in ours
+            for one in ready
+            if one.implementation.origin == "peer" or (one.is_control and one.implementation == own.implementation)
+        ]
         for own, rival in pairs:
             self.session.record(
                 TimingRow,

@@ -80,7 +80,7 @@ def weighted_sums(rows: torch.Tensor, weights: torch.Tensor, here: torch.Tensor)
 
 
 def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
-    """As ``BackwardTensors`` has them."""
+    """The pre-activations in the layout of ``BackwardTensors``."""
     return _pre_activations(tensors, _rows(tensors.topk_ids, tensors.w1.shape[0]), activation)
 
 

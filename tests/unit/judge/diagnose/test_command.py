@@ -87,7 +87,7 @@ def test_by_the_records_too_the_librarys_choice_is_meant_and_a_suite_may_be_name
     assert out.count(f"fwd_triton on {PROBLEM}, h200") == out.count(", h200\n") == 1
     assert (len(asked) == 1, err == "") == (words[0] == PROBLEM,) * 2
     if err:  # the rest of the suite is left out by name
-        assert "left out: no record on h200 speaks of kernel 'fwd_triton' on 'attn b1 h1 q4 d4 fp16'" in err
+        assert "left out: no record on h200 has kernel 'fwd_triton' on 'attn b1 h1 q4 d4 fp16'" in err
 
 
 def test_what_no_record_speaks_of_is_said_with_what_to_do(history: Path, flashmoe: Flashmoe) -> None:

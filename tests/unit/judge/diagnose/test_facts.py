@@ -56,9 +56,9 @@ def test_one_machine_speaks() -> None:
 
 def test_nothing_known_is_one_line_with_what_is_known() -> None:
     run = Plant().time(PROBLEM, "k", 8.0).done()
-    with pytest.raises(NoRecord, match=r"no record speaks of kernel 'q' on .*; they know k there"):
+    with pytest.raises(NoRecord, match=r"no record has kernel 'q' on .*; they know k there"):
         gather([run], PROBLEM, "q")
-    with pytest.raises(NoRecord, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
+    with pytest.raises(NoRecord, match=r"^no record on l4 has kernel 'k' on .*; there are such records on h200$"):
         gather([run], PROBLEM, "k", gpu="l4")
     with pytest.raises(NoRecord, match=r"they know none there$"):
         gather([run], "attn b9 h9 q9 d9 fp16", "k")

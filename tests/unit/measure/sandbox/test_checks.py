@@ -91,7 +91,7 @@ def comparer(
             problem=parse_problem("attn b1 h1 q64 d64 fp32"),
             session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda *step: None),
             worker=child,
-            rivals_alone=Sampled(waits=waits),
+            rivals_worker=Sampled(waits=waits),
             oracle=Oracle(child, new_bits, nonfinite),
             input_bytes=3 * 64 * 64 * 4,
             launches={},
@@ -242,12 +242,14 @@ def remote(more: float = 0.0) -> Timed:
 
 def test_an_answer_that_is_made_when_it_is_read_is_named() -> None:
     reason = deferred_work(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS)
-    assert reason == ("it puts work off until somebody looks: reading 16 of its answers takes 2.00 ms, of its rival's 0.40 ms")
+    assert reason == ("it defers work until its results are read: reading 16 of them takes 2.00 ms, of its rival's 0.40 ms")
 
 
 def test_work_while_values_are_changed_is_named() -> None:
     reason = work_ahead(Taking(SETS * RIVAL_NS), Taking(), RIVAL_NS / 10, RIVAL_NS, SETS)
-    assert reason == ("it works while no clock runs: new values in its 50 input sets take 7.00 ms, without it 2.00 ms")
+    assert reason == (
+        "it works while nothing is timed: writing new values to its 50 input sets takes 7.00 ms, without the function 2.00 ms"
+    )
 
 
 @pytest.mark.parametrize(("more", "own_ns"), [(0.0, RIVAL_NS / 10), (RIVAL_NS, RIVAL_NS / 10), (KEPT * RIVAL_NS, RIVAL_NS)])

@@ -1,4 +1,4 @@
-"""Ways to compute a problem that are wrong, that differ from call to call or that are slow, on one rank of this process."""
+"""Implementations of a problem that are wrong, that differ from call to call or that are slow, on one rank of this process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from flashmoe_science.measure.world.checks import Checks
 from flashmoe_science.measure.world.ranks import World
 from flashmoe_science.measure.world.timing import Timing
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.on_ranks import Results, Way
-from flashmoe_science.problem import OnRanks
-from flashmoe_science.records import ALONE, CorrectnessRow, NoteRow, RefusalRow, Row, TimingRow
+from flashmoe_science.ops.distributed import Implementation, Results
+from flashmoe_science.problem import DistributedProblem
+from flashmoe_science.records import ONE_GPU, CorrectnessRow, NoteRow, RefusalRow, Row, TimingRow
 
 Make = Callable[[torch.Tensor], Callable[[], Results]]  # of the right answer a call
 
@@ -36,17 +36,20 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def measured(world: World, monkeypatch: pytest.MonkeyPatch, makes: dict[str, Make], **options: object) -> list[Row]:
-    """The rows of a problem that is computed by one GPU's call and in these ways."""
+    """The rows of a problem that is computed by one GPU's call and by these implementations."""
     rows, module = list[Row](), operation("attention").module("proof", "ranks")
-    problem, real = parse_problem("attn b1 h1 q8 d8 fp32 bshd cp2"), module.ways
-    assert isinstance(problem, OnRanks)
+    problem, real = parse_problem("attn b1 h1 q8 d8 fp32 bshd cp2"), module.implementations
+    assert isinstance(problem, DistributedProblem)
 
-    def ways(*given: object) -> list[Way]:
-        alone = next(way for way in real(*given) if way.name == ALONE)
-        answer = alone.prepare()()[0]
-        return [alone, *(Way(name, "", "ours", lambda make=make: make(answer), **options) for name, make in makes.items())]  # type: ignore[misc]
+    def implementations(*given: object) -> list[Implementation]:
+        one_gpu = next(one for one in real(*given) if one.name == ONE_GPU)
+        answer = one_gpu.prepare()()[0]
+        return [
+            one_gpu,
+            *(Implementation(name, "", "ours", lambda make=make: make(answer), **options) for name, make in makes.items()),
+        ]  # type: ignore[misc]
 
-    monkeypatch.setattr(module, "ways", ways)
+    monkeypatch.setattr(module, "implementations", implementations)
     session = Session(world.bench, rows, Request(quick=True), lambda *words: None)
     with torch.no_grad():
         Timing(world, session, problem).time(Checks(world, session, problem).ready())
@@ -57,7 +60,7 @@ def refused(rows: list[Row]) -> dict[str | None, RefusalRow]:
     return {row.kernel: row for row in rows if isinstance(row, RefusalRow)}
 
 
-def test_a_way_that_is_wrong_or_fails_is_refused_and_one_that_is_absent_noted(
+def test_an_implementation_that_is_wrong_or_fails_is_refused_and_one_that_is_absent_noted(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(answer: torch.Tensor) -> Callable[[], Results]:
@@ -77,7 +80,7 @@ def test_a_way_that_is_wrong_or_fails_is_refused_and_one_that_is_absent_noted(
     assert refused(rows)["fails"].reason.startswith("it does not run: RuntimeError")
     assert set(refused(rows)) == {"wrong", "fails"}
     assert {row.kernel: row.passed for row in rows if isinstance(row, CorrectnessRow)} == {
-        ALONE: True, "right": True, "wrong": False
+        ONE_GPU: True, "right": True, "wrong": False
     }  # fmt: skip
     assert "by : it is not installed" not in (notes := [row.text for row in rows if isinstance(row, NoteRow)])
     assert "it is not installed" in notes
@@ -87,7 +90,7 @@ def test_a_way_that_is_wrong_or_fails_is_refused_and_one_that_is_absent_noted(
 
 def test_bits_that_are_promised_and_are_others_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     makes: dict[str, Make] = {"right": lambda answer: lambda: (answer.clone(),)}
-    rows = measured(world, monkeypatch, makes, same=lambda: (torch.zeros(2), torch.ones(2)))
+    rows = measured(world, monkeypatch, makes, bits=lambda: (torch.zeros(2), torch.ones(2)))
     assert "other bits than one GPU's call" in refused(rows)["right"].reason
 
 
@@ -108,7 +111,7 @@ def test_a_sample_is_the_time_of_a_call_however_many_it_holds(world: World, monk
         return make
 
     rows = measured(world, monkeypatch, {"short": takes(0.004), "long": takes(0.022)})
-    timed = {row.kernel: row for row in rows if isinstance(row, TimingRow) and row.rival == ALONE}
+    timed = {row.kernel: row for row in rows if isinstance(row, TimingRow) and row.rival == ONE_GPU}
     assert timed["short"].calls > timed["long"].calls == 1
     medians = [statistics.median(timed[name].a) / 1e6 for name in ("short", "long")]
     assert 4.0 <= medians[0] < 10.0
@@ -129,4 +132,4 @@ def test_a_sample_is_the_time_of_a_call_however_many_it_holds(world: World, monk
 def test_a_problem_that_ranks_cannot_share_is_refused(text: str, what: str) -> None:
     problem = parse_problem(text)
     with pytest.raises(ValueError, match=what):
-        operation(problem.op).module("proof", "ranks").ways(problem, {}, SimpleNamespace(size=lambda: 2))
+        operation(problem.op).module("proof", "ranks").implementations(problem, {}, SimpleNamespace(size=lambda: 2))

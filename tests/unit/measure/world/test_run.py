@@ -17,10 +17,10 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.measure.promote import promote
-from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.world.run import WorldPlan, suites
+from flashmoe_science.measure.request import Request, distributed_suites
+from flashmoe_science.measure.world.run import WorldPlan
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import ALONE, CorrectnessRow, EndRow, NoteRow, Row, TimingRow
+from flashmoe_science.records import ONE_GPU, CorrectnessRow, EndRow, NoteRow, Row, TimingRow
 from flashmoe_science.store import Run, read_run
 
 ROOT = Path(__file__).parents[4]
@@ -64,12 +64,11 @@ def every_rank_is_checked_and_a_sample_is_the_slowest_ranks(run: Run) -> None:
     checked = {(row.problem, row.kernel, row.config, row.rank) for row in run.of(CorrectnessRow)}
     assert {(*who, 1 - rank) for *who, rank in checked} == checked
     for row in run.of(TimingRow):
-        alone = row.rival == ALONE
-        assert (len(row.a_by_rank), len(row.b_by_rank)) == (2, 1 if alone else 2)
+        assert (len(row.a_by_rank), len(row.b_by_rank)) == (2, 1 if row.rival == ONE_GPU else 2)
         assert row.a == [max(times) for times in zip(*row.a_by_rank, strict=True)]
         assert row.b == [max(times) for times in zip(*row.b_by_rank, strict=True)]
     assert {row.rival for row in run.of(TimingRow) if row.problem == EXPERTS and row.kernel == "expert_parallel_exact"} == {
-        ALONE, "all_gather", "all_to_all"
+        ONE_GPU, "all_gather", "all_to_all"
     }  # fmt: skip
     bits = "expert_parallel_exact (collectives) has the bits of one GPU's call"
     assert bits in [row.text for row in run.of(NoteRow)]
@@ -131,7 +130,7 @@ def what_one_rank_did_not_show_is_refused(run: Run) -> None:
 
 
 def test_the_suites_are_few_problems_that_two_ranks_share() -> None:
-    problems = [parse_problem(text) for texts in suites().values() for text in texts]
+    problems = [parse_problem(text) for texts in distributed_suites().values() for text in texts]
     assert len(problems) <= 30
     assert all(problem.queries() % 4 == 0 or problem.op == "moe" for problem in problems if problem.queries())
 

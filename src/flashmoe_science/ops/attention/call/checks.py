@@ -7,12 +7,12 @@ symbolic sizes that torch.compile traces with. Values (lengths, page numbers) ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
 from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.ops.attention.call.tensors import DTYPES, E4M3, ArgNames, Options, Tensors, max_keys, sequences
+from flashmoe_science.printable import shown
 
 MAX_SPLITS = 256
 _DEVICES = ("cpu", "cuda")
@@ -255,7 +255,7 @@ def _sizes(tensor: torch.Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_count(value: object, name: str, least: int, shown: Callable[[object], str] = repr) -> None:
+def check_count(value: object, name: str, least: int) -> None:
     """Raise unless ``value`` is an integer of at least ``least``.
 
     Raises:
@@ -271,13 +271,13 @@ def check_count(value: object, name: str, least: int, shown: Callable[[object], 
 def check_name(value: object, name: str) -> None:
     """Raise TypeError unless ``value`` is a string."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {_shown(value)}; it must be a string or None")
+        raise TypeError(f"{name} is {shown(value)}; it must be a string or None")
 
 
 def check_flag(value: object, name: str) -> None:
     """Raise TypeError unless ``value`` is True or False: a word such as "no" would be taken for true."""
     if value is not True and value is not False:
-        raise TypeError(f"{name} is {_shown(value)}; it must be True or False")
+        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def checked_scale(scale: object, name: str) -> float:
@@ -288,7 +288,7 @@ def checked_scale(scale: object, name: str) -> float:
         ValueError: NaN or infinite.
     """
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{name} is {_shown(scale)}; it must be a real number or None")
+        raise TypeError(f"{name} is {shown(scale)}; it must be a real number or None")
     if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace
         raise ValueError(f"{name} is {scale}; it must be finite")
     return float(scale)
@@ -302,17 +302,9 @@ def check_probability(value: object, name: str) -> None:
         ValueError: below 0 or above 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {_shown(value)}; it must be a real number from 0 to 1")
+        raise TypeError(f"{name} is {shown(value)}; it must be a real number from 0 to 1")
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} is {value}; it must be from 0 to 1")
-
-
-def _shown(value: object) -> str:
-    """A short, one-line text of any value that a user may have passed by mistake."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, names: ArgNames) -> None:
@@ -323,7 +315,7 @@ def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, nam
         ValueError: of another device, or of a shape that does not broadcast.
     """
     if not isinstance(attn_mask, torch.Tensor):
-        raise TypeError(f"attn_mask is {_shown(attn_mask)}; it must be a torch.Tensor or None")
+        raise TypeError(f"attn_mask is {shown(attn_mask)}; it must be a torch.Tensor or None")
     if attn_mask.dtype not in (torch.bool, q.dtype):
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool or that of {names.q}, {q.dtype}")
     if attn_mask.device != q.device:

@@ -8,7 +8,7 @@ import torch
 
 
 def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each of ``total`` packed tokens: its sequence, its place in it, and whether a sequence owns it.
+    """The sequence of each of ``total`` packed tokens, its place there, and whether any sequence owns it.
 
     Args:
         cu_seqlens: integers [batch + 1], where each sequence begins, and the end of the last.

@@ -227,7 +227,7 @@ def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> 
 def whole_cache(k_cache: torch.Tensor, page_table: torch.Tensor | None, batch: int, k: torch.Tensor | None) -> torch.Tensor:
     """int32 [batch], the capacity of each sequence's cache. Raises ValueError where new keys would go behind it."""
     if k is not None:
-        raise ValueError("k and v are given without cache_seqlens, which must say behind what they go")
+        raise ValueError("k and v are given without cache_seqlens, which must say where they are appended")
     capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
     return torch.full((batch,), capacity, dtype=torch.int32, device=k_cache.device)
 

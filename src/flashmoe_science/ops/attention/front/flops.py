@@ -12,7 +12,7 @@ from flashmoe_science.ops.calls import PLAIN
 
 
 def of_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, out_val: object = None) -> int:
-    """Of ``flashmoe::attention_forward``: two products."""
+    """FLOPs of ``flashmoe::attention_forward``: two products."""
     tensors, options, _ = unpacked((q, k, v), *rest)
     return 2 * _scores(tensors, options) * (q.shape[3] + v.shape[3])
 
@@ -21,7 +21,7 @@ def of_backward(
     dout: object, dlse: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: object, lse: object, wanted: object,
     mask: Any, softmax_scale: float | None = None, kernel_name: str | None = None, *rest: Any, out_val: object = None,
 ) -> int:  # fmt: skip
-    """Of ``flashmoe::attention_backward``: five products, one of them the forward's again."""
+    """FLOPs of ``flashmoe::attention_backward``: five products, one of them the forward's once more."""
     tensors, options, _ = unpacked((q, k, v), mask, softmax_scale, True, kernel_name, *rest)
     return 2 * _scores(tensors, options) * (3 * q.shape[3] + 2 * v.shape[3])
 

@@ -40,7 +40,7 @@ class Softmax(NamedTuple):
 def padded_attention(
     tensors: Tensors, options: Options, features: Features, softmax_scale: float | None, dropout_p: float
 ) -> _Rows:
-    """As ``pytorch_attention``, of a call with these features, and as ``dropped_attention``."""
+    """The results of ``pytorch_attention`` and ``dropped_attention`` for a call with these features."""
     q = tensors.q
     queries = _queries(tensors, options)
     keys, values = _cached(tensors, options, features)
@@ -160,7 +160,7 @@ def _is_pytorchs_own(tensors: Tensors, options: Options) -> bool:
 def _by_pytorchs_own(
     queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax, part: slice
 ) -> _Rows:
-    """As ``_by_scores``, without the log-sum-exp and in the dtype of keys and values."""
+    """The results of ``_by_scores`` without the log-sum-exp, in the dtype of keys and values."""
     visible, distance = _visible(queries, keys, tensors, options, part)
     mask = visible
     if tensors.alibi_slopes is not None:

@@ -56,8 +56,8 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
 def dropped_attention(
     tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """As ``pytorch_attention`` and, where the log-sum-exp is asked for, the weights [batch, heads, longest q, longest k] before
-    some are left out, in the dtype of ``q``; those left out are negative."""
+    """The results of ``pytorch_attention`` and, where the log-sum-exp is asked for, the weights before dropout, [batch, heads,
+    longest q, longest k], in the dtype of ``q``; dropped ones are negative."""
     if not (options.return_lse and dropout_p):
         return *pytorch_attention(tensors, options, softmax_scale, dropout_p), None
     features = features_of(tensors, options)
@@ -70,7 +70,7 @@ def dropped_attention(
 
 
 class _Spans(NamedTuple):
-    """Of each sequence its queries, and its keys from ``first`` to ``last``."""
+    """Each sequence's number of queries, and its keys from ``first`` to ``last``."""
 
     queries: list[int]
     first: list[int]
@@ -78,7 +78,7 @@ class _Spans(NamedTuple):
 
 
 def _spans(tensors: Tensors) -> _Spans:
-    """Of the sequences of a call, whose lengths are read."""
+    """The spans of a call's sequences. Reads lengths from the device."""
     batch, starts_q, starts_k = sequences(tensors), tensors.cu_seqlens_q, tensors.cu_seqlens_k
     queries = [tensors.q.shape[2]] * batch if starts_q is None else starts_q.diff().tolist()
     last = starts_k.diff() if tensors.cache_seqlens is None and starts_k is not None else tensors.cache_seqlens
@@ -94,8 +94,8 @@ def _is_cheaper_alone(spans: _Spans, heads: int) -> bool:
 
 
 def _one_by_one(spans: _Spans, tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
-    """As ``pytorch_attention``, each sequence by a call of its own. Rows that belong to no sequence get zeros."""
-    packed, alone = tensors.cu_seqlens_q is not None, options._replace(max_seqlen_q=0, max_seqlen_k=0)
+    """The results of ``pytorch_attention`` by a call for each sequence. Rows that belong to no sequence get zeros."""
+    packed, of_one = tensors.cu_seqlens_q is not None, options._replace(max_seqlen_q=0, max_seqlen_k=0)
     rows = _split(tensors.q, spans.queries) if packed else tensors.q.split(1)
     results = []
     for n, (q, k, v, count, first, last) in enumerate(zip(rows, *_keys(tensors, spans), *spans, strict=True)):
@@ -108,7 +108,7 @@ def _one_by_one(spans: _Spans, tensors: Tensors, options: Options, softmax_scale
             bias=None if tensors.bias is None else tensors.bias[n : n + 1, :, :count, first:last],
             prefix=None if prefix is None else prefix - first, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        results.append(pytorch_attention(own, alone, softmax_scale, dropout_p))
+        results.append(pytorch_attention(own, of_one, softmax_scale, dropout_p))
     rest = tensors.q.shape[2] - sum(spans.queries) if packed else 0
     out = torch.cat([one for one, _ in results], 2 if packed else 0)
     lses = [one for _, one in results if one is not None]

@@ -65,13 +65,13 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if problem.features.page and problem.features.page not in _PAGES:
         return f"FlashInfer's XQA takes pages of {', '.join(map(str, _PAGES))} rows"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
-        return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
+        return f"FlashInfer's XQA reads pages, and {problem.seqlen_k} keys do not fill whole pages of {SMALLEST_PAGE}"
     return unsupported(problem.features, _SERVED, "FlashInfer's XQA, as it is measured here,")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
-    """As many processors as there are, and more than that where it splits keys more: where lengths differ, or sequences do not
-    fill the processors evenly, more blocks may end sooner. Its fastest path is what is compared."""
+    """Configs with as many blocks as SMs, and with more where it then splits keys more: where lengths differ, or sequences do
+    not fill the SMs evenly, more blocks may end sooner. Its fastest path is what is compared."""
     processors = 1 if device is None else device.sm_count
     most = -(-problem.seqlen_k // _BLOCK_KEYS)
     splits = {rounds: min(most, max(1, rounds * processors // (problem.batch * problem.heads_kv))) for rounds in _ROUNDS}
@@ -103,11 +103,13 @@ def pages_of(inputs: AttentionInputs) -> Pages:
     batch, heads, capacity, width = k.shape
     rows = page_rows(capacity)
     if rows is None:
-        raise CannotServe(f"FlashInfer reads pages, and a cache of {capacity} rows is no whole pages of {SMALLEST_PAGE}")
+        raise CannotServe(
+            f"FlashInfer reads pages, and a cache of {capacity} rows does not fill whole pages of {SMALLEST_PAGE}"
+        )
     between, between_heads, between_rows, _ = k.stride()
     step, rest = divmod(between, rows * between_rows)  # from the first page of a sequence to the next one's
     if rest:
-        raise CannotServe("sequences of the cache are no whole pages apart, which FlashInfer needs")
+        raise CannotServe("sequences of the cache are not whole pages apart, as FlashInfer needs")
     # Pages of other sequences, and in [B, H, S, D] of other heads, are between the last page and the one before: a page is all
     # heads of its rows, wherever they are.
     size = ((batch - 1) * step + capacity // rows, rows, heads, width)

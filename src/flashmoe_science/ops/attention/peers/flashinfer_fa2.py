@@ -43,12 +43,12 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if problem.head_dim != problem.head_dim_v or problem.head_dim not in _HEAD_DIMS:
         return f"FlashInfer's wrapper for decoding takes head dimensions of {', '.join(map(str, _HEAD_DIMS))}, V's the same"
     if not problem.features.page and page_rows(problem.seqlen_k) is None:
-        return f"FlashInfer reads pages, and {problem.seqlen_k} keys are no whole pages of {SMALLEST_PAGE}"
+        return f"FlashInfer reads pages, and {problem.seqlen_k} keys do not fill whole pages of {SMALLEST_PAGE}"
     return unsupported(problem.features, _SERVED, "FlashInfer's wrapper for decoding, as it is measured here,")
 
 
 def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where each sequence's pages begin in a list of all, and the total; the list; rows in the last page of each."""
+    """The start of each sequence's pages in the list of all, with the total; the list; the rows in each last page."""
     import torch
 
     rows = pages.k.shape[1]
@@ -61,7 +61,7 @@ def host_plan(pages: Pages, keys: tuple[int, ...]) -> tuple[torch.Tensor, torch.
 
 @functools.cache
 def _plans() -> Any:
-    """By page table, which they do not outlive: by problem and scale, the wrapper that was planned for them."""
+    """Planned wrappers by page table, which they do not outlive, then by problem and scale."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
     return WeakTensorKeyDictionary()

@@ -73,7 +73,7 @@ def _flash(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
 
 
 def _fa2(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
-    """Of [batch, seqlen, heads, head_dim], or of packed [total, heads, head_dim]: views of the tensors of the call."""
+    """The gradients of [batch, seqlen, heads, head_dim], or of packed [total, heads, head_dim]: views of the call's tensors."""
     import torch
 
     (q, k, v, *_), (out, lse, dout, _), none = inputs.tensors, inputs.saved, _empty(inputs.tensors.q)

@@ -156,7 +156,7 @@ class AttentionProblem(Problem):
             yield alike, count(one, self.features, self.causal, offset)
 
     def exponentials(self) -> int:
-        """One a score."""
+        """Exponentials: one for each score."""
         return self.scores()
 
     def is_products(self) -> bool:
@@ -211,7 +211,7 @@ class AttentionProblem(Problem):
         return tile_rows(queries * (self.heads // self.heads_kv) if queries <= _FEW_QUERIES else _TALLEST, _TALLEST)
 
     def distance(self, other: Problem) -> float:
-        """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
+        """Distance by the parallel work (batch times heads) and the two lengths; infinite where anything but sizes differs."""
         if type(other) is not type(self) or self.features != other.features:  # what most differ in, at once
             return math.inf
         if self._features() != other._features():

@@ -31,7 +31,7 @@ class AttentionBackwardProblem(AttentionProblem):
             raise ProblemError(reason)
 
     def flops(self) -> int:
-        """Of five products: scores, dP and dV, dQ, dK."""
+        """FLOPs of five products: scores, dP and dV, dQ, dK."""
         return 2 * self.scores() * (3 * self.head_dim + 2 * self.head_dim_v)
 
     def min_bytes(self) -> int:

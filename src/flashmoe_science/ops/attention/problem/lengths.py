@@ -69,7 +69,7 @@ class _End(NamedTuple):
 
 
 def _ends(one: SequenceLengths, features: Features, causal: bool, offset: int) -> tuple[_End, _End, int]:
-    """Where what a query sees ends and begins, of the keys behind the prefix, and how many the prefix shows to all."""
+    """The end and the start of the keys behind the prefix that a query sees, and how many keys the prefix shows to all."""
     right = 0 if causal else features.window_right
     first = min(one.first, one.keys)
     low = max(first, min(features.prefix, one.keys))

@@ -47,14 +47,14 @@ from flashmoe_science.ops.attention.proof.public_calls import public_call
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
-PADDED = "a mask that hides the first keys from all"
+HIDDEN_KEYS = "a mask that hides the first keys"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
     "strides of 0 (expanded K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
     "one key that is an outlier": memory.with_an_outlier,
-    PADDED: memory.padded_on_the_left,
+    HIDDEN_KEYS: memory.with_hidden_keys,
     "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
 }
 _VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ class SharedContract(Contract):
         return tuple(self.lists.sweep())
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """With a problem of each feature that ``fn`` has an argument for."""
+        """The sweep, with a problem of each feature that ``fn`` has an argument for."""
         *plain, last = self.sweep()
         return (*plain, *self.lists.sweep_of(arguments_of(fn)), last)
 
@@ -137,7 +137,7 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", PADDED)
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS)
     # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
     edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
@@ -147,7 +147,7 @@ class AttentionContract(SharedContract):
     def cannot_call(self, problem: AttentionProblem) -> str | None:
         """Why ``call`` has no words for a problem; None if it has."""
         if problem.mask == "causal-topleft":
-            return "causal=True says that the last query sees the last key; the contract has no word for another mask"
+            return "the contract has no top-left causal mask; with causal=True the last query sees the last key"
         return unsupported(problem.features, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -174,7 +174,7 @@ class AttentionContract(SharedContract):
         return result[0] if isinstance(result, tuple) and result else result
 
     def returned(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
-        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; those that a problem lacks are not named."""
+        """What ``fn`` returns, called with FlashAttention's arguments, and ``sinks`` and ``attn_mask`` where given."""
         scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
         return fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
 

@@ -162,7 +162,7 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
 
 
 def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tuple[Tensors, Options]:
-    """Those tensors as a call has them, and its options, every output asked for."""
+    """The tensors and options of a call that asks for every output."""
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     given = dict(made)
     if "alibi_slopes" in made:

@@ -63,13 +63,16 @@ def with_an_outlier(made: Made) -> Made:
     return made
 
 
-def padded_on_the_left(made: Made) -> Made:
-    """A mask or a bias that hides the first three quarters of the keys: of whole tiles no key is seen. Fewer where queries are
-    so many that a causal mask would leave the first none."""
+def with_hidden_keys(made: Made) -> Made:
+    """A mask or a bias that hides the first three quarters of the keys, whole tiles of them, from each query whose diagonal
+    lies behind those keys: under a causal mask an earlier query would be left none."""
     if "bias" in made:
-        hidden = False if made["bias"].dtype == torch.bool else -torch.inf
-        rows, keys = made["bias"].shape[-2:]
-        made["bias"][..., : min(keys * 3 // 4, max(keys - rows, 0))] = hidden
+        mask, is_boolean = made["bias"], made["bias"].dtype == torch.bool
+        rows, keys = mask.shape[-2:]
+        hidden = keys * 3 // 4
+        mask[..., max(rows - keys + hidden, 0) :, :hidden] = False if is_boolean else -torch.inf
+        if is_boolean:  # the rest of a row may be hidden by chance
+            mask.diagonal(keys - rows, -2, -1).fill_(True)
     return made
 
 

@@ -271,7 +271,7 @@ def _put(result: torch.Tensor, one: Sequence, chunk: Chunk, values: torch.Tensor
 
 
 def extents(inputs: AttentionInputs) -> tuple[float, float, float]:
-    """Of the keys and values that a call may use: the largest norm of a key, the largest value and the values' RMS."""
+    """The largest norm of a key, the largest value and the values' RMS, of the keys and values that a call may use."""
     key, value, squares, count = 0.0, 0.0, 0.0, 0
     for one in sequences(inputs):
         k, v = (tensor[:, one.first :] for tensor in _scaled(inputs, one, torch.float32))

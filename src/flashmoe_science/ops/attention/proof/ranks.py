@@ -5,11 +5,11 @@ The oracle computes one key head and the query heads that share it, of the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.peers import fa3
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.on_ranks import Results, Sample, Way, as_it_is
-from flashmoe_science.records import ALONE
+from flashmoe_science.ops.distributed import Checked, Implementation, Results
+from flashmoe_science.records import ONE_GPU
 
 Inputs = Mapping[str, torch.Tensor]
+Forward = Callable[..., torch.Tensor]  # of Q, K and V [B, tokens, heads, width]
+Context = Callable[[], AbstractContextManager[Any]]
+Bind = Callable[..., Callable[[], Results]]
 
 _SIZES = "b1 h32 hk8", "d128 bf16 causal bshd"
 SUITES = {
@@ -33,46 +36,71 @@ SUITES = {
 }
 
 
-class Forward(NamedTuple):
-    """A forward: ``fn`` of Q, K and V [B, tokens, heads, width], this rank's or, of one that is ``alone``, all. ``trains``: it
-    is differentiable."""
-
-    name: str
-    config: str
-    origin: Literal["ours", "peer"]
-    fn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    cannot: str | None = None
-    alone: bool = False
-    graphs: bool = True
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    launches: str = ""
-    trains: bool = True
+def _forward(forward: Forward, context: Context, *qkv: torch.Tensor) -> Callable[[], Results]:
+    return lambda: (forward(*qkv),)
 
 
-def ways(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Way]:
-    def bind(one: Forward, *qkv: torch.Tensor) -> Callable[[], Results]:
-        return lambda: (one.fn(*qkv),)
-
-    return [as_way(one, bind, ("q", "k", "v"), inputs, group) for one in forwards(problem, inputs, group)]
-
-
-def as_way(
-    one: Forward,
-    bind: Callable[..., Callable[[], Results]],
-    names: tuple[str, ...],
+def implementations(
+    problem: AttentionProblem,
     inputs: Inputs,
     group: dist.ProcessGroup,
-) -> Way:
-    """A way that calls what ``bind`` gives of the forward and of the inputs of these names [B, tokens, heads, width]."""
+    names: Sequence[str] = ("q", "k", "v"),
+    bind: Bind = _forward,
+) -> list[Implementation]:
+    """Ours, one GPU's and peers'. ``bind`` makes a call of a forward, its context and the inputs of these names [B, tokens,
+    heads, width], this rank's tokens or all. Raises ValueError: features other than packed documents, more keys than queries
+    or fewer."""
+    others = [word for word in problem.features.words() if word != "packed"]
+    if others:
+        raise ValueError(f"{others[0]!r} is not measured on several ranks; of the features, only 'packed' is")
+    if problem.seqlen_q != problem.seqlen_k:
+        raise ValueError(f"q is {problem.seqlen_q} and k {problem.seqlen_k}; on several ranks they must be the same")
+    on_gpu = inputs["q"].is_cuda
+    no_gpu = None if on_gpu else "it needs GPUs"
+    no_backward = None if problem.op == "attention" else "it has no backward"
+    no_fa3 = no_gpu or fa3.absent() or no_backward
+    no_heads = f"{group.size()} ranks do not divide the key heads" if problem.heads_kv % group.size() else None
+    tokens = inputs["q"].shape[2]
+    uneven = "it needs shards of equal size" if tokens % (2 * group.size()) else None
+    no_ring = no_gpu or uneven or ("it has no packed documents" if "cu_seqlens_q" in inputs else None)
+    best = "fa3" if no_fa3 is None else "flash_attn_func"
 
-    def prepare() -> Callable[[], Results]:
-        if one.cannot is not None:
-            raise ValueError(one.cannot)
-        whole = (inputs[name].transpose(1, 2) for name in names)
-        return bind(one, *(whole if one.alone else (cut(x, group) for x in whole)))
+    def made(
+        name: str,
+        config: str,
+        forward: Forward,
+        cannot: str | None = None,
+        single_gpu: bool = False,
+        context: Context = nullcontext,
+        **rest: Any,
+    ) -> Implementation:
+        def prepare() -> Callable[[], Results]:
+            if cannot is not None:
+                raise ValueError(cannot)
+            whole = (inputs[one].transpose(1, 2) for one in names)
+            return bind(forward, context, *(whole if single_gpu else (cut(x, group) for x in whole)))
 
-    part = (lambda results: tuple(cut(x, group) for x in results)) if one.alone else as_it_is
-    return Way(one.name, one.config, one.origin, prepare, part, one.alone, one.graphs, one.within, launches=one.launches)
+        def own_part(results: Results) -> Results:
+            return tuple(cut(x, group) for x in results) if single_gpu else results
+
+        origin: Literal["ours", "peer"] = "ours" if name == "context_attention" else "peer"
+        return Implementation(name, config, origin, prepare, own_part, single_gpu, context=context, **rest)
+
+    shared = problem.heads // problem.heads_kv  # query heads of a key head
+    ring: dict[str, Any] = {"capturable": False, "context": _as_context_parallel(group, inputs["q"].device), "launches": "nccl"}
+    rings = {"enable_gqa": 1, "repeated heads": shared} if shared > 1 else {"sdpa": 1}
+    return [
+        made("context_attention", "messages", _ours(problem, inputs, group)),
+        made("context_attention", "copies", _ours(problem, inputs, group, copies=on_gpu), no_gpu),
+        made("context_attention", "heads", _ours(problem, inputs, group, exchange="heads"), no_heads),
+        made(ONE_GPU, "flash_attn_func", _whole(problem, inputs, "flash_attn_func"), single_gpu=True),
+        made(ONE_GPU, "fa3", _whole(problem, inputs, "fa3"), no_fa3, single_gpu=True),
+        made("all_gather", best, _gathered(problem, inputs, group, best), uneven or no_backward, launches="nccl"),
+        *(
+            made("torch_context_parallel", config, _ring(problem, repeats), no_ring, **ring)
+            for config, repeats in rings.items()
+        ),
+    ]
 
 
 def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -81,42 +109,7 @@ def cut(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return mine.contiguous()
 
 
-def forwards(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Forward]:
-    """Ours, one GPU's and peers'. Raises ValueError: features other than packed documents, more keys than queries or fewer."""
-    others = [word for word in problem.features.words() if word != "packed"]
-    if others:
-        raise ValueError(f"{others[0]!r} is not measured on several ranks; of the features, only 'packed' is")
-    if problem.seqlen_q != problem.seqlen_k:
-        raise ValueError(f"q is {problem.seqlen_q} and k {problem.seqlen_k}; on several ranks they must be the same")
-    on_gpu = inputs["q"].is_cuda
-    no_gpu = None if on_gpu else "it needs GPUs"
-    no_fa3 = no_gpu or fa3.absent() or (None if problem.op == "attention" else "its wheel has no backward")
-    no_heads = f"{group.size()} ranks do not divide the key heads" if problem.heads_kv % group.size() else None
-    tokens = inputs["q"].shape[2]
-    uneven = "it needs shards of equal size" if tokens % (2 * group.size()) else None
-    no_ring = no_gpu or uneven or ("it has no packed documents" if "cu_seqlens_q" in inputs else None)
-    best = "fa3" if no_fa3 is None else "flash_attn_func"
-    found = [
-        Forward("context_attention", "messages", "ours", _ours(problem, inputs, group)),
-        Forward("context_attention", "copies", "ours", _ours(problem, inputs, group, copies=on_gpu), no_gpu),
-        Forward("context_attention", "heads", "ours", _ours(problem, inputs, group, exchange="heads"), no_heads),
-        Forward(ALONE, "flash_attn_func", "peer", _whole(problem, inputs, "flash_attn_func"), alone=True),
-        Forward(ALONE, "fa3", "peer", _whole(problem, inputs, "fa3"), no_fa3, alone=True, trains=False),
-        Forward("all_gather", best, "peer", _gathered(problem, inputs, group, best), uneven, trains=False, launches="nccl"),
-    ]
-    shared = problem.heads // problem.heads_kv  # query heads of a key head
-    within = _as_context_parallel(group, inputs["q"].device)
-    for config, repeats in ({"enable_gqa": 1, "repeated heads": shared} if shared > 1 else {"sdpa": 1}).items():
-        ring = _ring(problem, repeats)
-        found.append(
-            Forward("torch_context_parallel", config, "peer", ring, no_ring, graphs=False, within=within, launches="nccl")
-        )
-    return found
-
-
-def _ours(
-    problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup, copies: bool = False, **options: Any
-) -> Callable[..., torch.Tensor]:
+def _ours(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup, copies: bool = False, **options: Any) -> Forward:
     starts, tokens = inputs.get("cu_seqlens_q"), inputs["q"].shape[2]
 
     @cache
@@ -136,7 +129,7 @@ def _ours(
     return call
 
 
-def _whole(problem: AttentionProblem, inputs: Inputs, by: str) -> Callable[..., torch.Tensor]:
+def _whole(problem: AttentionProblem, inputs: Inputs, by: str) -> Forward:
     starts = inputs.get("cu_seqlens_q")
     return lambda q, k, v: _attend(q, k, v, problem.causal, starts, starts, problem.seqlen_q, by)
 
@@ -163,7 +156,7 @@ def _attend(
     return out if starts_q is None else out[None]
 
 
-def _gathered(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup, by: str) -> Callable[..., torch.Tensor]:
+def _gathered(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup, by: str) -> Forward:
     """All keys and values by one collective, then a call for each chunk of queries."""
     tokens, ranks, starts = inputs["q"].shape[2], group.size(), inputs.get("cu_seqlens_q")
     step = tokens // (2 * ranks)
@@ -188,7 +181,7 @@ def _gathered(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGrou
     return call
 
 
-def _ring(problem: AttentionProblem, repeats: int) -> Callable[..., torch.Tensor]:
+def _ring(problem: AttentionProblem, repeats: int) -> Forward:
     """PyTorch's operator, which is a ring within ``_as_context_parallel``."""
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -200,7 +193,7 @@ def _ring(problem: AttentionProblem, repeats: int) -> Callable[..., torch.Tensor
     return call
 
 
-def _as_context_parallel(group: dist.ProcessGroup, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+def _as_context_parallel(group: dist.ProcessGroup, device: torch.device) -> Context:
     @cache
     def mesh() -> Any:
         from torch.distributed.device_mesh import DeviceMesh
@@ -219,7 +212,7 @@ def _as_context_parallel(group: dist.ProcessGroup, device: torch.device) -> Call
     return within
 
 
-def sample(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> Sample:
+def checked(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) -> Checked:
     """One key head and its query heads."""
     heads = problem.heads // problem.heads_kv
     few = {name: x[:, : heads if name in ("q", "dout") else 1] if x.dim() == 4 else x for name, x in inputs.items()}
@@ -229,7 +222,7 @@ def sample(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup) 
     def of_reference(results: Results) -> Results:
         return tuple(cut(x.transpose(1, 2), group) for x in results[: len(names)])
 
-    def of_part(results: Results) -> Results:
+    def of_results(results: Results) -> Results:
         return tuple(x[:, :, : heads if name in queries else 1] for name, x in zip(names, results, strict=True))
 
-    return Sample(replace(problem, heads=heads, heads_kv=1), few, of_reference, of_part)
+    return Checked(replace(problem, heads=heads, heads_kv=1), few, of_reference, of_results)

@@ -56,7 +56,7 @@ def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
         TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed.
     """
     if not isinstance(adapters, tuple | list) or len(adapters) != 2:
-        raise TypeError("adapters must be a pair, beside gate_up_proj and down_proj; None beside one that has no adapter")
+        raise TypeError("adapters must be a pair, for gate_up_proj and down_proj; None for one without an adapter")
     first, second = (
         None if one is None else _checked(f"adapters[{nth}]", one, weight, tensors.x.dtype)
         for nth, (one, weight) in enumerate(zip(adapters, (tensors.w1, tensors.w2), strict=True))

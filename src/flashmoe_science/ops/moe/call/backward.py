@@ -92,7 +92,7 @@ def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Su
     if options.weight_format is not None:
         raise ValueError(f"weight_grads is given and weight_format is {options.weight_format!r}; it must be None then")
     if not isinstance(weight_grads, tuple | list) or len(weight_grads) != 2:
-        raise TypeError("weight_grads must be a pair, for gate_up_proj and down_proj; None for one that autograd is given")
+        raise TypeError("weight_grads must be a pair, for gate_up_proj and down_proj; None where autograd returns it")
     for nth, (one, weight) in enumerate(zip(weight_grads, (tensors.w1, tensors.w2), strict=True)):
         if one is None:
             continue

@@ -105,7 +105,7 @@ class _Adapted(torch.autograd.Function):
 def _gradients(
     adapter: LowRank | None, left: torch.Tensor, right: torch.Tensor, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a and b, where left^T right over an expert's rows would be the gradient of the weights."""
+    """The gradients of a and b, where left^T right over an expert's rows would be the gradient of the weights."""
     assert adapter is not None
     a, b, scaling = adapter
     of_a = sums_of_products(products(left, b.mT, rows), right, rows, a)

@@ -5,6 +5,7 @@ Saved between the passes are the call's own tensors, the adapters, the pre-activ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ def why_not(
     if TRITON_MISSING:
         return TRITON_MISSING
     if torch.compiler.is_compiling() or not (is_plain(*tensors, *parts_of(adapters)) or is_explaining()):
-        return "torch.compile, a transform or a tensor's subclass has a part in the call"
+        return "the call is under torch.compile or a transform, or has a tensor subclass"
     if options.recompute:
-        return "recompute is True; it keeps the pre-activations"
+        return "recompute is True, and it keeps the pre-activations"
     if adapters == (None, None):
         return "neither adapter is given"
     if tensors.x.dtype not in DTYPES:
@@ -89,32 +90,37 @@ class _Adapted(torch.autograd.Function):
 
 
 def _forward(tensors: Tensors, activation: Activation, adapters: Adapters, saves_z: bool) -> Any:
-    parts = parts_of(adapters)
-    given = [one for one in (*tensors, *parts) if one is not None]
-    key = ("moe, adapted", tensors.x.shape, activation, saves_z, *(one is None for one in parts))
-    launch = find_launch(key, given)
-    if launch is None:
+    def bind() -> Any:
         from flashmoe_science.ops.moe.adapted.forward import plan
         from flashmoe_science.ops.moe.products.gluon_sm90.config import configs
 
-        inputs, guard = inputs_of(tensors, activation, saves_z), device_guard(tensors.x.get_device())
-        config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(lambda: plan(inputs, adapters, config)(inputs))())  # a launch may compile when it is bound
-        store_launch(key, guards_of(given, aligned=True), launch)
+        inputs = inputs_of(tensors, activation, saves_z)
+        return plan(inputs, adapters, configs(inputs.problem, gpu_of(tensors.x))[0])(inputs)
+
+    launch = _launch("moe, adapted", (activation, saves_z), tensors, adapters, (), bind)
     return launch(inputs_of(tensors, activation).tensors, adapters)
 
 
 def _backward(tensors: BackwardTensors, activation: Activation, adapters: Adapters, saved: Any, wanted: Wanted) -> Any:
-    parts = parts_of(adapters)
-    given = [one for one in (*tensors, *parts, *saved) if one is not None]
-    key = ("moe, adapted backward", tensors.x.shape, activation, wanted, *(one is None for one in parts))
-    launch = find_launch(key, given)
-    if launch is None:
+    def bind() -> Any:
         from flashmoe_science.ops.moe.adapted.backward import plan
         from flashmoe_science.ops.moe.backward.gluon_sm90.config import configs
 
-        inputs, guard = backward_inputs_of(tensors, activation, wanted), device_guard(tensors.x.get_device())
-        config = configs(inputs.problem, gpu_of(tensors.x))[0]
-        launch = guard(guard(lambda: plan(inputs, adapters, config)(inputs))())
-        store_launch(key, guards_of(given, aligned=True), launch)
+        inputs = backward_inputs_of(tensors, activation, wanted)
+        return plan(inputs, adapters, configs(inputs.problem, gpu_of(tensors.x))[0])(inputs)
+
+    launch = _launch("moe, adapted backward", (activation, wanted), tensors, adapters, saved, bind)
     return launch(backward_inputs_of(tensors, activation, wanted).tensors, adapters, saved)
+
+
+def _launch(name: str, options: tuple[Any, ...], tensors: Any, adapters: Adapters, saved: Any, bind: Callable[[], Any]) -> Any:
+    """The stored launch for calls like this one, or the one that ``bind`` makes."""
+    parts = parts_of(adapters)
+    given = [one for one in (*tensors, *parts, *saved) if one is not None]
+    key = (name, tensors.x.shape, *options, *(one is None for one in parts))
+    launch = find_launch(key, given)
+    if launch is None:
+        guard = device_guard(tensors.x.get_device())
+        launch = guard(guard(bind)())  # a launch may compile when it is bound
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch

@@ -173,7 +173,7 @@ def _measured() -> frozenset[MoEProblem]:
 def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     def bind(chosen: MoEKernel, config: Config) -> tuple[Bind, bool]:
         if chosen.load is not None:
-            raise CannotServe("it is there to be measured: it prepares weights at load, and fused_moe takes a checkpoint's")
+            raise CannotServe("it is for measurements only: it prepares weights at load, and fused_moe takes a checkpoint's")
         if chosen.plan is None:
             check_sums_alone(inputs)
             return _bind_of_peer(chosen, config), False

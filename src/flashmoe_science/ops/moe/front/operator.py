@@ -26,8 +26,8 @@ from flashmoe_science.ops.calls import (
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.ops.moe.call import NO_GRADIENTS, Activation, Options, Rows, Tensors, checked, format_in, inputs_of
-from flashmoe_science.ops.moe.call.apart import Apart, checked_apart, copied, follow, joined
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
+from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, copied, follow, joined
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, bind_rows, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
@@ -60,13 +60,13 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
     return _serve(Tensors(*tensors), Options(*options), key)  # type: ignore[no-any-return]
 
 
-def experts_apart(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
+def experts_of_pair(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
     """``fused_moe`` of gates and ups that are two tensors. Raises as ``experts_forward``."""
     x, pair, w2, *rest = tensors
     how = Options(*options)
     if how.weight_format is not None:
         raise ValueError(f"gate_up_proj is a pair and weight_format is {how.weight_format!r}; it must be one tensor then")
-    gate, up = checked_apart(pair, w2, how.transposed, how.interleaved)
+    gate, up = checked_pair(pair, w2, how.transposed, how.interleaved)
     x, gate, up, w2 = autocast((x, gate, up, w2)) or (x, gate, up, w2)
     if how.transposed:
         gate, up = gate.mT, up.mT
@@ -103,7 +103,7 @@ def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.T
     return _experts_once(_autocast(tensors) or tensors, options, weight_grads)
 
 
-def _experts_once(tensors: Given, options: Given, weight_grads: Any, apart: Apart | None = None) -> torch.Tensor:
+def _experts_once(tensors: Given, options: Given, weight_grads: Any, pair: Pair | None = None) -> torch.Tensor:
     """Experts that are part of PyTorch's graph, of which no launch is stored. Raises as ``experts_forward``."""
     given, how, sums = Tensors(*tensors), Options(*options), NEW
     views, activation = checked(given, how)
@@ -112,7 +112,7 @@ def _experts_once(tensors: Given, options: Given, weight_grads: Any, apart: Apar
         if how.kernel == FALLBACK:
             raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
     decide_training(views, activation, how)
-    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums, apart), given.x.shape)
+    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums, pair), given.x.shape)
 
 
 def _autocast(tensors: Given) -> Given | None:
@@ -212,7 +212,7 @@ def _differentiable(*args: Any) -> torch.Tensor:
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
-    """Of the two products of every pair of a token and an expert."""
+    """FLOPs of the two products of every pair of a token and an expert."""
     return 2 * topk_weights.numel() * x.shape[1] * (w1.shape[1] + columns_of(w2))
 
 

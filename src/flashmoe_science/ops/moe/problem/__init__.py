@@ -167,14 +167,14 @@ class MoEProblem(Problem):
         return elements * DTYPE_BYTES[self.dtype] + self.touched() * self.weight_bytes() + self.routing_bytes()
 
     def weight_bytes(self) -> int:
-        """Of one expert's matrices, and of their scales."""
+        """Bytes of one expert's matrices and their scales."""
         if self.weight_format is None:
             return self.weights() * DTYPE_BYTES[self.dtype]
         form = FORMATS[self.weight_format]
         return form.bytes(self.rows_of_w1(), self.dim) + form.bytes(self.dim, self.hidden)
 
     def routing_bytes(self) -> int:
-        """Of what the routing is read from."""
+        """Bytes that the routing is read from."""
         return self.pairs() * _ROUTING_BYTES if self.routing == "ids" else self.tokens * self.experts * _LOGIT_BYTES
 
     def queries(self) -> int:

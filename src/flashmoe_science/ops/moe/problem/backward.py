@@ -26,7 +26,7 @@ class MoEBackwardProblem(MoEProblem):
         raise ProblemError(f"weight_format is {name!r}; weights in a format have no gradients")
 
     def flops(self) -> int:
-        """Of each matrix's two products, for its gradient and its operand's; and the forward's in a step of training."""
+        """FLOPs of two products a matrix (its gradient and its operand's), and of the forward in a training step."""
         return (2 if self.routing == "ids" else 3) * MoEProblem.flops(self)
 
     def min_bytes(self) -> int:

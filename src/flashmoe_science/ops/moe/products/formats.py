@@ -220,12 +220,12 @@ def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     if problem.weight_format is None:
         return None
     if FORMATS[problem.weight_format].w8a8:
-        return f"{problem.weight_format} quantises what weights are multiplied by; it multiplies by the dtype"
+        return f"{problem.weight_format} quantises tokens; it multiplies tokens of the problem's dtype"
     dtypes = ("bf16",) if problem.weight_format in ("mxfp4", "fp8_block") else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
     if device.compute_capability[0] == 10 and problem.weight_format != "fp8_block" and activation_of(problem).halves:
-        return f"Triton 3.6 fails to build for {device.name} what sums gates and ups of {problem.weight_format} by themselves"
+        return f"Triton 3.6 fails to compile separate gates and ups of {problem.weight_format} for {device.name}"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 2:
             return f"{name} is {size}; codes of {problem.weight_format} are read in pairs"
@@ -275,7 +275,7 @@ address_of_weights: Callable[[torch.Tensor], Any] = _bytes_of_codes if INTERPRET
 
 
 def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
-    """Of both products."""
+    """The scales of both products."""
     name, tensors = inputs.problem.weight_format, inputs.tensors
     made = []
     assert name is not None

@@ -103,7 +103,7 @@ class SharedContract(Contract):
         return self.lists.SWEEP  # type: ignore[no-any-return]
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """With problems of what ``fn`` has an argument for, the last of which has most."""
+        """The sweep, then problems of what ``fn`` has arguments for, the one with most of them last."""
         return (*self.sweep(), *self.lists.sweep_of(arguments_of(fn)))
 
     def suites(self) -> Mapping[str, Sequence[str]]:
@@ -222,7 +222,7 @@ class MoEContract(SharedContract):
     name: ClassVar[str] = "moe"
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
-        """Of rows as they are given, also where products quantise them: codes beside a rounding boundary may be either."""
+        """The oracle on rows that are not quantised, also where products quantise them: codes near a rounding boundary vary."""
         return moe_oracle(oracle_tensors(problem, inputs, torch.float64), replace(activation_of(problem), w8a8=False))
 
     def plain(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:

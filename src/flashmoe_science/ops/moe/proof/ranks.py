@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_science.operations import public
+from flashmoe_science.ops.distributed import Checked, Implementation, Results
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof.contract import CONTRACT
-from flashmoe_science.ops.on_ranks import Results, Sample, Way
-from flashmoe_science.records import ALONE
+from flashmoe_science.records import ONE_GPU
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ SUITES = {  # tokens of both of two ranks
 }
 
 
-def ways(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Way]:
+def implementations(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[Implementation]:
     """Raises ValueError: a routing from logits, tokens or experts that the ranks do not divide."""
     ranks = group.size()
     if problem.routing != "ids":
@@ -59,30 +59,36 @@ def ways(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> list[
         of_call = partial(fn, workspace=workspace(transport), combine=combine, **options)
         return CONTRACT.call(of_call, problem, local)  # type: ignore[no-any-return]
 
-    def same(transport: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def bits(transport: str) -> tuple[torch.Tensor, torch.Tensor]:
         by = {"kernel": _ONE_KERNEL} if inputs["x"].is_cuda else {}
         whole = CONTRACT.call(partial(one_gpu, **by), problem, inputs)
         return ours("exact", transport, **by), whole[_tokens(problem, group)]
 
-    def way(combine: str, transport: str) -> Way:
+    def expert_parallel(combine: str, transport: str) -> Implementation:
         def prepare() -> Callable[[], Results]:
             workspace(transport)
             return lambda: (ours(combine, transport),)
 
-        held = partial(same, transport) if combine == "exact" else None
-        return Way(f"expert_parallel_{combine}", transport, "ours", prepare, same=held)
+        equal = partial(bits, transport) if combine == "exact" else None
+        return Implementation(f"expert_parallel_{combine}", transport, "ours", prepare, bits=equal)
 
-    def alone() -> Callable[[], Results]:
+    def on_one_gpu() -> Callable[[], Results]:
         return lambda: (CONTRACT.call(one_gpu, problem, inputs),)
 
-    def of_rank(results: Results) -> Results:
+    def own_part(results: Results) -> Results:
         return tuple(one[_tokens(problem, group)] for one in results)
 
     return [
-        *(way(combine, transport) for combine in ("reduced", "exact") for transport in ("collectives", "symmetric")),
-        Way(ALONE, "fused_moe", "peer", alone, of_rank, alone=True),
-        Way("all_gather", "fused_moe", "peer", lambda: _gathered(problem, local, group), launches="nccl"),
-        Way("all_to_all", "grouped_mm", "peer", lambda: _exchanged(problem, local, group), graphs=False, launches="nccl"),
+        *(
+            expert_parallel(combine, transport)
+            for combine in ("reduced", "exact")
+            for transport in ("collectives", "symmetric")
+        ),
+        Implementation(ONE_GPU, "fused_moe", "peer", on_one_gpu, own_part, single_gpu=True),
+        Implementation("all_gather", "fused_moe", "peer", lambda: _gathered(problem, local, group), launches="nccl"),
+        Implementation(
+            "all_to_all", "grouped_mm", "peer", lambda: _exchanged(problem, local, group), capturable=False, launches="nccl"
+        ),
     ]
 
 
@@ -127,7 +133,7 @@ def _gathered(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> C
 def _exchanged(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> Callable[[], Results]:
     """The rows of choices sent to their experts and back, as torchtitan does: the host waits for their numbers."""
     if problem.words() or problem.dtype != "bf16":
-        raise ValueError("grouped_mm as it is called here is of SwiGLU in bf16 without biases, in the default layout")
+        raise ValueError("grouped_mm is called here for SwiGLU in bf16 without biases, in the default layout")
     ranks, experts = group.size(), problem.experts // group.size()
     x, w1, w2, weights, ids = local.values()
 
@@ -155,13 +161,13 @@ def _exchanged(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> 
     return call
 
 
-def sample(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> Sample:
+def checked(problem: MoEProblem, inputs: Inputs, group: dist.ProcessGroup) -> Checked:
     """Some tokens of this rank, evenly spaced."""
     tokens = torch.arange(problem.tokens)[_tokens(problem, group)]
     picked = torch.linspace(0, len(tokens) - 1, min(len(tokens), _CHECKED)).long().to(inputs["x"].device)
     few = {name: one[_tokens(problem, group)][picked] if name in _OF_TOKENS else one for name, one in inputs.items()}
 
-    def of_part(results: Results) -> Results:
+    def of_results(results: Results) -> Results:
         return tuple(one[picked] for one in results)
 
-    return Sample(replace(problem, tokens=len(picked)), few, lambda results: results, of_part)
+    return Checked(replace(problem, tokens=len(picked)), few, lambda results: results, of_results)

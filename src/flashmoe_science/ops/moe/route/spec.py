@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from flashmoe_science.hardware.probe import is_assumed
+from flashmoe_science.printable import shown
 
 Scoring = Literal["softmax", "softmax_topk", "sigmoid"]
 Normalize = Literal["none", "sum"]
@@ -83,7 +84,7 @@ def options_of(
             raise ValueError(f"{name} is given and scoring is {scoring!r}; it must be 'sigmoid' then")
     top_k_groups = _checked_groups(groups, top_k_groups, top_k, experts)
     if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, int | float):
-        raise TypeError(f"scaling_factor is {_shown(scaling_factor)}; it must be a real number")
+        raise TypeError(f"scaling_factor is {shown(scaling_factor)}; it must be a real number")
     if not -math.inf < scaling_factor < math.inf:
         raise ValueError(f"scaling_factor is {scaling_factor}; it must be finite")
     return Options(top_k, cast("Scoring", scoring), cast("Normalize", normalize), groups, top_k_groups, float(scaling_factor))
@@ -97,7 +98,7 @@ def check_logits(router_logits: object) -> int:
         ValueError: not dense, without a dimension or without an expert, or on a device that is not supported.
     """
     if not isinstance(router_logits, torch.Tensor):
-        raise TypeError(f"router_logits is {_shown(router_logits)}; it must be a torch.Tensor")
+        raise TypeError(f"router_logits is {shown(router_logits)}; it must be a torch.Tensor")
     if router_logits.is_nested or router_logits.layout != torch.strided:
         kind = "nested" if router_logits.is_nested else str(router_logits.layout)
         raise ValueError(f"router_logits is a {kind} tensor; it must be dense (torch.strided)")
@@ -122,7 +123,7 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
     """
     _checked_count("experts", experts)
     if not isinstance(top_k_ids, torch.Tensor):
-        raise TypeError(f"top_k_ids is {_shown(top_k_ids)}; it must be a torch.Tensor")
+        raise TypeError(f"top_k_ids is {shown(top_k_ids)}; it must be a torch.Tensor")
     if top_k_ids.dtype not in _ID_DTYPES:
         raise TypeError(f"top_k_ids has dtype {top_k_ids.dtype}; it must be torch.int32 or torch.int64")
     if top_k_ids.dim() < 1:
@@ -154,7 +155,7 @@ def _checked_groups(groups: int, top_k_groups: object, top_k: int, experts: int)
 
 def _check_bias(bias: object, logits: torch.Tensor, experts: int) -> None:
     if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"selection_bias is {_shown(bias)}; it must be a torch.Tensor or None")
+        raise TypeError(f"selection_bias is {shown(bias)}; it must be a torch.Tensor or None")
     if bias.dtype != torch.float32:
         raise TypeError(f"selection_bias has dtype {bias.dtype}; it must be torch.float32")
     if bias.is_nested or bias.layout != torch.strided:
@@ -172,7 +173,7 @@ def _check_device(name: str, tensor: torch.Tensor, logits: torch.Tensor) -> None
 def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
     words = ", ".join(map(repr, allowed))
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {_shown(value)}; it must be one of {words}")
+        raise TypeError(f"{name} is {shown(value)}; it must be one of {words}")
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; it must be one of {words}")
 
@@ -188,13 +189,5 @@ def _checked_count(name: str, value: object, most: int | None = None, what: str 
         return value
     allowed = "at least 1" if most is None else f"from 1 to {most}, {what}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {_shown(value)}; it must be an integer {allowed}")
+        raise TypeError(f"{name} is {shown(value)}; it must be an integer {allowed}")
     raise ValueError(f"{name} is {value}; it must be {allowed}")
-
-
-def _shown(value: object) -> str:
-    """A short, one-line text of any value that a user may have passed by mistake."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"

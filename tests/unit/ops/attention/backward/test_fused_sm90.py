@@ -78,7 +78,7 @@ def test_the_source_is_right(text: str, uncompiled: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.again
+@pytest.mark.redundant
 @pytest.mark.parametrize("number", range(60))
 def test_the_source_is_right_for_random_problems(number: int, uncompiled: None) -> None:
     from tests.unit.ops.attention.backward.cases import examine

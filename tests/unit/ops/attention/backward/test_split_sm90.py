@@ -187,7 +187,7 @@ def test_the_source_is_right(text: str, budget: int, uncompiled: None, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.again
+@pytest.mark.redundant
 @pytest.mark.parametrize("number", range(60))
 def test_the_source_is_right_for_random_problems(number: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.unit.ops.attention.backward.cases import examine

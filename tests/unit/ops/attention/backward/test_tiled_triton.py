@@ -40,8 +40,8 @@ def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
     [
         ("100", "4"),
         ("364", "1"),  # a sink far below the scores, whose cap was below 0
-        pytest.param("0", "40", marks=[pytest.mark.slow, pytest.mark.again]),
-        pytest.param("200", "200", marks=[pytest.mark.slow, pytest.mark.again]),
+        pytest.param("0", "40", marks=[pytest.mark.slow, pytest.mark.redundant]),
+        pytest.param("200", "200", marks=[pytest.mark.slow, pytest.mark.redundant]),
     ],
 )
 def test_random_problems_are_right(first: str, count: str, interpreted: Interpreter) -> None:

@@ -17,7 +17,7 @@ def test_appends_are_right(interpreted: Interpreter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "count"), [("16", "24"), pytest.param("40", "260", marks=pytest.mark.again)])
+@pytest.mark.parametrize(("first", "count"), [("16", "24"), pytest.param("40", "260", marks=pytest.mark.redundant)])
 def test_more_appends_are_right(first: str, count: str, interpreted: Interpreter) -> None:
     found = interpreted(SCRIPT, first, count)
     assert {call: complaints for call, complaints in found.items() if complaints} == {}

@@ -65,7 +65,7 @@ def test_columns_of_a_row_are_merged_apart(interpreted: Interpreter) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.again  # test_serving_on_gpu.py holds it too
+@pytest.mark.redundant  # test_serving_on_gpu.py holds it too
 def test_a_cache_that_grows_by_a_token_shares_its_calls(interpreted: Interpreter) -> None:
     found = interpreted(SCRIPT, "grown")
     assert len(found) == 161
@@ -83,7 +83,7 @@ def test_all_modes_are_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "count"), [("0", "30"), pytest.param("30", "270", marks=pytest.mark.again)])
+@pytest.mark.parametrize(("first", "count"), [("0", "30"), pytest.param("30", "270", marks=pytest.mark.redundant)])
 def test_more_calls_are_right(first: str, count: str, interpreted: Interpreter) -> None:
     assert wrong(interpreted(SCRIPT, first, count)) == {}
 

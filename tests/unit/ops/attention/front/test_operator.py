@@ -24,7 +24,7 @@ def tensors(queries: int = 7, keys: int = 9, dtype: torch.dtype = torch.float32,
     [
         ("full", False, False),
         ("full", True, True),
-        pytest.param("causal", False, True, marks=[pytest.mark.slow, pytest.mark.again]),
+        pytest.param("causal", False, True, marks=[pytest.mark.slow, pytest.mark.redundant]),
         ("causal-topleft", True, False),
     ],
 )

@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Tensors, Options]] = {
     [
         *((case, False) for case in CALLS),
         pytest.param("ragged", True, marks=pytest.mark.slow),
-        *(pytest.param(case, True, marks=[pytest.mark.slow, pytest.mark.again]) for case in ("equal", "bias", "packed")),
+        *(pytest.param(case, True, marks=[pytest.mark.slow, pytest.mark.redundant]) for case in ("equal", "bias", "packed")),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own checks

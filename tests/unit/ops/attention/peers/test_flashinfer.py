@@ -46,7 +46,7 @@ def problem_of(text: str) -> AttentionProblem:
         ("q1 k8192 d128 dv64 bf16", "h200", "FlashInfer's XQA needs head_dim_v equal to head_dim"),
         ("q1 k8192 d72 bf16", "h200", "FlashInfer's XQA needs a head_dim that is a multiple of 16"),
         ("q1 k8192 d128 bf16 ragged page8", "h200", "FlashInfer's XQA takes pages of 16, 32, 64, 128 rows"),
-        ("q1 k8200 d128 bf16", "h200", "FlashInfer's XQA reads pages, and 8200 keys are no whole pages of 16"),
+        ("q1 k8200 d128 bf16", "h200", "FlashInfer's XQA reads pages, and 8200 keys do not fill whole pages of 16"),
         ("q1 k8192 d128 bf16 ragged fp8kv", "h200", ".* does not serve fp8 keys and values"),
         ("q1 k8192 d128 bf16 causal left99 sinks", "h200", ".* does not serve a sliding window, attention sinks"),
         ("q1 k8192 d128 bf16 packed page16", "h200", ".* does not serve packed sequences"),
@@ -79,7 +79,7 @@ def test_xqa_takes_the_numbers_of_shared_heads_that_it_compiles_for(head_dim: in
         ("q8 k4 d128 bf16 causal", "h200", ".* needs a key for every query"),
         ("q1 k8192 d96 bf16", "h200", ".* takes head dimensions of 64, 128, 256, V's the same"),
         ("q1 k8192 d128 dv64 bf16", "h200", ".* takes head dimensions of 64, 128, 256, V's the same"),
-        ("q1 k8200 d128 bf16", "h200", "FlashInfer reads pages, and 8200 keys are no whole pages of 16"),
+        ("q1 k8200 d128 bf16", "h200", "FlashInfer reads pages, and 8200 keys do not fill whole pages of 16"),
         ("q1 k8192 d128 bf16 softcap5", "h200", ".* does not serve a soft cap"),
     ],
 )
@@ -182,10 +182,10 @@ def test_caches_that_are_no_pages_are_refused() -> None:
     for refused, words in (
         (changed(inputs, v=by_rows), "in both alike"),
         (changed(inputs, k=narrow, v=narrow), "whole heads apart"),
-        (changed(inputs, k=apart, v=apart), "no whole pages apart"),
+        (changed(inputs, k=apart, v=apart), "not whole pages apart"),
         (
             replace(inputs, tensors=inputs.tensors._replace(k=inputs.k[:, :, :40], v=inputs.v[:, :, :40])),
-            "40 rows is no whole pages of 16",
+            "40 rows does not fill whole pages of 16",
         ),
         (by_index, "no index of cache rows"),
     ):

@@ -10,9 +10,10 @@ from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.adapted.cases import CASES, Case, adapters_for, by_fused_moe, compute, put
 from tests.unit.ops.moe.cases import inputs_of
 
+from flashmoe_science import explain
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume, current_gpu
-from flashmoe_science.moe import explain_moe, fused_moe
+from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.moe.adapted import backward as adapted_backward
 from flashmoe_science.ops.moe.adapted import forward as adapted_forward
 from flashmoe_science.ops.moe.call.adapters import parts_of
@@ -40,7 +41,7 @@ def test_the_kernels_are_right_on_the_cpu(interpreted: Interpreter) -> None:
 @pytest.mark.parametrize(
     ("words", "change", "reason"),
     [
-        ("bf16", {"recompute": True}, "recompute is True; it keeps the pre-activations"),
+        ("bf16", {"recompute": True}, "recompute is True, and it keeps the pre-activations"),
         ("bf16", {"adapters": (None, None)}, "neither adapter is given"),
         ("fp32", {}, "serves fp16 and bf16, not fp32"),
         ("bf16 bias", {}, "there are biases; it adds none"),
@@ -110,7 +111,7 @@ def called(case: Case, device: str, **change: Any) -> Any:
     inputs = inputs_of(case, device)
     x, w1, w2, weights, ids, bias1, bias2, *_ = inputs.tensors
     options = {"adapters": adapters_for(case, inputs), "kernel": NAME, "gate_up_bias": bias1, "down_bias": bias2} | change
-    return explain_moe(x, w1, w2, weights, ids, **options)
+    return explain(fused_moe, x, w1, w2, weights, ids, **options)
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def test_leading_dimensions_and_experts_without_a_gate() -> None:
 @pytest.mark.parametrize(
     ("adapters", "options", "message"),
     [
-        (3, {}, "adapters must be a pair, beside gate_up_proj and down_proj"),
+        (3, {}, "adapters must be a pair, for gate_up_proj and down_proj"),
         ((torch.zeros(1), None), {}, r"adapters\[0\] must be \(a, b, scaling\), or None"),
         ((None, (1, 2, 3)), {}, r"adapters\[1\] has a a int; it must be a torch.Tensor"),
         (
@@ -256,4 +256,4 @@ def test_weights_that_are_trained_or_a_pair_are_refused_and_explain_names_what_s
     with pytest.raises(ValueError, match=r"^adapters are given and gate_up_proj is a pair"):
         fm.fused_moe(**pair, adapters=low)
     reason = "adapters are given, which PyTorch's grouped products serve: an expert has 3.5 rows on average"
-    assert fm.explain_moe(**call, adapters=low).reason.startswith(reason)
+    assert fm.explain(fm.fused_moe, **call, adapters=low).reason.startswith(reason)

@@ -291,8 +291,11 @@ def test_the_operator_refuses_what_another_forward_saved() -> None:
 def test_explain_names_what_serves_the_backward() -> None:
     given = arguments(torch.bfloat16)
     leaves(given)
-    assert "its backward by grouped_mm_bwd: PyTorch's operators serve tensors on the CPU" in fm.explain_moe(**given).reason
-    assert "its backward by grouped_mm_bwd: asked for" in fm.explain_moe(**given, kernel="grouped_mm_bwd").reason
+    assert (
+        "its backward by grouped_mm_bwd: PyTorch's operators serve tensors on the CPU"
+        in fm.explain(fm.fused_moe, **given).reason
+    )
+    assert "its backward by grouped_mm_bwd: asked for" in fm.explain(fm.fused_moe, **given, kernel="grouped_mm_bwd").reason
     with assume(gpu_named("h200")):
         decision = choose_backward(Tensors(*(given.get(name) for name in ORDER)), Activation(), None)
         assert "no record has a backward of ours faster than PyTorch's" in decision.reason
@@ -379,7 +382,7 @@ def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu(switc
     try:
         with assume(gpu_named("h200")):
             found = choose_backward(Tensors(x, w1, w2, *routing, None, None), Activation(), None)
-            serves_both = None if switch else fm.explain_moe(x, w1, w2, *routing).reason
+            serves_both = None if switch else fm.explain(fm.fused_moe, x, w1, w2, *routing).reason
             # A kernel of ours that is asked for by name is given the pre-activations by a forward of ours.
             named = Options("silu", False, False, 1.702, 7.0, kernel="moe_bwd_triton")
             assert not trains_by_pytorch(Tensors(x, w1, w2, *routing, None, None), Activation(), named)

@@ -28,7 +28,7 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """Where the split kernel does not."""
+    """Whether the fused kernel is the better guess than the split one."""
     return split.suits_fused(problem)
 
 

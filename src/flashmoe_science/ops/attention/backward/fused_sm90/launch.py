@@ -49,7 +49,7 @@ _REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a th
 
 
 def parts_of(rows: int) -> list[Part]:
-    """Of the workspace of all query heads' rows: the log-sum-exp as it is taken, delta, dQ in fp32, and the counters."""
+    """The parts of the workspace of all query heads' rows: log-sum-exp as kernels read it, delta, dQ in fp32, counters."""
     return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // QUERIES + 1, torch.int32)]
 
 

@@ -56,8 +56,8 @@ def threads(config: Config) -> tuple[int, int]:
 
 
 class Sizes(NamedTuple):
-    """Of a call: batches, heads of keys, query heads that share one, lengths; ``offset``: query i sees keys up to i + offset;
-    and of the tiles: queries and keys of the first kernel's, columns of Q and K, of V and dO. In a window query i sees keys
+    """Sizes of a call: batches, key heads, query heads that share one, lengths; ``offset``: query i sees keys up to i + offset.
+    Sizes of tiles: queries and keys of the first kernel, columns of Q and K, of V and dO. In a window query i sees keys
     from i + ``begin`` on; None without. Packed ``sequences``, of at most ``longest`` queries each, are one batch of all their
     rows, and offset and begin are from each one's own diagonal on; 0 where there are none."""
 
@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of a program of the first kernel: tiles of queries of all heads that share its keys."""
+        """The steps of a program of the first kernel: tiles of queries of all heads that share its keys."""
         return self.group * (self.band or self.padded // self.block_m)
 
     @property

@@ -29,7 +29,7 @@ class Waves(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Where a wave is, as Waves; of ``tiles``, some query sees the first ``seen``."""
+    """The place of a wave, in units of Waves. Some query sees the first ``seen`` of its ``tiles``."""
 
     first_head: int
     heads: int
@@ -117,7 +117,7 @@ def _rounds(rounds: float, share: float) -> float:
 
 
 def _share(wave: Wave, sizes: Sizes) -> float:
-    """Of the scores of a wave those that are not behind the diagonal; of a band, all."""
+    """The share of a wave's scores that are not behind the diagonal; 1 in a band."""
     if sizes.band:
         return 1.0
     keys, of_head = max(wave.seen, 1) * sizes.block_n, sizes.padded // sizes.block_m
@@ -145,8 +145,8 @@ def waves_in_order(waves: Waves, sizes: Sizes) -> list[Wave]:
 
 
 def _waves_of_set(head: int, count: int, waves: Waves, sizes: Sizes) -> Iterator[Wave]:
-    """Those of some heads: of one band of keys after another, one band of queries after another. Where no query sees a key
-    there is none, unless results are to be written."""
+    """The waves of some heads: for each band of keys, the bands of queries in order. Where no query sees a key there is none,
+    unless results must be written."""
     for tile in range(0, sizes.tiles, waves.tiles):
         tiles = min(waves.tiles, sizes.tiles - tile)
         for step in range(0, sizes.steps, waves.steps):

@@ -40,7 +40,7 @@ def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    """Those of a call that asks for every gradient."""
+    """The launches of a call that asks for every gradient."""
     keys, queries, features = tile_of(config, KEYS), tile_of(config, QUERIES), problem.features
     rows, batches = (problem.queries(), 1) if features.lengths == "packed" else (problem.seqlen_q, problem.batch)
     of_delta = cdiv(rows, DELTA_ROWS) * problem.heads * batches

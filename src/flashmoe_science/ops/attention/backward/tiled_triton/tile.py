@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of all heads' queries the log-sum-exp and delta, [B, H, Sq], or [H, total] where ``cu_seqlens_q`` is given; ``stride``
+    """The log-sum-exp and delta of all heads' queries, [B, H, Sq], or [H, total] where ``cu_seqlens_q`` is given; ``stride``
     from a head to the next."""
 
     lse: tl.tensor
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of one head: where its bias begins, or ALiBi's slope, of base 2; and what scores are multiplied by."""
+    """The start of a head's bias, or its ALiBi slope in base 2; and the scale of its scores."""
 
     bias: tl.tensor
     slope: tl.tensor

@@ -124,7 +124,7 @@ class ChunkLauncher(Launcher):
         return _Kernels(describe, start, merge.bound(merge_grid, *merge_tail), floats)
 
     def _encoders(self, started: _Started, tensors: Tensors) -> tuple[Parts, ...]:
-        """Of Q as [batch, heads_kv, group, seqlen, head_dim], of K and of V."""
+        """The encoders of Q as [batch, heads_kv, group, seqlen, head_dim], of K and of V."""
         q, k, v = tensors[:3]
         (rows_q, heads, total_q, width), heads_kv = q.shape, k.shape[1]
         group, of_q = heads // heads_kv, copied_strides("query", q.shape, q.stride())
@@ -160,6 +160,6 @@ class ChunkLauncher(Launcher):
 
 
 def _features(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """Those of Tensors that the kernel takes, in its order: the packed queries' first, the sinks last."""
+    """The Tensors that the kernel takes, in its order: the packed queries' first, the sinks last."""
     _, _, _, cu_q, cu_k, seqlens, table, batch_idx, _, sinks, *_ = tensors
     return cu_q, cu_k, seqlens, batch_idx, table, sinks

@@ -84,7 +84,7 @@ class Fp32Launcher(Launcher):
         return launch_by_address(start, tensors, options, of_out)
 
     def _encoders(self, main: Build, shapes: Shapes) -> tuple[Parts, ...]:
-        """Of the planes of tensors of such shapes."""
+        """The encoders of the planes of tensors of these shapes."""
         dims, encoders = (self._problem.head_dim, self._problem.head_dim, self._problem.head_dim_v), []
         for n, ((batch, heads, rows, _), dim) in enumerate(zip(shapes, dims, strict=True)):
             shape = (PLANES.value, batch * heads, rows, row_elements(dim))

@@ -143,7 +143,7 @@ def _keys_in_window(problem: AttentionProblem) -> int:
 
 
 def _packed_shapes(problem: AttentionProblem, width: int, gpu: Gpu) -> tuple[Shape, ...]:
-    """By the longest sequence, the only length that the host has: the shorter, the fewer rows and keys a tile should have."""
+    """Shapes by the longest sequence, the only length that the host has: the shorter, the fewer rows and keys a tile has."""
     if width <= 64:
         small = shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
         trio = shape_of(3, 128, 1, 2)

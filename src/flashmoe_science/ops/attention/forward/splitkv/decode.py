@@ -174,7 +174,7 @@ class DecodeLauncher(SplitLauncher):
         super().__init__(flashmoe_decode_gluon, inputs, config)
 
     def _constexprs(self, variant: Variant, strides: tuple[float, ...]) -> dict[str, Any]:
-        """Those of split_triton.py that the kernel has too, and its own, in its order. Raises CannotServe."""
+        """The constexprs that it shares with split_triton, and its own, in its order. Raises CannotServe."""
         if any(one is not None for one in variant.new_pointers):
             raise CannotServe("appends to a cache are split_triton's")
         if variant.wide:

@@ -81,7 +81,7 @@ def _launcher(name: str, config: Config, inputs: BackwardInputs) -> BackwardLaun
 
 
 def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted) -> Gradients:
-    """By autograd of PyTorch's operators, the forward again."""
+    """The gradients by autograd of PyTorch's operators, with the forward computed again."""
     bias = None if tensors.bias is None else unexpanded(tensors.bias)
     every = [None if one is None else one.detach() for one in (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)]
     asked = [needed and one is not None for one, needed in zip(every, wanted, strict=True)]

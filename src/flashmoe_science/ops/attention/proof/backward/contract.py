@@ -54,7 +54,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
     of_rounded_out,
 )
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
-from flashmoe_science.ops.attention.proof.contract import IN_MEMORY, PADDED, Placed, SharedContract
+from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 Inputs = Mapping[str, torch.Tensor]
@@ -70,7 +70,7 @@ class AttentionBackwardContract(SharedContract):
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
     sweep_variants: ClassVar[tuple[str, ...]] = (
-        *IN_MEMORY, PADDED, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
+        *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
     )  # fmt: skip
 
     def __init__(

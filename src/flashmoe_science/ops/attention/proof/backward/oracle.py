@@ -37,7 +37,7 @@ def backward_plain(inputs: BackwardInputs) -> Made:
 
 
 class Mass(NamedTuple):
-    """Of all probabilities P, and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
+    """Bounds of all P and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
     column (the queries of all heads that see a key), of T over a row and over a column, the largest T, and the largest sum over
     a head's rows of a sink's. ``rounded_lse``: what the largest log-sum-exp errs by, rounded to fp32."""
 

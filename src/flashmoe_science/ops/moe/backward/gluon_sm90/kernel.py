@@ -51,7 +51,7 @@ def workspace(problem: MoEBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    """Those of a call that asks for every gradient; of a step of training, with those around it."""
+    """The launches of a call that asks for every gradient; in a training step, with those around it."""
     counts, block_n = RowCounts.of(problem, config["block_m"]), config["block_n"]
     of_weights = [
         grid_of_weights(problem, *sizes, block_n, gpu)

@@ -25,7 +25,7 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 
 def rows(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
-    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged. With a ``rank`` a
+    """The product that gives each row's gradient of x: the forward's second product, by w1 transposed. With a ``rank`` a
     launch takes a low-rank product last: rows [rows, rank], and weights [E, rank, H] beside w1 by rows, else [E, H, rank]."""
     p, t, deep = inputs.problem, inputs.tensors, config["block_k"]
     depth = p.rows_of_w1()
@@ -71,7 +71,7 @@ def hidden(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
 
     @lru_cache(64)
     def encoders_of_rows(rows: int) -> tuple[Encoder, Encoder, Encoder | None]:
-        """Of z and of the low-rank product's: maps of more rows would let the copy engine read past the end of their memory."""
+        """The encoders of z and of the low-rank product: maps of more rows would let TMA read past the end of their memory."""
         of_gates, of_ups = (build.encoder(1 + n, of_z, (rows, of_part), (2 * width, 1)) for n in range(2))
         return of_gates, of_ups, build.encoder(6, of_low, (rows, rank), (rank, 1)) if rank else None
 

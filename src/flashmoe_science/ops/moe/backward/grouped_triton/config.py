@@ -12,7 +12,7 @@ from flashmoe_science.problem import DTYPE_BYTES
 
 
 class Tile(NamedTuple):
-    """Of a product: rows, columns, the depth of a stage, warps, stages."""
+    """The tile of a product: rows, columns, the depth of a stage, warps, stages."""
 
     m: int
     n: int
@@ -39,7 +39,7 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 
 
 def _bytes(tiles: _Tiles, size: int) -> int:
-    """Of shared memory. Of the products of dW, whose loads go by an index that is loaded, two stages have one buffer."""
+    """Bytes of shared memory. In the products of dW, whose rows are gathered by a loaded index, two stages have one buffer."""
     buffers = tiles[0].stages, tiles[1].stages, (tiles[2].stages + 1) // 2
     return max(count * (one.m + one.n) * one.k * size for count, one in zip(buffers, tiles, strict=True))
 

@@ -83,7 +83,7 @@ def build_hidden(inputs: BackwardInputs, config: Config, needs: Needs) -> Produc
 
 
 def build_rows(inputs: BackwardInputs, config: Config) -> Product:
-    """Of each row the gradient of x: the forward's second product, by w1 with its dimensions exchanged."""
+    """The product that gives each row's gradient of x: the forward's second product, by w1 transposed."""
     p, w1, tile = inputs.problem, inputs.tensors.w1, tile_of(config, ROWS)
     of_expert, of_depth, of_column = w1.stride()
     constexprs = {
@@ -103,7 +103,7 @@ def build_rows(inputs: BackwardInputs, config: Config) -> Product:
 
 
 def _result(weights: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Where a weight's gradient is written, or no memory that is like it."""
+    """The tensor for a weight's gradient; a meta tensor of its shape where that is not wanted."""
     return torch.empty_like(weights, device="meta") if total is None else total
 
 
@@ -145,7 +145,7 @@ def workspace(problem: MoEBackwardProblem, config: Config) -> int:
 
 
 def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    """Those of a call that asks for every gradient; of a step of training, with those around it."""
+    """The launches of a call that asks for every gradient; in a training step, with those around it."""
     hidden, of_rows, of_weights = (tile_of(config, one) for one in (HIDDEN, ROWS, WEIGHTS))
     counts = RowCounts.of(problem, hidden.m)
     grids = [

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from flashmoe_science.ops.moe.call import Activation, Tensors
-from flashmoe_science.ops.moe.call.apart import Apart, joined
 from flashmoe_science.ops.moe.call.backward import INPUTS, NEW, Sums
+from flashmoe_science.ops.moe.call.pair import Pair, joined
 from flashmoe_science.ops.moe.front.backward.choose import names_of
 from flashmoe_science.ops.moe.front.backward.operator import ADDING, OPERATOR
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.private import forward_level, function_transform
 
-_OPTIONS = 5  # arguments of the rule before the gates and ups that are apart, and the tensors
+_OPTIONS = 5  # arguments of the rule before the pair of gates and ups, and the tensors
 _W1 = Tensors._fields.index("w1")
 _GRADIENTS = tuple(map(Tensors._fields.index, INPUTS))  # of Wanted, in its order
 
 
 def differentiable(
-    tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool, sums: Sums = NEW, apart: Apart | None = None
+    tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool, sums: Sums = NEW, pair: Pair | None = None
 ) -> torch.Tensor:
-    """Experts that are part of PyTorch's graph, of tensors that have been checked. ``apart``: the gates and the ups,
+    """Experts that are part of PyTorch's graph, of tensors that have been checked. ``pair``: the gates and the ups,
     [E, I, H] each, where w1 was joined of them.
 
     By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
@@ -36,7 +36,7 @@ def differentiable(
     if kernel == FALLBACK or forward_level._current_level >= 0 or function_transform() is not None:
         return pytorch_moe(tensors, activation)
     options = activation, *names_of(kernel), recompute, sums
-    out: torch.Tensor = _Experts.apply(*options, *(apart or (None, None)), *tensors)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _Experts.apply(*options, *(pair or (None, None)), *tensors)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -141,7 +141,7 @@ def _none_as_empty(tensors: BackwardTensors, made: Gradients) -> tuple[torch.Ten
 
 
 def _flops(*args: Any, out_val: object = None) -> int:
-    """Of the products that the wanted gradients need."""
+    """FLOPs of the products that the wanted gradients need."""
     tensors, _, wanted, *_ = _unpacked(*args)
     rows, width, dim = tensors.w1.shape[1], columns_of(tensors.w2), tensors.x.shape[1]
     of_first, of_second = rows * dim, width * dim

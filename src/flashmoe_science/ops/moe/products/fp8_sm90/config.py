@@ -72,7 +72,7 @@ def blocks_of_ups(inputs: MoEInputs) -> int:
     w1, scale, hidden = inputs.tensors.w1, inputs.tensors.gate_up_scale, inputs.problem.hidden
     assert scale is not None
     if not has_own_scales(w1.shape[1], scale.shape[1]):
-        raise CannotServe(f"hidden is {hidden} and a block of w1's scales has gates and ups; it needs blocks of each by itself")
+        raise CannotServe(f"hidden is {hidden} and a block of w1's scales has gates and ups; it needs separate blocks")
     return cdiv(hidden, STEP.value)
 
 

@@ -65,7 +65,7 @@ def _product(
     result: str,
     constexprs: dict[str, Any],
 ) -> Product:
-    """One of the two, built."""
+    """One of the two products, built."""
     x, tokens, depth, width = inputs.tensors.x, config["block_m"], constexprs["DEPTH"], constexprs["WIDTH"]
     gpu, early = current_gpu(x.device), starts_early(x)
     assert gpu is not None

@@ -48,7 +48,7 @@ def why_not_on_sm90(problem: MoEProblem, device: Device) -> str | None:
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
-    """With fewer rows an expert its tiles are mostly empty."""
+    """Whether experts have so many rows that tiles are not mostly empty."""
     return problem.rows_per_expert() >= MIN_ROWS
 
 

@@ -71,8 +71,8 @@ def product(
     registers: tuple[int, int],
     saves_z: bool | None = None,
 ) -> Product:
-    """One of the two, built; ``a``: the pointer to x, or the template of copies of what the first product wrote. ``saves_z``:
-    of the first product. Where constexprs have a RANK a launch takes rows [rows, rank] and weights ``beside`` last."""
+    """One of the two products, built. ``a``: the pointer to x, or the template of TMA copies of the first product's result.
+    ``saves_z``: of the first product. With a RANK a launch takes rows [rows, rank] and weights ``beside`` last."""
     gpu, dtype = current_gpu(x.device), DTYPES[x.dtype]
     assert gpu is not None
     depth, width = constexprs["DEPTH"], constexprs["WIDTH"]
@@ -93,7 +93,7 @@ def product(
 
     @lru_cache(64)
     def encoders_of_rows(rows: int) -> tuple[Encoder | None, Encoder | None]:
-        """Of a and of the low-rank product's: maps of more rows would let the copy engine read past the end of their memory.
+        """The encoders of a and of the low-rank product: maps of more rows would let TMA read past the end of their memory.
         None for x, which has no map."""
         of_a = build.encoder(0, a, (rows, depth), (depth, 1)) if maps_of_a else None
         return of_a, build.encoder(maps, of_low, (rows, rank), (rank, 1)) if rank else None

@@ -153,7 +153,7 @@ def _gradients(
     dtype: torch.dtype,
     limit: float = 7.0,
 ) -> tuple[torch.Tensor, ...]:
-    """Of the problem's tensors. ``dtype``: of the router, which is fp32 at least; ``limit``: of a clamp."""
+    """The gradients of the problem's tensors. ``dtype``: the router's, at least fp32; ``limit``: the clamp's."""
     tensors = oracle_tensors(problem, _of_call(inputs), dtype)
     made = gradients(tensors, replace(activation_of(problem), limit=limit), inputs["dout"])
     if problem.routing == "ids":

@@ -81,9 +81,9 @@ def test_no_tensor_of_both_is_kept_between_the_passes(one_memory: bool, frozen: 
 
 def test_a_view_joins_those_that_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate, up, down, weights = given(one_memory=True)
-    explained = fm.explain_moe(x, (gate, up), down, weights, IDS).reason
+    explained = fm.explain(fm.fused_moe, x, (gate, up), down, weights, IDS).reason
     assert explained.endswith("gate_up_proj is two tensors, a view joins them")
-    assert "gate_up_proj is two tensors, copied into one" in fm.explain_moe(x, (up, gate), down, weights, IDS).reason
+    assert "gate_up_proj is two tensors, copied into one" in fm.explain(fm.fused_moe, x, (up, gate), down, weights, IDS).reason
     monkeypatch.setattr(torch, "cat", None)
     apart(x, gate, up, down, weights).sum().backward()
     with pytest.raises(TypeError):
@@ -152,7 +152,7 @@ def test_rows_that_are_sorted_already() -> None:
             {"gate_up_proj": (torch.zeros(E, F // 2, H), torch.zeros(E, F // 2, H))},
             "gate_up_proj is a pair of 12 gates and ups an expert and down_proj has 24 columns; there must be as many",
         ),
-        ({"interleaved": True}, "interleaved is True and gate_up_proj is a pair, whose gates and ups are apart; it must be"),
+        ({"interleaved": True}, "interleaved is True and gate_up_proj is a pair of gates and ups; it must be"),
         ({"activation": "swish"}, "activation is 'swish'; it must be one of"),
     ],
 )

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-Apart = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
+Pair = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
 
 
-def checked_apart(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Apart:
+def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Pair:
     """The gates and the ups, as they are given.
 
     Raises:
@@ -30,7 +30,7 @@ def checked_apart(pair: Any, down_proj: object, transposed: object, interleaved:
         if of_gate != of_up:
             raise ValueError(f"gate_up_proj[0] has {name} {of_gate} and gate_up_proj[1] {of_up}; they must be the same")
     if interleaved:
-        raise ValueError("interleaved is True and gate_up_proj is a pair, whose gates and ups are apart; it must be False")
+        raise ValueError("interleaved is True and gate_up_proj is a pair of gates and ups; it must be False")
     width, place = gate.shape[2 if transposed else 1], 1 if transposed else 2
     if isinstance(down_proj, torch.Tensor) and down_proj.dim() == 3 and down_proj.shape[place] != width:
         raise ValueError(
