@@ -165,7 +165,8 @@ def test_a_stored_launch_keeps_no_tensor() -> None:
 
 def test_records_choose_the_kernel_and_its_config() -> None:
     pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
-    entries = [one for one in committed_table().entries if getattr(one.problem, "features", PLAIN) != PLAIN]
+    forward = [one for one in committed_table().entries if one.problem.op == "attention"]
+    entries = [one for one in forward if one.problem.features != PLAIN]  # type: ignore[attr-defined]
     assert len(entries) > 20
     kernels = {kernel.name: kernel for kernel in ours()}
     for entry in entries:
