@@ -60,12 +60,13 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second,
     experts side by side, steps, registers of a thread; the fastest on an H200 first (docs/notes/moe-formats.md)."""
     side, form = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)]
-    if form.bits == 8:
-        narrow, wide = (16, 4, 4, 8, side, 2, 255), (32, 4, 2, 8, side, 3, 255)
-    else:
-        narrow, wide = (16, 4, 6, 8, side, 4, 255), (32, 8, 2, 8, side, 6, 128)
-    once = problem.pairs() <= side and not form.w8a8 and not form.name.startswith("int4")
-    return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in ((wide, narrow) if once else (narrow,)))
+    once = problem.pairs() <= side
+    tiles = [(16, 4, 4, 8, side, 2, 255) if form.bits == 8 else (16, 4, 6, 8, side, 4, 255)]
+    if once and form.name == "mxfp4":
+        tiles = [(32, 8, 2, 8, side, 6, 128), *tiles]
+    elif once and form.bits == 8 and not form.w8a8 and problem.dim <= 2048:  # of deeper rows the first product spills
+        tiles = [(32, 4, 2, 8, side, 3, 255), *tiles]
+    return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in tiles)
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
