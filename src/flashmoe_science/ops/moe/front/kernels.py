@@ -27,4 +27,4 @@ def ours() -> tuple[MoEKernel, ...]:
     from flashmoe_science.ops.moe.products.weights_sm90 import kernel as weights_sm90
 
     of_hopper = gluon_sm90.KERNEL, weights_sm90.KERNEL, weights_sm90.OF_OTHERS, fp8_sm90.KERNEL
-    return (gemv.KERNEL, *of_hopper, triton.KERNEL, gemv_gluon.KERNEL)
+    return (gemv.KERNEL, gemv_gluon.KERNEL, *of_hopper, triton.KERNEL)

@@ -30,7 +30,7 @@ def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
         ("moe t1 e4 k2 d64 f64 bf16 w:mxfp4", None, "need a GPU"),
         ("moe t1 e4 k2 d64 f64 bf16 w:mxfp4", GPUS["b200"], "8.0 to 9.0, not"),
         ("moe t1 e4 k2 d64 f64 bf16", GPU, "its weights are in a format, and the problem's bf16"),
-        ("moe t17 e4 k2 d64 f64 bf16 w:mxfp4", GPU, "tokens is 17; it is for at most 16"),
+        ("moe t9 e4 k2 d64 f64 bf16 w:mxfp4", GPU, "tokens is 9; it is for at most 8"),
         ("moe t1 e40 k20 d64 f64 bf16 w:mxfp4", GPU, "top_k is 20; it is for at most 16"),
         ("moe t1 e4 k2 d128 f128 fp16 w:fp8_block", GPU, "multiplied as bf16, and the problem is fp16"),
         ("moe t1 e4 k2 d129 f128 bf16 w:fp8_block", GPU, "dim is 129; codes are read in pairs"),
@@ -51,3 +51,19 @@ def test_tensors_that_it_leaves_to_the_portable_kernel() -> None:
     narrow = torch.zeros(8, 192, 9, dtype=torch.int32)[..., :8].view(torch.uint8)[..., 1:33]
     with pytest.raises(CannotServe, match="in pairs"):
         plan(changed(inputs, w1=narrow), KERNEL.configs(inputs.problem, GPU)[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "gpu", "most"),
+    [
+        ("mxfp4", GPU, 1),
+        ("fp8_block_w8a8", GPU, 1),
+        ("fp8_block", GPU, 2),
+        ("fp8_channel", GPU, 2),
+        ("int4_g128", GPU, 8),
+        ("int4_g128", GPUS["a100"], 0),
+    ],
+)
+def test_it_is_the_guess_for_as_many_tokens_as_it_is_the_fastest_for(form: str, gpu: Any, most: int) -> None:
+    several = [parse_problem(f"moe t{tokens} e128 k8 d2048 f768 bf16 w:{form}") for tokens in range(1, 9)]
+    assert [KERNEL.suits(problem, gpu) for problem in several] == [problem.tokens <= most for problem in several]  # type: ignore[arg-type,attr-defined]

@@ -45,7 +45,7 @@ def test_every_case_is_right_and_repeats() -> None:
     assert served > 50
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
 @pytest.mark.parametrize("text", LARGER)
 def test_a_layer_is_right_and_repeats(text: str, tokens: int) -> None:
     inputs = inputs_of(Case(text.format(tokens), routing="foreign" if tokens == 5 else "random"), "cuda")

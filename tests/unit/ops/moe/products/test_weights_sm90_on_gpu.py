@@ -11,7 +11,6 @@ from tests.unit.ops.moe.cases import repeated
 from tests.unit.ops.moe.products.weights_cases import CASES, Case, inputs_of, kernel_of, wrong
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.products.weights_sm90.config import tile_of
 
 pytestmark = pytest.mark.gpu
@@ -23,15 +22,14 @@ LARGER = (
     Case("moe t700 e4 k2 d288 f224 bf16 w:mxfp4"),
 )
 TILES = (8, 16, 32, 64, 128)  # tokens
-OF_SIZE = ((3, 8), (3, 16), (200, 32), (200, 64), (1500, 128), (1500, 256))  # of a layer, of a tile
+OF_SIZE = ((3, 8), (3, 16), (200, 32), (200, 64), (1500, 128))  # of a layer, of a tile
 
 
 def _put() -> Iterator[tuple[Case, int]]:
-    """Cases of mxfp4 with each tile, of other formats with one or two: each is a build of its own."""
+    """Cases of mxfp4 with each tile, of other formats with one: each is a build of its own."""
     others = [case for case in CASES if "mxfp4" not in case.problem]
     yield from product((case for case in (*CASES, *LARGER) if case not in others), TILES)
-    yield from zip(others, cycle((*TILES, 256)), strict=False)
-    yield from ((case, 256) for case in others if parse_problem(case.problem).tokens >= 150)  # type: ignore[attr-defined]
+    yield from zip(others, cycle(TILES), strict=False)
     for form, (layer, tile) in product(("fp8_block", "int4_g128"), OF_SIZE):
         yield Case(f"moe t{layer} e16 k4 d2048 f768 bf16 w:{form}"), tile
 

@@ -1,7 +1,7 @@
 """Mixture of experts with weights in a format for a token or a few, in Gluon: two products by mma.sync, without sorting.
 
 Shapes: x [T, H], w1 [E, 2I, H] (or [E, I, H]) and w2 [E, H, I] in a format (``ops/formats.py``); weights and ids [T, K] ->
-out [T, H]. bf16, of int4 and fp8 channels fp16 too; T to 16; sums in fp32; sm_80 to sm_90, w8a8 on Hopper.
+out [T, H]. bf16, of int4 and fp8 channels fp16 too; T to 8; sums in fp32; sm_80 to sm_90, w8a8 on Hopper.
 
 The chosen experts' weights are all there is to read. Tokens are the columns of a product, eight of an instruction whether they
 are there or not; weights are its rows, and become its operand in the registers that they were loaded into, 16 bytes a thread
@@ -35,7 +35,6 @@ from flashmoe_science.ops.moe.products.gemv_gluon.operands import TOKENS, number
 from flashmoe_science.ops.moe.products.gemv_gluon.product import (
     NONE,
     multiply,
-    none,
     of_channels,
     read,
     rows_of,
@@ -55,31 +54,23 @@ def _experts_of(ids, token, place, tokens, TOP_K: gl.constexpr, EXPERTS: gl.cons
 
 @gluon.jit
 def _pairs_of(
-    ids, expert, tokens, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, PLACES: gl.constexpr, TILES: gl.constexpr,
-    PARTS: gl.constexpr, WARPS: gl.constexpr,
+    ids, expert, tokens, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """For every eight tokens the first pair [parts, 8] of each that has an expert [parts, 1, 1], NONE for none."""
+    """The first pair [parts, 8] of each token that has an expert [parts, 1, 1], NONE for none."""
     layout: gl.constexpr = places_layout(WARPS, PARTS, PLACES, False)
     place = numbers(PLACES, 2, layout, 3)
-    pairs = ()
-    for tile in gl.static_range(TILES):
-        token = tile * TOKENS + numbers(TOKENS, 1, layout, 3)
-        chosen = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == expert
-        pairs = pairs + (gl.min(gl.where(chosen, token * TOP_K + place, NONE), 2),)  # type: ignore[assignment]
-    return pairs
+    token = numbers(TOKENS, 1, layout, 3)
+    chosen = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == expert
+    return gl.min(gl.where(chosen, token * TOP_K + place, NONE), 2)
 
 
 @gluon.jit
-def _rows_of(pairs, BY: gl.constexpr, TILES: gl.constexpr):
+def _rows_of(pairs, BY: gl.constexpr):
     """The rows of pairs, one for ``BY`` pairs. Those that are none have the row of another one, which is read anyway."""
-    least = gl.min(pairs[0], 1)
-    if TILES > 1:
-        least = gl.minimum(least, gl.min(pairs[1], 1))
+    least = gl.min(pairs, 1)
     least = gl.expand_dims(gl.where(least == NONE, 0, least), 1)
-    rows = ()
-    for tile in gl.static_range(TILES):
-        rows = rows + (gl.where(pairs[tile] == NONE, least, pairs[tile]) // BY,)  # type: ignore[assignment]
-    return rows
+    return gl.where(pairs == NONE, least, pairs) // BY
 
 
 @gluon.jit(do_not_specialize=["tokens"])
@@ -88,8 +79,8 @@ def flashmoe_moe_gemv_up_gluon(
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_X: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr,
     FUNCTION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    SCALES: gl.constexpr, PLACES: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
-    WARPS: gl.constexpr, EARLY_START: gl.constexpr,
+    SCALES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
+    EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = act(x[token] . w[expert, gate n], x[token] . w[expert, up n]) of every first pair of a token and an
     expert."""
@@ -101,15 +92,12 @@ def flashmoe_moe_gemv_up_gluon(
     expert = gl.load(ids + pair)
     if (expert >= 0) & (expert < EXPERTS):
         expert = expert.to(gl.int32)
-        pairs = _pairs_of(ids, expert, tokens, TOP_K, EXPERTS, PLACES, TILES, 1, WARPS)
-        first = gl.min(gl.min(pairs[0], 1), 0)
-        if TILES > 1:
-            first = gl.minimum(first, gl.min(gl.min(pairs[1], 1), 0))
-        if first == pair:  # one program has all tokens of an expert
+        pairs = _pairs_of(ids, expert, tokens, TOP_K, EXPERTS, PLACES, 1, WARPS)
+        if gl.min(gl.min(pairs, 1), 0) == pair:  # one program has all tokens of an expert
             _up(
                 x, w, scale, zero_point, bias, out, expert, pairs, gl.program_id(0) // (tokens * TOP_K),
                 TOP_K, DEPTH, WIDTH, STRIDE_X, STRIDE_E, STRIDE_N, FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT,
-                SCALES, TILES, ROWS, STEPS, WARPS,
+                SCALES, ROWS, STEPS, WARPS,
             )  # fmt: skip
 
 
@@ -119,7 +107,7 @@ def _up(
     TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_X: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     FUNCTION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    SCALES: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
+    SCALES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     RESULTS: gl.constexpr = ROWS // 2 if GATED else ROWS
     UPS: gl.constexpr = WIDTH if GATED and not INTERLEAVED else 0
@@ -129,40 +117,38 @@ def _up(
         w, scale, zero_point, warp * 0 + expert, warp >= 0, warp, column,
         WIDTH, UPS, INTERLEAVED, STRIDE_E, STRIDE_N, SCALES, ROWS, WARPS,
     )  # fmt: skip
-    at = _rows_of(pairs, TOP_K, TILES)
+    at = _rows_of(pairs, TOP_K)
     CHUNKS: gl.constexpr = (DEPTH + 127) // 128
     EACH: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # chunks of a warp
-    acc = none(TILES, ROWS, WARPS)
+    acc = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS))
     for part in gl.static_range((EACH + STEPS - 1) // STEPS):
         held = read(rows, part * STEPS, steps_of(part, STEPS, EACH), DEPTH, SCALES, ROWS, WARPS, WARPS)
         acc = multiply(
-            acc, held, rows, x, at, part * STEPS, steps_of(part, STEPS, EACH), TILES,
+            acc, held, rows, x, at, part * STEPS, steps_of(part, STEPS, EACH),
             DEPTH, SCALES, ROWS, WARPS, WARPS, STRIDE_X, x.dtype.element_ty,
         )  # fmt: skip
-    acc = of_channels(acc, rows, TILES, SCALES, WARPS)
+    acc = of_channels(acc, rows, SCALES, WARPS)
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [0, 1])
     nth = numbers(RESULTS, 0, stored, 2)
     inside = column + nth < WIDTH
-    for tile in gl.static_range(TILES):
-        both = gl.sum(acc[tile], 0)  # [ROWS, 8]
+    both = gl.sum(acc, 0)  # [ROWS, 8]
+    if GATED:
+        both = both.reshape([ROWS // 16, 2, 8, TOKENS]).permute(0, 2, 3, 1)
+        gate, up = both.split()
+        gate = gl.convert_layout(gate.reshape([RESULTS, TOKENS]), stored)
+        up = gl.convert_layout(up.reshape([RESULTS, TOKENS]), stored)
+    else:
+        gate = gl.convert_layout(both, stored)
+        up = gate
+    if bias is not None:
+        of_gate = expert * (2 * WIDTH if GATED else WIDTH) + (2 * (column + nth) if INTERLEAVED else column + nth)
+        gate += gl.load(bias + of_gate, mask=inside, other=0.0).to(gl.float32)
         if GATED:
-            both = both.reshape([ROWS // 16, 2, 8, TOKENS]).permute(0, 2, 3, 1)
-            gate, up = both.split()
-            gate = gl.convert_layout(gate.reshape([RESULTS, TOKENS]), stored)
-            up = gl.convert_layout(up.reshape([RESULTS, TOKENS]), stored)
-        else:
-            gate = gl.convert_layout(both, stored)
-            up = gate
-        if bias is not None:
-            of_gate = expert * (2 * WIDTH if GATED else WIDTH) + (2 * (column + nth) if INTERLEAVED else column + nth)
-            gate += gl.load(bias + of_gate, mask=inside, other=0.0).to(gl.float32)
-            if GATED:
-                of_up = of_gate + 1 if INTERLEAVED else of_gate + WIDTH
-                up += gl.load(bias + of_up, mask=inside, other=0.0).to(gl.float32)
-        active = _activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
-        row = gl.convert_layout(gl.max(pairs[tile], 0), gl.SliceLayout(0, stored))
-        row = gl.expand_dims(row, 0)
-        gl.store(out + row.to(gl.int64) * WIDTH + (column + nth), active.to(out.dtype.element_ty), mask=inside & (row != NONE))
+            of_up = of_gate + 1 if INTERLEAVED else of_gate + WIDTH
+            up += gl.load(bias + of_up, mask=inside, other=0.0).to(gl.float32)
+    active = _activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
+    row = gl.expand_dims(gl.convert_layout(gl.max(pairs, 0), gl.SliceLayout(0, stored)), 0)
+    gl.store(out + row.to(gl.int64) * WIDTH + (column + nth), active.to(out.dtype.element_ty), mask=inside & (row != NONE))
 
 
 @gluon.jit
@@ -185,8 +171,8 @@ def flashmoe_moe_gemv_down_gluon(
     a, w, scale, zero_point, bias, ids, weights, out, tokens,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, TOP_K: gl.constexpr,
-    SCALES: gl.constexpr, PLACES: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
-    WARPS: gl.constexpr, SIDE: gl.constexpr, ONCE: gl.constexpr, EARLY_START: gl.constexpr,
+    SCALES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
+    SIDE: gl.constexpr, ONCE: gl.constexpr, EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """out[token, n] = the sum over the token's experts of weight times (a[pair] . w[expert, n] + bias). Experts come in their
     order, ``SIDE`` at a time; ``ONCE``: there are no more."""
@@ -195,22 +181,18 @@ def flashmoe_moe_gemv_down_gluon(
     place = numbers(PLACES, 2, layout, 3)
     token = numbers(TOKENS, 1, layout, 3)
     experts = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS)
-    total = none(TILES, ROWS, WARPS)
+    total = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS))
     expert, begin, last = _next_experts(experts, -1, SIDE, WARPS)
     if ONCE:
         total = _add(
             total, a, w, scale, zero_point, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
-            TOP_K, SCALES, PLACES, TILES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
+            TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
         )  # fmt: skip
     else:
-        if TILES > 1:
-            others = _experts_of(ids, token + TOKENS, place, tokens, TOP_K, EXPERTS)
-            experts = gl.join(experts, others).reshape([1, TOKENS, 2 * PLACES])
-            expert, begin, last = _next_experts(experts, -1, SIDE, WARPS)
         while begin != NONE:
             total = _add(
                 total, a, w, scale, zero_point, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
-                TOP_K, SCALES, PLACES, TILES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
+                TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
             )  # fmt: skip
             expert, begin, last = _next_experts(experts, last, SIDE, WARPS)
         if EARLY_START:
@@ -219,25 +201,24 @@ def flashmoe_moe_gemv_down_gluon(
         gdc_launch_dependents()
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [0, 1])
     row = first + numbers(ROWS, 0, stored, 2)
-    for tile in gl.static_range(TILES):
-        token = tile * TOKENS + numbers(TOKENS, 1, stored, 2)
-        result = gl.convert_layout(gl.sum(total[tile], 0), stored)
-        if bias is not None:
-            for place in gl.static_range(TOP_K):
-                expert = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS)
-                here = (expert != NONE) & (row < WIDTH)
-                added = gl.load(bias + expert.to(gl.int64) * WIDTH + row, mask=here, other=0.0).to(gl.float32)
-                weight = gl.load(weights + token * TOP_K + place, mask=expert != NONE, other=0.0).to(gl.float32)
-                result += gl.where(here, weight * added, 0.0)
-        gl.store(out + token * WIDTH + row, result.to(out.dtype.element_ty), mask=(token < tokens) & (row < WIDTH))
+    token = numbers(TOKENS, 1, stored, 2)
+    result = gl.convert_layout(gl.sum(total, 0), stored)
+    if bias is not None:
+        for place in gl.static_range(TOP_K):
+            expert = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS)
+            here = (expert != NONE) & (row < WIDTH)
+            added = gl.load(bias + expert.to(gl.int64) * WIDTH + row, mask=here, other=0.0).to(gl.float32)
+            weight = gl.load(weights + token * TOP_K + place, mask=expert != NONE, other=0.0).to(gl.float32)
+            result += gl.where(here, weight * added, 0.0)
+    gl.store(out + token * WIDTH + row, result.to(out.dtype.element_ty), mask=(token < tokens) & (row < WIDTH))
 
 
 @gluon.jit
 def _add(
     total, a, w, scale, zero_point, ids, weights, tokens, expert, first,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
-    TOP_K: gl.constexpr, SCALES: gl.constexpr, PLACES: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
-    STEPS: gl.constexpr, WARPS: gl.constexpr, SIDE: gl.constexpr, DTYPE: gl.constexpr, EARLY_START: gl.constexpr,
+    TOP_K: gl.constexpr, SCALES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
+    WARPS: gl.constexpr, SIDE: gl.constexpr, DTYPE: gl.constexpr, EARLY_START: gl.constexpr,
 ):  # fmt: skip
     """The sums, and those of each warp's expert times the weights that tokens chose it with."""
     BY: gl.constexpr = WARPS // SIDE
@@ -250,35 +231,30 @@ def _add(
     )  # fmt: skip
     CHUNKS: gl.constexpr = (DEPTH + 127) // 128
     EACH: gl.constexpr = (CHUNKS + BY - 1) // BY
-    acc = none(TILES, ROWS, WARPS)
+    acc = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS))
     at = ()
     for part in gl.static_range((EACH + STEPS - 1) // STEPS):
         held = read(rows, part * STEPS, steps_of(part, STEPS, EACH), DEPTH, SCALES, ROWS, BY, WARPS)
         if part == 0:
             one = spread(expert, 0, places_layout(WARPS, WARPS, PLACES, False), 3)
-            pairs = _pairs_of(ids, one, tokens, TOP_K, EXPERTS, PLACES, TILES, WARPS, WARPS)
-            at = _rows_of(pairs, 1, TILES)
+            at = _rows_of(_pairs_of(ids, one, tokens, TOP_K, EXPERTS, PLACES, WARPS, WARPS), 1)
             if EARLY_START:
                 gdc_wait()
         acc = multiply(
-            acc, held, rows, a, at, part * STEPS, steps_of(part, STEPS, EACH), TILES,
+            acc, held, rows, a, at, part * STEPS, steps_of(part, STEPS, EACH),
             DEPTH, SCALES, ROWS, BY, WARPS, DEPTH, DTYPE,
         )  # fmt: skip
-    acc = of_channels(acc, rows, TILES, SCALES, WARPS)
+    acc = of_channels(acc, rows, SCALES, WARPS)
     by_column: gl.constexpr = places_layout(WARPS, WARPS, PLACES, True)
     place = numbers(PLACES, 2, by_column, 3)
     one = spread(expert, 0, by_column, 3)
-    added = ()
-    for tile in gl.static_range(TILES):
-        token = tile * TOKENS + numbers(TOKENS, 1, by_column, 3)
-        chosen = (_experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == one) & (one != NONE)
-        weight = gl.load(weights + token * TOP_K + place, mask=chosen, other=0.0).to(gl.float32)
-        weight = gl.convert_layout(gl.sum(weight, 2), gl.SliceLayout(1, result), assert_trivial=True)
-        chosen = gl.convert_layout(gl.max(chosen.to(gl.int32), 2), gl.SliceLayout(1, result), assert_trivial=True)
-        # 0 times what a token that did not choose the expert has is not 0 where that is not finite.
-        more = gl.where(gl.expand_dims(chosen, 1) > 0, acc[tile] * gl.expand_dims(weight, 1), 0.0)
-        added = added + (total[tile] + more,)  # type: ignore[assignment]
-    return added
+    token = numbers(TOKENS, 1, by_column, 3)
+    chosen = (_experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == one) & (one != NONE)
+    weight = gl.load(weights + token * TOP_K + place, mask=chosen, other=0.0).to(gl.float32)
+    weight = gl.convert_layout(gl.sum(weight, 2), gl.SliceLayout(1, result), assert_trivial=True)
+    chosen = gl.convert_layout(gl.max(chosen.to(gl.int32), 2), gl.SliceLayout(1, result), assert_trivial=True)
+    # 0 times what a token that did not choose the expert has is not 0 where that is not finite.
+    return total + gl.where(gl.expand_dims(chosen, 1) > 0, acc * gl.expand_dims(weight, 1), 0.0)
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:

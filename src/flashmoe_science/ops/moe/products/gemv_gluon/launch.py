@@ -19,7 +19,7 @@ from flashmoe_science.ops.moe.products.grouped import DTYPES, down_constexprs, s
 from flashmoe_science.ops.moe.route.triton import routing_bytes, why_no_router
 
 NAME = "moe_gemv_gluon"
-MAX_TOKENS, MAX_PLACES = 16, 16
+MAX_TOKENS, MAX_PLACES = TOKENS.value, 16
 _ROWS = 16  # of weights, of a program of the second product
 _NAMES = ("up_rows", "up_warps", "up_steps", "down_warps", "down_side", "down_steps", "down_registers")
 _REGISTERS = 128  # of a thread at most: two programs of eight warps a multiprocessor
@@ -58,27 +58,22 @@ def _why_not_w8a8(problem: MoEProblem, device: Gpu) -> str | None:
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Rows of weights of a program of the first product, its warps, and steps that are read at once; warps of the second,
-    experts side by side, steps, registers of a thread; the best guess first. Only the first of them has been measured."""
-    side, wide = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)].bits == 8
-    half, once = max(side // 2, 1), problem.pairs() <= side
-    two = problem.tokens > TOKENS.value  # tiles of tokens, which leave registers for fewer steps
-    if two and wide:
-        tiles = [(16, 8, 1, 8, half, 1, 255), (16, 4, 1, 8, side, 1, 255)]
-    elif two:
-        tiles = [(16, 8, 2, 8, half, 2, 128), (16, 4, 2, 8, side, 2, 255)]
-    elif wide:
-        first = (32, 8, 2, 8, side, 3, 128) if once else (32, 8, 2, 8, half, 3, 255)
-        tiles = [first, (16, 4, 4, 8, side, 2, 255), (16, 8, 2, 8, half, 2, 128)]
-    else:
-        first = (32, 8, 2, 8, side, 6, 128) if once else (32, 8, 2, 8, half, 3, 128)
-        tiles = [first, (16, 4, 6, 8, side, 4, 255), (16, 8, 3, 8, half, 3, 128)]
+    experts side by side, steps, registers of a thread; the fastest on an H200 first (docs/notes/moe-formats.md)."""
+    side, form = min(next_power_of_2(problem.top_k), 8), FORMATS[str(problem.weight_format)]
+    once = problem.pairs() <= side
+    tiles = [(16, 4, 4, 8, side, 2, 255) if form.bits == 8 else (16, 4, 6, 8, side, 4, 255)]
+    if once and form.name == "mxfp4":
+        tiles = [(32, 8, 2, 8, side, 6, 128), *tiles]
+    elif once and form.bits == 8 and not form.w8a8 and problem.dim <= 2048:  # of deeper rows the first product spills
+        tiles = [(32, 4, 2, 8, side, 3, 255), *tiles]
     return tuple(Config(**dict(zip(_NAMES, one, strict=True))) for one in tiles)
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
-    """To four tokens: for 16 an H200 takes 2.5 times as long as with Hopper's own kernels. It is the last of the kernels, and
-    so serves only where it is asked for or a record has it the fastest."""
-    return problem.tokens <= 4
+    """To as many tokens as an H200 took less time for than with every other kernel."""
+    form = FORMATS[str(problem.weight_format)]
+    most = MAX_TOKENS if form.name.startswith("int4") else 1 if form.w8a8 or form.name == "mxfp4" else 2
+    return gpu.compute_capability == (9, 0) and problem.tokens <= most
 
 
 def _results(problem: MoEProblem, config: Config) -> int:
@@ -114,13 +109,13 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     places, (of_up, of_down) = next_power_of_2(p.top_k), (tuple(map(stand_in, of_weights[n::2])) for n in (0, 1))
 
     @cache
-    def builds(tiles: int, once: bool) -> tuple[Build, tuple[Any, ...], Build, tuple[Any, ...]]:
-        """Both, of so many tiles of tokens, and of no more experts than ``down_side``; with their constexprs."""
-        first = *up_constexprs(inputs).values(), tuple(of_scales[0]), places, tiles
+    def builds(once: bool) -> tuple[Build, tuple[Any, ...], Build, tuple[Any, ...]]:
+        """Both, with their constexprs; ``once``: of no more experts than ``down_side``."""
+        first = *up_constexprs(inputs).values(), tuple(of_scales[0]), places
         first = *first, config["up_rows"], config["up_steps"], config["up_warps"], early
         pointers = stand_in(x), stand_in(w1), *of_up, stand_in(biases[0]), stand_in(ids), new
         build_up = Build(up, (*pointers, 2, *first), num_warps=config["up_warps"], maxnreg=_REGISTERS, launch_pdl=early)
-        last = *down_constexprs(inputs).values(), p.top_k, tuple(of_scales[1]), places, tiles
+        last = *down_constexprs(inputs).values(), p.top_k, tuple(of_scales[1]), places
         last = *last, _ROWS, config["down_steps"], config["down_warps"], config["down_side"], once, early
         pointers = new, stand_in(w2), *of_down, stand_in(biases[1]), stand_in(ids), stand_in(weights), Pointer(x.dtype)
         options = {"num_warps": config["down_warps"], "maxnreg": config["down_registers"], "launch_pdl": early}
@@ -129,7 +124,7 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     def bind(like: MoEInputs, shape: Shape) -> MoELaunch:
         p, x = like.problem, like.tensors.x
         allocate, (grid_up, grid_down) = allocator(x.is_cuda), grids(p, config)
-        build_up, first, build_down, last = builds(cdiv(p.tokens, TOKENS.value), p.pairs() <= config["down_side"])
+        build_up, first, build_down, last = builds(p.pairs() <= config["down_side"])
         launch_up, launch_down = build_up.bound(grid_up, p.tokens, *first), build_down.bound(grid_down, p.tokens, *last)
         of_active, result = ((p.pairs(), p.hidden), (p.hidden, 1), _between(p)), contiguous(shape, x.dtype)
 

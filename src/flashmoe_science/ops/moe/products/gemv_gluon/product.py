@@ -198,11 +198,11 @@ def _operand(codes, scale, zero, shift, SCALES: gl.constexpr, DTYPE: gl.constexp
 
 @gluon.jit
 def multiply(
-    acc, held, rows, x, at, FIRST: gl.constexpr, STEPS: gl.constexpr, TILES: gl.constexpr, DEPTH: gl.constexpr,
-    SCALES: gl.constexpr, ROWS: gl.constexpr, BY: gl.constexpr, WARPS: gl.constexpr, STRIDE: gl.constexpr, DTYPE: gl.constexpr,
+    acc, held, rows, x, at, FIRST: gl.constexpr, STEPS: gl.constexpr, DEPTH: gl.constexpr, SCALES: gl.constexpr,
+    ROWS: gl.constexpr, BY: gl.constexpr, WARPS: gl.constexpr, STRIDE: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The sums ``acc``, [warps, rows, 8] for every eight tokens, and those of the steps that were ``read``: of the rows ``at``,
-    [warps or 1, 8], of ``x``. Of channels without their scales."""
+    """The sums ``acc`` [warps, rows, 8] and those of the steps that were ``read``: of the rows ``at``, [warps or 1, 8], of
+    ``x``. Of channels without their scales."""
     FORMAT: gl.constexpr = form_of(SCALES)
     FP8: gl.constexpr = in_fp8(SCALES)
     tokens: gl.constexpr = block_layout(WARPS, TOKENS, CHUNK // THREADS)
@@ -210,54 +210,37 @@ def multiply(
     K_WIDTH: gl.constexpr = 4 if FORMAT == "fp8_block_w8a8" else 2
     column = column_of(numbers(THREADS, 2, tokens, 4), numbers(CHUNK // THREADS, 3, tokens, 4), FP8)
     column += spread(rows.chunk, 0, tokens, 4) * CHUNK
-    x_ptrs = ()
-    for tile in gl.static_range(TILES):
-        row = gl.convert_layout(at[tile], gl.SliceLayout(2, gl.SliceLayout(3, tokens)), assert_trivial=True)
-        x_ptrs = x_ptrs + (x + (gl.expand_dims(gl.expand_dims(row, 2), 3) * STRIDE + column),)  # type: ignore[assignment]
+    row = gl.convert_layout(at, gl.SliceLayout(2, gl.SliceLayout(3, tokens)), assert_trivial=True)
+    x_ptrs = x + (gl.expand_dims(gl.expand_dims(row, 2), 3) * STRIDE + column)
     for step in gl.static_range(STEPS):
         a = _operand(
             held[3 * step], held[3 * step + 1], held[3 * step + 2], rows.shift, SCALES, DTYPE,
             gl.DotOperandLayout(0, result, K_WIDTH),
         )  # fmt: skip
         further = (FIRST + step) * BY * CHUNK
-        added = ()
-        for tile in gl.static_range(TILES):
-            if inside_of(FIRST + step, BY, DEPTH):
-                b = gl.load(x_ptrs[tile] + further)
-            else:
-                b = gl.load(x_ptrs[tile] + further, mask=column + further < DEPTH, other=0.0)
+        if inside_of(FIRST + step, BY, DEPTH):
+            b = gl.load(x_ptrs + further)
+        else:
+            b = gl.load(x_ptrs + further, mask=column + further < DEPTH, other=0.0)
+        if FORMAT == "fp8_block_w8a8":
+            b, of_b = quantized(b)
+        b = of_tokens(b, FORMAT, gl.DotOperandLayout(1, result, K_WIDTH))
+        if by_thread(SCALES) or SCALES[0] == "fp8_channel":
+            acc = mma_v2(a, b, acc)
+        else:
+            part = mma_v2(a, b, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result))
+            scale = held[3 * step + 1]
+            by = _power(scale) if scale.dtype == gl.uint8 else scale.to(gl.float32)
             if FORMAT == "fp8_block_w8a8":
-                b, of_b = quantized(b)
-            b = of_tokens(b, FORMAT, gl.DotOperandLayout(1, result, K_WIDTH))
-            if by_thread(SCALES) or SCALES[0] == "fp8_channel":
-                added = added + (mma_v2(a, b, acc[tile]),)  # type: ignore[assignment]
-            else:
-                part = mma_v2(a, b, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result))
-                scale = held[3 * step + 1]
-                by = _power(scale) if scale.dtype == gl.uint8 else scale.to(gl.float32)
-                if FORMAT == "fp8_block_w8a8":
-                    by = by * gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
-                added = added + (acc[tile] + part * by,)  # type: ignore[assignment]
-        acc = added
+                by = by * gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
+            acc = acc + part * by
     return acc
 
 
 @gluon.jit
-def none(TILES: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Sums of nothing, [warps, rows, 8] for every eight tokens."""
-    acc = ()
-    for _ in gl.static_range(TILES):
-        acc = acc + (gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS)),)  # type: ignore[assignment]
-    return acc
-
-
-@gluon.jit
-def of_channels(acc, rows, TILES: gl.constexpr, SCALES: gl.constexpr, WARPS: gl.constexpr):
+def of_channels(acc, rows, SCALES: gl.constexpr, WARPS: gl.constexpr):
     """The sums times the scales of their rows, of channels."""
     if SCALES[0] == "fp8_channel":
         scale = gl.load(rows.scales, mask=spread(rows.here, 0, result_layout(WARPS), 3), other=0.0)
-        scaled = ()
-        for tile in gl.static_range(TILES):
-            scaled = scaled + (acc[tile] * scale.to(gl.float32),)  # type: ignore[assignment]
-        acc = scaled
+        acc = acc * scale.to(gl.float32)
     return acc

@@ -25,9 +25,8 @@ NAME, NAME_OF_OTHERS = "moe_mxfp4_gluon_sm90", "moe_weights_gluon_sm90"
 OTHER_FORMS = tuple(form.name for form in FORMATS.values() if form.name != "mxfp4" and not form.w8a8)
 MOST_CONSUMERS = 4
 # Of tiles of so many tokens, that shared memory has room for: of four bits, and of fp8.
-_STAGES, _STAGES_OF_FP8 = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4, 256: 3}, {8: 12, 16: 11, 32: 10, 64: 8, 128: 6, 256: 5}
+_STAGES, _STAGES_OF_FP8 = {8: 11, 16: 10, 32: 8, 64: 6, 128: 4}, {8: 12, 16: 11, 32: 10, 64: 8, 128: 6}
 _FOR_FOUR = 64  # tokens of a tile up to which four consumers have enough registers
-WIDEST = 256  # tokens of a tile that has half a block of weights
 FLAGS = MOST_CONSUMERS * MOST_PROGRAMS  # of a product: one for each consumer of each program
 
 
@@ -60,20 +59,17 @@ def supports(forms: tuple[str, ...], problem: MoEProblem, device: Device) -> str
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider. The widest have half
-    the weights of the others: they are no guess where experts do not fill one, and the first where most fill two."""
+    """Tiles of as many tokens as most experts have, the best guess first, then the narrower and the wider."""
     mean = problem.rows_per_expert()
-    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), 8), WIDEST if mean >= 2 * WIDEST else WIDEST // 2)
-    most = WIDEST if mean >= WIDEST else WIDEST // 2
-    several = (tokens for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES and tokens <= most)
+    fit = min(max(next_power_of_2(int(mean + 2 * mean**0.5)), min(_STAGES)), max(_STAGES))
+    several = (tokens for tokens in (fit, fit // 2, 2 * fit) if tokens in _STAGES)
     return tuple(tile_of(tokens, form=str(problem.weight_format)) for tokens in several)
 
 
 def tile_of(tokens: int, consumers: int | None = None, form: str = "mxfp4") -> Config:
     """The config whose tiles have so many tokens, for as many consumers as have the registers."""
     consumers = consumers or (MOST_CONSUMERS if tokens <= _FOR_FOUR else 2)
-    rows = ROWS.value if tokens < WIDEST else ROWS.value // 2
-    tile = {"block_m": tokens, "block_n": rows, "block_k": chunks_of(form) * CHUNK.value}
+    tile = {"block_m": tokens, "block_n": ROWS.value, "block_k": chunks_of(form) * CHUNK.value}
     stages = (_STAGES_OF_FP8 if chunks_of(form) == 1 else _STAGES)[tokens]
     return Config(**tile, num_stages=stages, group=8, consumers=consumers)
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from flashmoe_science.ops.gluon_bridge import as_gluon
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.products.gluon_sm90.consumer import halves, sigmoid, store
+from flashmoe_science.ops.moe.products.gluon_sm90.consumer import sigmoid, store
 from flashmoe_science.ops.moe.products.stream_k import Segment, collect, leave
 from flashmoe_science.ops.moe.products.weights_sm90 import scales as of
 from flashmoe_science.ops.moe.products.weights_sm90.operand import (
@@ -34,7 +34,6 @@ from flashmoe_science.ops.moe.products.weights_sm90.scales import Places, given_
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, receive
 
 _activated = as_gluon(activated)
-NARROW = gl.constexpr(64)  # tokens: an expert's last tile of 256 that has no more is multiplied as a tile of so many
 
 
 @gluon.jit
@@ -121,7 +120,6 @@ def _multiply_together(acc, state, memory, places, segment, SCALES: gl.constexpr
     FORMAT: gl.constexpr = SCALES[of.FORMAT]
     layout: gl.constexpr = OF_SCALES if acc.shape[0] == 128 else OF_SCALES_64
     TWICE: gl.constexpr = chunks_of(FORMAT) == 1  # stages a step
-    EARLY: gl.constexpr = TWICE or memory.a.shape[1] > 128  # tokens whose stages are few
     ZEROS: gl.constexpr = SCALES[of.ZEROS_OF_ROW] > 0
     PAIRED: gl.constexpr = SCALES[of.PAIRED]
     quads = quads_of(layout)
@@ -144,7 +142,7 @@ def _multiply_together(acc, state, memory, places, segment, SCALES: gl.constexpr
         if ZEROS:
             zero_one = load_zeros(places, quads, PAIR * pair + 2, SCALES)
         state = advance(before, STAGES)
-        released = before.stage if EARLY else None
+        released = before.stage if TWICE else None
         acc = _multiply_stage(acc, state.stage, state.phase, memory, given, released, FORMAT, CONSUMER)
         if TWICE:
             before = state
@@ -153,7 +151,7 @@ def _multiply_together(acc, state, memory, places, segment, SCALES: gl.constexpr
         two = one if PAIRED else load_scales(places, quads, PAIR * pair + 3, SCALES)
         if ZEROS:
             zero_two = load_zeros(places, quads, PAIR * pair + 3, SCALES)
-        if not EARLY:
+        if not TWICE:
             mbarrier.arrive(memory.empty.index(before.stage))
         acc = warpgroup_mma_wait(0, (acc,))  # in flight across the loop's end, the assembler makes them wait for each other
         mbarrier.arrive(memory.empty.index(state.stage))
@@ -181,18 +179,17 @@ def _multiply_stage_apart(acc, state, memory, given, FORMAT: gl.constexpr, CONSU
 
 @gluon.jit
 def _multiply_apart(acc, state, memory, places, segment, SCALES: gl.constexpr, CONSUMER: gl.constexpr):
-    """``multiply`` by warps that do not wait for each other. Of tiles of few tokens a step is a unit of work."""
+    """``multiply`` by warps that do not wait for each other; a step is a unit of work."""
     STAGES: gl.constexpr = memory.w.shape[0] // memory.out.shape[0]
     FORMAT: gl.constexpr = SCALES[of.FORMAT]
     layout: gl.constexpr = OF_SCALES if acc.shape[0] == 128 else OF_SCALES_64
     ZEROS: gl.constexpr = SCALES[of.ZEROS_OF_ROW] > 0
     quads = quads_of(layout)
-    UNIT: gl.constexpr = 1 if memory.a.shape[1] <= APART else PAIR  # steps
-    loaded = load_scales(places, quads, UNIT * segment.first, SCALES)
+    loaded = load_scales(places, quads, segment.first, SCALES)
     zeros = loaded  # where there are none, of no use
     if ZEROS:
-        zeros = load_zeros(places, quads, UNIT * segment.first, SCALES)
-    for step in range(UNIT * segment.first, UNIT * segment.stop):
+        zeros = load_zeros(places, quads, segment.first, SCALES)
+    for step in range(segment.first, segment.stop):
         given = given_of(loaded, zeros, places, quads, step, SCALES, layout)
         if (step & 1 != 0) if SCALES[of.PAIRED] else True:
             loaded = load_scales(places, quads, step + 1, SCALES)
@@ -244,14 +241,9 @@ def _store_tile(
     acc, out_desc, row, end, block, part, buffers,
     SPAN: gl.constexpr, WIDTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Write the sums of a part of a block, activated with ``FUNCTION``, as many tokens at a time as a copy has."""
+    """Write the sums of a part of a block, activated with ``FUNCTION``."""
     ROWS: gl.constexpr = acc.shape[0]
-    HALF: gl.constexpr = acc.shape[1] // 2
-    if out_desc.block_type.shape[2] <= HALF:
-        left, right = halves(acc)
-        _store_tile(left, out_desc, row, end, block, part, buffers, SPAN, WIDTH, FUNCTION, ALPHA, LIMIT)
-        _store_tile(right, out_desc, row + HALF, end, block, part, buffers, SPAN, WIDTH, FUNCTION, ALPHA, LIMIT)
-    elif FUNCTION is None:
+    if FUNCTION is None:
         store(acc.permute((1, 0)), out_desc, row, end, block * (8 * SPAN) + part * ROWS, buffers, 0)
     else:
         active = _activate(acc, block * (4 * SPAN), SPAN, FUNCTION, ALPHA, LIMIT, WIDTH)
@@ -261,19 +253,20 @@ def _store_tile(
 @gluon.jit
 def _consume_segment(
     scales, zeros, bias, out_desc, partial, flags, memory, segment, state,
-    TOKENS: gl.constexpr, CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
     COLUMN: gl.constexpr, UP: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """The state of the pipeline after a segment, of whose tile the first ``TOKENS`` are multiplied."""
+    """The state of the pipeline after a segment."""
+    TOKENS: gl.constexpr = memory.a.shape[1]
     ALL: gl.constexpr = WIDTH if FUNCTION is None else 2 * WIDTH  # rows of an expert
-    UNIT: gl.constexpr = STEP if memory.a.shape[1] <= APART else PAIR * STEP
+    SYNC: gl.constexpr = TOKENS <= APART
+    UNIT: gl.constexpr = STEP if SYNC else PAIR * STEP
     UNITS: gl.constexpr = (DEPTH + UNIT - 1) // UNIT
     CONSUMERS: gl.constexpr = memory.out.shape[0]
     ROWS: gl.constexpr = memory.w.numel // memory.w.shape[0] // BYTES_OF_STAGE
     SPAN: gl.constexpr = span_of(SCALES[of.FORMAT])
     PARTS: gl.constexpr = 8 * SPAN // ROWS
     of_scales: gl.constexpr = gl.SliceLayout(1, OF_SCALES if ROWS == 128 else OF_SCALES_64)
-    SYNC: gl.constexpr = TOKENS <= APART or memory.a.shape[1] > TOKENS  # two loops of wgmma in a kernel would be serialised
     VERSION: gl.constexpr = [2, 0] if SYNC else [3, 0]
     INSTRUCTION: gl.constexpr = [16, 8] if SYNC else [16, TOKENS, 16]
     layout: gl.constexpr = gl.NVMMADistributedLayout(VERSION, [4, 1], INSTRUCTION)
@@ -287,9 +280,9 @@ def _consume_segment(
         acc += gl.expand_dims(gl.where(segment.stop == UNITS, biases, 0.0), 1)
     acc, state = multiply(acc, state, memory, places, segment, SYNC, SCALES, CONSUMER)
     if segment.stop < UNITS:
-        leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, memory.a.shape[1])
+        leave(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, TOKENS)
     else:
-        acc = collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, memory.a.shape[1])
+        acc = collect(acc, partial, flags, segment.program, CONSUMER, CONSUMERS, TOKENS)
         buffers = (memory.out.index(CONSUMER),)
         _store_tile(acc, out_desc, segment.row, segment.end, block, part, buffers, SPAN, WIDTH, FUNCTION, ALPHA, LIMIT)
     return state
@@ -302,30 +295,16 @@ def consume(
     COLUMN: gl.constexpr, UP: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """The rows of weights of one consumer in every segment of this program. Without ``FUNCTION`` products are stored as they
-    are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its up. An expert's last tile may
-    have few of the tokens that it could."""
-    TOKENS: gl.constexpr = memory.a.shape[1]
+    are; with it the rows of column c are c * ``COLUMN``, its gate, and ``UP`` rows further, its up."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     state = first_stage()
     iteration = gl.to_tensor(0)
     segment = Segment(*receive(memory.mailbox, iteration, one))
     while segment.column >= 0:
         iteration += 1
-        if TOKENS > 128:
-            if segment.end - segment.row > NARROW:
-                state = _consume_segment(
-                    scales, zeros, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                    SCALES, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
-                )  # fmt: skip
-            else:
-                state = _consume_segment(
-                    scales, zeros, bias, out_desc, partial, flags, memory, segment, state, NARROW, CONSUMER, DEPTH, WIDTH,
-                    SCALES, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
-                )  # fmt: skip
-        else:
-            state = _consume_segment(
-                scales, zeros, bias, out_desc, partial, flags, memory, segment, state, TOKENS, CONSUMER, DEPTH, WIDTH,
-                SCALES, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
-            )  # fmt: skip
+        state = _consume_segment(
+            scales, zeros, bias, out_desc, partial, flags, memory, segment, state, CONSUMER, DEPTH, WIDTH,
+            SCALES, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
+        )  # fmt: skip
         segment = Segment(*receive(memory.mailbox, iteration, one))
     tma.store_wait(0)

@@ -4,9 +4,9 @@ Shapes: x [T, H], w1 [E, 2I, H], w2 [E, H, I], their scales and zero points (the
 and [E, H]; weights and ids [T, K] -> out [T, H]. Gated activations, gates and ups joined or interleaved; H and I multiples of
 32, of 16 for fp8. Compute capability 9.0 only. A weight is its code times its scale, rounded to bf16: exact of mxfp4.
 
-Weights are the rows of the matrix instruction and tokens its columns, 8 to 256 of a tile. A warp has the copy engine bring 64
+Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring 64
 bytes of each row, and tokens, to a ring of stages. Four consumers take 64 rows of weights each from there to registers, or two
-take 128, or, of 256 tokens, 64. There the bytes become the instruction's operand without moving between threads
+take 128. There the bytes become the instruction's operand without moving between threads
 (``operand.py``), as tokens have their K permuted: by a kernel before the first product (``permute.py``), and by its epilogue
 for the second. Few tokens are multiplied by mma.sync, a warp at a time, more by wgmma. Programs take whole tiles in an order by
 expert, and share what is left over (``stream_k.py``).
@@ -40,7 +40,7 @@ from flashmoe_science.ops.moe.products.weights_sm90.config import (
 from flashmoe_science.ops.moe.products.weights_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.weights_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.weights_sm90.memory import make_memory
-from flashmoe_science.ops.moe.products.weights_sm90.operand import BYTES_OF_STAGE, ROWS, STEP
+from flashmoe_science.ops.moe.products.weights_sm90.operand import ROWS, STEP
 from flashmoe_science.ops.moe.products.weights_sm90.producer import produce
 from flashmoe_science.ops.moe.route import triton as route
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -58,9 +58,8 @@ def _multiply_all(
     """Both products: a producer and its consumers."""
     FORMAT: gl.constexpr = SCALES[0]
     memory = make_memory(w_desc, a_desc, out_desc, FORMAT, STAGES, CONSUMERS)
-    TILE: gl.constexpr = CONSUMERS * memory.w.numel // memory.w.shape[0] // BYTES_OF_STAGE  # rows
-    # Tiles of weights an expert. Of the first product one or two have 256 gates and ups, whose columns are padded to 128.
-    COLUMNS: gl.constexpr = (WIDTH + TILE - 1) // TILE if UP is None else (WIDTH + STEP - 1) // STEP * (ROWS // TILE)
+    # Tiles of weights an expert. Of the first product one has 256 gates and ups, of 128 columns.
+    COLUMNS: gl.constexpr = (WIDTH + ROWS - 1) // ROWS if UP is None else (WIDTH + STEP - 1) // STEP
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -18,7 +18,6 @@ from flashmoe_science.ops.moe.products.stream_k_launch import Product, Tile, bou
 from flashmoe_science.ops.moe.products.weights_sm90 import permute
 from flashmoe_science.ops.moe.products.weights_sm90.config import (
     FLAGS,
-    WIDEST,
     blocks_of_experts,
     parts,
     registers_of,
@@ -96,8 +95,7 @@ def _product(
     of_config = *(config[name] for name in ("group", "num_stages", "consumers")), registers.consumer, registers.producer
     values = *constexprs.values(), *of_config
     a, w = template((tokens, CHUNK.value), "bf16"), template(tile[0], "uint8")
-    at_once = tokens if tokens < WIDEST else 2048 // columns  # the widest tiles' stages leave little memory
-    out = template((1, 1, at_once, columns), "bf16")
+    out = template((1, 1, tokens, columns), "bf16")
     scale, zero, bias = of_weights
     of_bytes = (None if one is None else Pointer(torch.uint8, one.data_ptr()) for one in (scale, zero))
     pointers = *of_bytes, stand_in(bias), Pointer(torch.float32), Pointer(torch.int32), Pointer(torch.int32)
