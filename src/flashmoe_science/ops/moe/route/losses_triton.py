@@ -32,7 +32,7 @@ from flashmoe_science.ops.moe.route.spec import LossesLaunch, RouterSums
 from flashmoe_science.ops.moe.route.triton import rows_of
 
 _PROGRAMS = 256
-_ELEMENTS, _WARPS = 2048, 8  # of a program that sums over tokens: logits at once
+_ELEMENTS, _WARPS = 1024, 8  # of a program that sums over tokens: logits at once
 _ELEMENTS_OF_ALL, _WARPS_OF_ALL = 8192, 8  # of the one that adds up
 
 
