@@ -18,7 +18,7 @@ def checkpoint_context() -> tuple[Any, Any]:
     projections and what PyTorch's operators serve are computed again.
     """
     operators = torch.ops.flashmoe
-    of_experts = (operators.moe_forward.default, operators.moe_forward_saving.default, operators.moe_route.default)
-    kept = [operators.attention_forward.default, *of_experts]
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)
+    kept = (operators.attention_forward, operators.moe_forward, operators.moe_forward_saving)
+    routers = (operators.moe_route, operators.moe_route_with_losses)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts([one.default for one in (*kept, *routers)])
     return contexts

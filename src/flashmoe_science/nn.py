@@ -12,8 +12,7 @@ from flashmoe_science.moe import fused_moe, quantize_experts
 from flashmoe_science.ops.calls import without_autocast
 from flashmoe_science.ops.moe.call import DTYPES, check_activation
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
-from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
-from flashmoe_science.ops.moe.route.route import route
+from flashmoe_science.ops.moe.route.route import route, route_with_losses
 from flashmoe_science.ops.moe.route.spec import Normalize, Scoring, options_of
 
 
@@ -167,12 +166,16 @@ class FlashMoELayer(nn.Module):
             router_logits: [..., E], if computed before; computed by default.
         """
         logits = self.router_logits(hidden_states) if router_logits is None else router_logits
-        weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
+        losses: list[torch.Tensor] = []
+        if return_losses:
+            weights, ids, *losses = route_with_losses(logits, self.selection_bias, self.top_k, *self._router.values())
+        else:
+            weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
         form: Any = {name: getattr(self, name) for name in OF_WEIGHTS} | {"weight_format": self.weight_format}
         out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **form, **self._experts)
         if self.shared_gate_up_proj is not None and self.shared_down_proj is not None:
             out = out + self._shared(hidden_states, self.shared_gate_up_proj, self.shared_down_proj)
-        return (out, RouterLosses(balance_loss(logits, ids), z_loss(logits))) if return_losses else out
+        return (out, RouterLosses(*losses)) if losses else out
 
     def _check_states(self, hidden_states: object) -> None:
         """Raise unless they are a tensor of the layer's width."""

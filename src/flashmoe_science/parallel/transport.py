@@ -35,9 +35,9 @@ class Sizes(NamedTuple):
 
 
 class Transport(ABC):
-    """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, between two
-    H100 of one host; None where not known. ``sends``: whether it has ``sent``, by which an exact result receives the rows that
-    it sums, and no others."""
+    """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, on the device,
+    between two GPUs of one host; None where not known. ``sends``: whether it has ``sent``, by which an exact result receives
+    the rows that it sums, and no others."""
 
     start: float | None
     rate: float
@@ -82,11 +82,11 @@ class Transport(ABC):
 class Collectives(Transport):
     """By the collectives of torch.distributed."""
 
-    rate = 260e9  # NCCL 2.28
+    rate = 230e9  # NCCL 2.28
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
         super().__init__(group, sizes)
-        self.start = 210e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
+        self.start = 70e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool

@@ -90,7 +90,8 @@ class ExpertWorkspace:
         return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
 
     def seconds(self, combine: Combine) -> float | None:
-        """What a forward's exchanges take between GPUs of one host, predicted from what two H100 took; None where not known."""
+        """What a forward's exchanges take on GPUs of one host, predicted from two H200 in a graph; None where not known. The
+        host takes longer over an eager call of few tokens."""
         start, rate = self.transport.start, self.transport.rate
         return None if start is None else start + self.bytes_received(combine) / rate
 

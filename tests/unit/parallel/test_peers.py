@@ -11,6 +11,7 @@ import torch
 from flashmoe_science.ops.moe.call import Rows
 from flashmoe_science.parallel import peers
 from flashmoe_science.parallel.transport import Sizes
+from flashmoe_science.parallel.workspace import ExpertWorkspace
 
 BARRIER = "barrier"
 SIZES = Sizes(2, 4, 1, 1, torch.float32)
@@ -92,3 +93,12 @@ def test_a_barrier_that_is_missing_is_noticed(options: dict[str, Any] | None, mo
     barriers = [place for place, event in enumerate(rank.events) if event == BARRIER]
     for place in barriers[: None if options is None else -1]:
         assert faults(rank.events[:place] + rank.events[place + 1 :]), f"without event {place} of {rank.events}"
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(16, 20e-6), (64, 22e-6), (4096, 130e-6)])
+def test_the_time_of_reduced_exchanges_is_predicted_as_measured(tokens: int, measured: float) -> None:
+    """Qwen3-30B on two H200 (docs/notes/two-gpus.md)."""
+    sizes = {"ranks": 2, "max_tokens": tokens, "hidden": 2048, "top_k": 8, "dtype": torch.bfloat16}
+    workspace: Any = SimpleNamespace(transport=peers.Peers, **sizes)
+    workspace.bytes_received = lambda combine: ExpertWorkspace.bytes_received(workspace, combine)
+    assert ExpertWorkspace.seconds(workspace, "reduced") == pytest.approx(measured, rel=0.15)

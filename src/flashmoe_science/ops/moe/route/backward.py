@@ -1,7 +1,7 @@
 """The router's autograd rule, and ``flashmoe::moe_route_backward``: of the weights of the experts that were chosen, in fp32.
 
-Kept between the passes are the logits and the ids. Choosing has no gradient, nor has the selection bias. On CUDA one launch
-(``backward_triton.py``), else PyTorch's operators.
+Kept between the passes are the logits and the ids, of a router with its losses the load of the experts too. Choosing has no
+gradient, nor has the selection bias. On CUDA one launch (``backward_triton.py``), else PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 
 from flashmoe_science.ops.calls import find_launch, guards_of, store_launch
 from flashmoe_science.ops.moe.route.choose import backward_kernels, why_pytorch
-from flashmoe_science.ops.moe.route.spec import Options, Routed, RouteGradient
+from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
+from flashmoe_science.ops.moe.route.spec import Options, RouteGradient
 from flashmoe_science.ops.operator import gradients, register
 
 
-def differentiable(logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> Routed:
-    """``flashmoe::moe_route`` as a part of PyTorch's graph."""
-    routed: Routed = _Router.apply(options, logits, bias)  # type: ignore[no-untyped-call]
-    return routed
+def differentiable(operator: str, logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+    """``flashmoe::moe_route`` or ``flashmoe::moe_route_with_losses`` as a part of PyTorch's graph."""
+    results: tuple[torch.Tensor, ...] = _Router.apply(operator, options, logits, bias)  # type: ignore[no-untyped-call]
+    return results
 
 
 def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: Options) -> torch.Tensor:
@@ -38,41 +39,49 @@ def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: Options) -> tor
 
 class _Router(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None) -> Routed:
-        weights, ids = torch.ops.flashmoe.moe_route.default(logits, bias, *options)
+    def forward(
+        ctx: Any, operator: str, options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        weights, ids, *losses = getattr(torch.ops.flashmoe, operator).default(logits, bias, *options)
+        load = losses[2:]
         ctx.options = options
-        ctx.save_for_backward(logits, ids)
-        ctx.mark_non_differentiable(ids)
-        return weights, ids
+        ctx.save_for_backward(logits, ids, *load)
+        ctx.mark_non_differentiable(ids, *load)
+        return weights, ids, *losses
 
     @staticmethod
-    def backward(ctx: Any, dweights: torch.Tensor, dids: object) -> Any:
-        return None, OPERATOR(dweights, *ctx.saved_tensors, *ctx.options), None
+    def backward(ctx: Any, dweights: torch.Tensor, dids: object, *dlosses: torch.Tensor) -> Any:
+        logits, ids, *load = ctx.saved_tensors
+        return None, None, OPERATOR(dweights, logits, ids, *ctx.options, *dlosses[:2], *load), None
 
 
 @torch.no_grad()
-def _backward(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *options: Any) -> torch.Tensor:
+def _backward(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The operator on CPU and CUDA."""
-    given = logits, ids, dweights
-    key = ("route backward", logits.shape, options)
+    count = len(Options._fields)
+    options, given = rest[:count], (logits, ids, dweights, *rest[count:])
+    key = ("route backward", logits.shape, options, len(given))
     launch: RouteGradient | None = find_launch(key, given)
     if launch is None:
         checked = Options(*options)
         if why_pytorch(logits, checked) is None:
-            launch = backward_kernels().bind(*given, checked)
+            launch = backward_kernels().bind(checked, *given)
         else:
             launch = partial(_by_pytorch, checked)
         store_launch(key, guards_of(given, aligned=True), launch)
     return launch(*given)
 
 
-def _by_pytorch(options: Options, logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor) -> torch.Tensor:
+def _by_pytorch(
+    options: Options, logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor, *of_losses: torch.Tensor
+) -> torch.Tensor:
     wide = torch.promote_types(logits.dtype, torch.float32)
 
     def forward(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (weights_of(logits, ids.long(), options),)
+        weights = weights_of(logits, ids.long(), options)
+        return (weights, balance_loss(logits, ids), z_loss(logits)) if of_losses else (weights,)
 
-    _, (found,) = gradients(forward, [logits.detach().to(wide)], [dweights.to(wide)])
+    _, (found,) = gradients(forward, [logits.detach().to(wide)], [one.to(wide) for one in (dweights, *of_losses[:2])])
     assert found is not None
     return found.to(logits.dtype).contiguous()
 
@@ -83,7 +92,7 @@ def _fake(dweights: torch.Tensor, logits: torch.Tensor, *rest: object) -> torch.
 
 OPERATOR = register(
     "moe_route_backward(Tensor dweights, Tensor router_logits, Tensor top_k_ids, int top_k, str scoring, str normalize, "
-    "int groups, int top_k_groups, float scaling_factor) -> Tensor",
+    "int groups, int top_k_groups, float scaling_factor, Tensor? dbalance=None, Tensor? dz=None, Tensor? load=None) -> Tensor",
     _backward,
     _fake,
     "the gradients of flashmoe::moe_route_backward are asked for, which has none: differentiate a router once",

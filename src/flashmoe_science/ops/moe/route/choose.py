@@ -30,6 +30,14 @@ def kernels() -> ModuleType:
 
 
 @cache
+def losses_kernels() -> ModuleType:
+    """The same of the losses'."""
+    from flashmoe_science.ops.moe.route import losses_triton
+
+    return losses_triton
+
+
+@cache
 def backward_kernels() -> ModuleType:
     """The same of the backward's."""
     from flashmoe_science.ops.moe.route import backward_triton

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe_science.ops.moe.route.spec import check_ids, check_logits
+from flashmoe_science.ops.calls import find_launch, guards_of, store_launch
+from flashmoe_science.ops.moe.route.choose import losses_kernels, why_pytorch
+from flashmoe_science.ops.moe.route.spec import LossesLaunch, Options, RouterSums, check_ids, check_logits
 
 
 def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
@@ -50,3 +52,19 @@ def expert_load(top_k_ids: torch.Tensor, experts: int) -> torch.Tensor:
     bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
     # torch.bincount would wait for the device to size its result.
     return ids.new_zeros(experts + 1, dtype=torch.int32).scatter_add(0, bins, torch.ones_like(bins, dtype=torch.int32))[:-1]
+
+
+def router_sums(logits: torch.Tensor, ids: torch.Tensor) -> RouterSums:
+    """Both losses and the load of ids that ``route`` chose by these logits, by its kernel where that serves them: two launches.
+    Not differentiable; the router's backward is."""
+    key, given = ("router losses", logits.shape), (logits, ids)
+    launch: LossesLaunch | None = find_launch(key, given)
+    if launch is None:
+        by_kernel = why_pytorch(logits, Options(ids.shape[-1])) is None
+        launch = losses_kernels().bind(*given) if by_kernel else _sums_by_pytorch
+        store_launch(key, guards_of(given, aligned=True), launch)
+    return launch(*given)
+
+
+def _sums_by_pytorch(logits: torch.Tensor, ids: torch.Tensor) -> RouterSums:
+    return RouterSums(balance_loss(logits, ids), z_loss(logits), expert_load(ids, logits.shape[-1]))

@@ -7,6 +7,7 @@ Gradients are those of the chosen experts' weights (``backward.py``). Nothing wa
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.backward import differentiable
 from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
+from flashmoe_science.ops.moe.route.losses import balance_loss, router_sums, z_loss
 from flashmoe_science.ops.moe.route.spec import (
     Normalize,
     Options,
@@ -138,13 +140,56 @@ def _fake(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *options:
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int32)
 
 
+_ARGUMENTS = (
+    "Tensor router_logits, Tensor? selection_bias, int top_k, str scoring, str normalize, int groups, int top_k_groups, "
+    "float scaling_factor"
+)
 # What torch.compile, export and modes see of ``route``; its arguments are checked.
 _OPERATOR = register(
-    "moe_route(Tensor router_logits, Tensor? selection_bias, int top_k, str scoring, str normalize, int groups, "
-    "int top_k_groups, float scaling_factor) -> (Tensor, Tensor)",
+    f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)",
     _forward,
     _fake,
-    differentiable,
+    partial(differentiable, "moe_route"),
+)
+
+
+# With the router's losses ----------------------------------------------------------------------------------------------------
+
+
+def route_with_losses(
+    router_logits: torch.Tensor, selection_bias: torch.Tensor | None, *options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``route``'s weights and ids, ``balance_loss`` and ``z_loss``: on CUDA two launches more, and none more in the backward.
+
+    Args:
+        options: as ``options_of`` takes them.
+    """
+    checked = checked_options(router_logits, selection_bias, *options)
+    if is_explaining():
+        raise Explained(_decide(Tensors(router_logits, selection_bias), checked))
+    if not torch.compiler.is_compiling() and is_transformed():
+        weights, ids = route_by_pytorch(router_logits, selection_bias, checked)
+        return weights, ids, balance_loss(router_logits, ids), z_loss(router_logits)
+    bias = None if selection_bias is None else selection_bias.detach()
+    weights, ids, balance, z, _ = _WITH_LOSSES(router_logits, bias, *checked)
+    return weights, ids, balance, z
+
+
+def _forward_with_losses(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> tuple[torch.Tensor, ...]:
+    weights, ids = _forward(logits, bias, *checked)
+    return weights, ids, *router_sums(logits, ids)
+
+
+def _fake_with_losses(logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+    weights, ids = _fake(logits, bias, *options)
+    return weights, ids, weights.new_empty(()), weights.new_empty(()), ids.new_empty(logits.shape[-1])
+
+
+_WITH_LOSSES = register(
+    f"moe_route_with_losses({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _forward_with_losses,
+    _fake_with_losses,
+    partial(differentiable, "moe_route_with_losses"),
 )
 
 

@@ -39,8 +39,17 @@ class Options(NamedTuple):
     scaling_factor: float = 1.0
 
 
+class RouterSums(NamedTuple):
+    """``balance_loss``, ``z_loss`` and ``expert_load`` of the same logits and ids."""
+
+    balance: torch.Tensor
+    z: torch.Tensor
+    load: torch.Tensor
+
+
 Routed = tuple[torch.Tensor, torch.Tensor]
-RouteGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of logits, ids and dweights
+LossesLaunch = Callable[[torch.Tensor, torch.Tensor], RouterSums]  # of logits and ids that ``route`` chose
+RouteGradient = Callable[..., torch.Tensor]  # of logits, ids and dweights, and of losses dbalance, dz and the load
 RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
 
 

@@ -152,10 +152,7 @@ def cannot(options: Options, experts: int) -> str | None:
 def bind(like: Tensors, options: Options) -> RouteLaunch:
     """call(logits, bias) -> (top_k_weights, top_k_ids) for checked tensors of these shapes, strides, dtypes and alignments."""
     (logits, bias), experts = like, like.router_logits.shape[-1]
-    rows, dense_bias = logits.reshape(-1, experts), bias is None or bias.is_contiguous()
-    in_place = rows.data_ptr() == logits.data_ptr() and (rows.stride(1) == 1 or experts == 1)
-    if not in_place:
-        rows = logits.contiguous().view(-1, experts)
+    (rows, in_place), dense_bias = rows_of(logits), bias is None or bias.is_contiguous()
     tokens, stride = rows.shape[0], rows.stride(0)
     constexprs = _constexprs(options, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
     guard = device_guard(logits.get_device())
@@ -175,6 +172,14 @@ def bind(like: Tensors, options: Options) -> RouteLaunch:
         return weights, ids
 
     return guard(call)
+
+
+def rows_of(logits: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Logits as [tokens, experts], and whether a kernel reads them in place; else they are a copy, contiguous."""
+    experts = logits.shape[-1]
+    rows = logits.reshape(-1, experts)
+    in_place = rows.data_ptr() == logits.data_ptr() and (rows.stride(1) == 1 or experts == 1)
+    return rows if in_place else logits.contiguous().view(-1, experts), in_place
 
 
 def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexprs: dict[str, Any]) -> Build:

@@ -12,8 +12,9 @@ import torch
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
-from flashmoe_science.ops.moe.route import backward
-from flashmoe_science.ops.moe.route.route import route
+from flashmoe_science.ops.moe.route import backward, losses_triton
+from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
+from flashmoe_science.ops.moe.route.route import route, route_with_losses
 from flashmoe_science.ops.moe.route.spec import Options
 
 DEEPSEEK = {"scoring": "sigmoid", "normalize": "sum", "scaling_factor": 2.5}
@@ -46,14 +47,35 @@ def wrong(
     right = backward._by_pytorch(Options(top_k, **how), logits.double(), ids, dweights.double())
     error = (got.double() - right).abs().max()
     found = [] if error <= UNIT[dtype] * right.abs().max().clamp(min=1.0) else [f"off by {error:.2e}"]
+    found += wrong_losses(leaf, dweights, Options(top_k, **how))
     unchosen = torch.ones_like(right, dtype=torch.bool).scatter(1, ids.long(), False)
     dense = how.get("scoring", "softmax") == "softmax" and "normalize" not in how
     return found + ([] if dense or not got[unchosen].any() else ["an expert that was not chosen has a gradient"])
 
 
+def wrong_losses(leaf: torch.Tensor, dweights: torch.Tensor, options: Options) -> list[str]:
+    """What is wrong with the losses of logits, and with the gradient of all that a router gives. Terms cancel in it: it may be
+    off by twice as much as PyTorch's in fp32, and by a rounding, as Triton's interpreter truncates bf16."""
+    wide, into = leaf.detach().double(), [torch.tensor(one, device=leaf.device) for one in (-0.7, 0.3)]
+    weights, ids, *losses = route_with_losses(leaf, None, *options)
+    (got,) = torch.autograd.grad((weights, *losses), leaf, (dweights, *into))
+    load = expert_load(ids, leaf.shape[-1])
+    pairs = {
+        "balance loss": (losses[0], balance_loss(wide, ids)),
+        "z-loss": (losses[1], z_loss(wide)),
+        "load": (losses_triton.bind(leaf.detach(), ids)(leaf.detach(), ids).load, load),
+    }
+    found = [name for name, (one, right) in pairs.items() if not (one - right).abs().max() <= 2.0**-21 * right.abs().max()]
+    of_all = [backward._by_pytorch(options, one, ids, dweights, *into, load) for one in (leaf.detach(), wide)]
+    error, of_plain = [(one.double() - of_all[1]).abs().max() for one in (got, of_all[0])]
+    bound = 2 * of_plain + UNIT[leaf.dtype] * of_all[1].abs().max()
+    return found + ([] if error <= bound else [f"gradient with losses off by {error:.2e}, PyTorch's by {of_plain:.2e}"])
+
+
 def main() -> None:
     torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
     found = {}
+    losses_triton._PROGRAMS, losses_triton._ELEMENTS, losses_triton._ELEMENTS_OF_ALL = 3, 32, 32  # loops go round
     with assume(gpu_named("h200")):
         for name, case in CASES.items():
             for dtype in UNIT:

@@ -10,7 +10,7 @@ import torch
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
-from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
+from flashmoe_science.ops.moe.route.route import route, route_by_pytorch, route_with_losses
 from flashmoe_science.ops.moe.route.spec import Options
 
 GRADIENTS = {
@@ -67,6 +67,7 @@ def test_opcheck_of_the_gradient() -> None:
     for requires_grad in (False, True):
         given = (logits.clone().requires_grad_(requires_grad), None, 2, "softmax", "sum", 1, 1, 1.0)
         torch.library.opcheck(torch.ops.flashmoe.moe_route.default, given)
+        torch.library.opcheck(torch.ops.flashmoe.moe_route_with_losses.default, given)
 
 
 def test_the_losses_have_the_gradients_of_their_formulas() -> None:
@@ -108,6 +109,33 @@ def test_the_losses_are_the_formulas_of_switch_and_st_moe(top_k: int, skew: floa
     with torch.autocast("cpu", torch.bfloat16):
         assert balance_loss(half, ids) == balance_loss(half.float(), ids)
         assert z_loss(half) == z_loss(half.float())
+
+
+@pytest.mark.parametrize("way", GRADIENTS)
+def test_the_losses_gradients_are_added_to_the_routers(way: str) -> None:
+    logits = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+    options = Options(3, **GRADIENTS[way])
+    for results in (slice(0, 1), slice(2, 4)):  # the weights, and both losses
+        assert torch.autograd.gradcheck(lambda x, of=results: route_with_losses(x, None, *options)[of], (logits,))
+    weights, ids, *losses = route_with_losses(logits, None, *options)
+    right = [route_by_pytorch(logits, None, options)[0], balance_loss(logits, ids), z_loss(logits)]
+    torch.testing.assert_close([weights, *losses], right)
+    for chosen in ([1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.5, 0.3, -0.2]):
+        got, wanted = (
+            torch.autograd.grad(sum(c * one.sum() for c, one in zip(chosen, of, strict=True)), logits, retain_graph=True)[0]
+            for of in ((weights, *losses), right)
+        )
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_router_with_losses_keeps_logits_ids_and_load_and_takes_no_token() -> None:
+    logits, kept = torch.randn(5, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
+        route_with_losses(logits, None, *Options(2))
+    assert kept == [(5, 8), (5, 2), (8,)]
+    _, ids, *losses = route_with_losses(logits[:0], None, *Options(2))
+    assert ids.shape == (0, 2)
+    assert losses == [0.0, 0.0]
 
 
 def test_the_kernel_is_right_in_tritons_interpreter(interpreted: Interpreter) -> None:

@@ -13,7 +13,7 @@ from tests.unit.ops.moe.route.gradients import UNIT, wrong
 from flashmoe_science.ops import calls, launch
 from flashmoe_science.ops.moe.route import route as module
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load
-from flashmoe_science.ops.moe.route.route import route, route_by_pytorch
+from flashmoe_science.ops.moe.route.route import route, route_by_pytorch, route_with_losses
 from flashmoe_science.ops.moe.route.spec import Options
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +69,7 @@ def test_nothing_waits_for_the_device() -> None:
         for way in ways:
             ids = route(logits, 4, **way)[1]
             route(logits.clone().requires_grad_(), 4, **way)[0].sum().backward()
+            sum(route_with_losses(logits.clone().requires_grad_(), None, 4)[2:]).backward()  # type: ignore[union-attr]
             balance_loss(logits, ids)
             expert_load(ids, 64)
     finally:
@@ -107,10 +108,10 @@ def test_torch_compile_serves_it_by_the_kernel(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("case", GRADIENTS)
-def test_the_gradient_is_right(case: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", [*GRADIENTS.values(), (70_001, 130, 3, {}), (300, 4096, 9, {})], ids=str)
+def test_gradients_and_losses_are_right(case: tuple[int, int, int, dict[str, Any]], dtype: torch.dtype) -> None:
     for sliced in (False, True):
-        assert wrong(*GRADIENTS[case], dtype, sliced, "cuda") == []
+        assert wrong(*case, dtype, sliced, "cuda") == []
 
 
 def test_one_build_serves_all_numbers_of_tokens() -> None:
