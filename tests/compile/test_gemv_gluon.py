@@ -11,11 +11,16 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+import torch
+
+from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.launch import collect_builds
 from flashmoe_science.ops.moe.products.gemv_gluon.kernel import KERNEL
+from flashmoe_science.ops.moe.proof.contract import CONTRACT
 
 GPT_OSS, QWEN3 = "e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved", "e128 k8 d2048 f768"
 CASES = (
@@ -51,3 +56,15 @@ def test_it_builds_and_fits(name: str, text: str, built: Callable[..., Build], c
         # Bytes are read by themselves only as scales of mxfp4, one to 16 bytes of codes.
         assert loads.count("v4.b32") > loads.count("b8")
         assert not {"v2.b32", "v2.b16", "v4.b16"} & set(loads)
+
+
+def test_ids_of_64_bits_build() -> None:
+    """PyTorch's top-k gives them."""
+    gpu, problem = GPUS["h200"], parse_problem(f"moe t2 {QWEN3} bf16 w:int4_g128")
+    made = dict(CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
+    with collect_builds(gpu) as jobs:
+        given = CONTRACT.for_kernel(problem, {**made, "topk_ids": made["topk_ids"].long()})
+        CONTRACT.planned(KERNEL, KERNEL.configs(problem, gpu)[0], given)
+    assert len(jobs) == 2
+    for job in jobs:
+        run_compiler(job, gpu)

@@ -89,9 +89,9 @@ def flashmoe_moe_gemv_up_gluon(
         gdc_wait()
         gdc_launch_dependents()
     pair = gl.program_id(0) % (tokens * TOP_K)
-    expert = gl.load(ids + pair)
-    if (expert >= 0) & (expert < EXPERTS):
-        expert = expert.to(gl.int32)
+    chosen = gl.load(ids + pair)
+    if (chosen >= 0) & (chosen < EXPERTS):
+        expert = chosen.to(gl.int32)
         pairs = _pairs_of(ids, expert, tokens, TOP_K, EXPERTS, PLACES, 1, WARPS)
         if gl.min(gl.min(pairs, 1), 0) == pair:  # one program has all tokens of an expert
             _up(
