@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import torch
@@ -69,14 +70,18 @@ class Timing:
         return replace(one, call=replay)
 
     def _sampled(self, ready: Sequence[Ready], clock: Clock, rounds: int) -> list[Ready]:
-        """Sample all in turn, there and back, the first of ours twice: the control. Then compare their results."""
+        """Sample all in each round, the first of ours twice: the control. Then compare their results.
+
+        The order of a round is drawn, alike on all ranks: what ran before a sample decides on the clock that the power limit
+        leaves it, and there and back each would follow the same two.
+        """
         first = next((one for one in ready if one.implementation.origin == "ours"), None)
         every = [*ready, *([replace(first, is_control=True)] if first else [])]
         samples: list[list[int]] = [[] for _ in every]
         world, before, began = self.world, self.world.bench.telemetry(), time.monotonic()
         for n in range(rounds + 1):  # the first warms up
             self.session.show_progress(f"{self.problem}: {clock} clock, round {n} of {rounds}")
-            for one, own in list(zip(every, samples, strict=True))[:: 1 if n % 2 else -1]:
+            for one, own in Random(n).sample(list(zip(every, samples, strict=True)), len(every)):
                 took = world.time(one.implementation, one.call, one.calls if clock == "eager" else 1)
                 own += [round(took / one.calls)] if n else []
         self._seconds, after = time.monotonic() - began, world.bench.telemetry()
