@@ -123,7 +123,7 @@ TIMED = (
     fault(
         "works_on_more_threads",
         "timing",
-        "on other threads than the one that it and its rivals are timed on",
+        "on other threads than the one that is timed",
         problem="attn b1 h8 q512 d64 fp32",
     ),
     fault("starts_a_burner", "timing", "processes that it started work while it is timed|rival was slowed"),
