@@ -109,7 +109,7 @@ class MoEInputs:
     """The arguments of a kernel: a problem from ids, its ``Tensors`` as kernels take them, and its activation.
 
     Routing and biases are contiguous; a problem with a bias may have one of the two. ``saves_z``: a launch returns (out, z),
-    the pre-activations too, as ``BackwardTensors`` has them. Not ``sums``: it returns ``Rows``."""
+    the pre-activations too, as ``BackwardTensors`` has them. ``sums`` is False: it returns ``Rows``."""
 
     problem: MoEProblem
     tensors: Tensors

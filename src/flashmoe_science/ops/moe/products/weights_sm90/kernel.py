@@ -15,7 +15,6 @@ expert, and share what is left over (``stream_k.py``).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -109,7 +108,7 @@ def _multiply_all(
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_up_mxfp4_sm90(
+def flashmoe_moe_up_weights_sm90(
     a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
     EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
@@ -127,7 +126,7 @@ def flashmoe_moe_up_mxfp4_sm90(
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_down_mxfp4_sm90(
+def flashmoe_moe_down_weights_sm90(
     a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -142,56 +141,16 @@ def flashmoe_moe_down_mxfp4_sm90(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_up_weights_sm90(
-    a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
-    EXPERT_BLOCKS: gl.constexpr, COLUMN: gl.constexpr, UP: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-):  # fmt: skip
-    """``flashmoe_moe_up_mxfp4_sm90`` of other formats."""
-    _multiply_all(
-        a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, SCALES, EXPERT_BLOCKS, COLUMN, UP, FUNCTION, ALPHA, LIMIT,
-        GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_down_weights_sm90(
-    a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, SCALES: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-):  # fmt: skip
-    """``flashmoe_moe_down_mxfp4_sm90`` of other formats."""
-    flags += CONSUMERS * gl.num_programs(0)
-    _multiply_all(
-        a_desc, w_desc, out_desc, scales, zeros, bias, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, SCALES, None, None, None, None, 0.0, 0.0,
-        GROUP, STAGES, CONSUMERS, CONSUMER_REGS, PRODUCER_REGS,
-    )  # fmt: skip
-
-
-MXFP4 = (flashmoe_moe_up_mxfp4_sm90, flashmoe_moe_down_mxfp4_sm90)
-OTHERS = (flashmoe_moe_up_weights_sm90, flashmoe_moe_down_weights_sm90)
-
-
-def _products(problem: MoEProblem) -> tuple[Any, Any]:
-    return MXFP4 if problem.weight_format == "mxfp4" else OTHERS
-
-
 def plan(inputs: MoEInputs, config: Config) -> Bind:
     inputs = checked(inputs)
-    of_up, of_down = _products(inputs.problem)
-    return bind_all(inputs, config, up(of_up, inputs, config), down(of_down, inputs, config))
+    products = up(flashmoe_moe_up_weights_sm90, inputs, config), down(flashmoe_moe_down_weights_sm90, inputs, config)
+    return bind_all(inputs, config, *products)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     counts, grid = RowCounts.of(problem, config["block_m"]), (programs(gpu), 1, 1)
-    products = (Launch(f"^{one.__name__}$", grid, registers_of(config).threads) for one in _products(problem))
+    both = flashmoe_moe_up_weights_sm90, flashmoe_moe_down_weights_sm90
+    products = (Launch(f"^{one.__name__}$", grid, registers_of(config).threads) for one in both)
     around = *route.launches_of(problem), *rows.launches(counts), permute.launch_of(counts, problem.dim)
     return *around, *products, *combine.launches(problem)
 
