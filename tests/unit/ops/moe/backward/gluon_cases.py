@@ -36,7 +36,7 @@ def by_address(product: Any) -> Any:
 
     def bind(counts: Any) -> Any:
         start = product(counts)
-        return lambda *given: start(*[one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given])
+        return lambda *given: start(*[gluon_interpreter.address_of(one) if isinstance(one, torch.Tensor) else one for one in given])
 
     return bind
 
