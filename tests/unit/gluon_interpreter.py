@@ -86,14 +86,14 @@ class Address:
         return Address(self.base, self.element, self.at + more)
 
     def has(self, at: int) -> bool:
-        """Whether the tensor that was given to ``address_of`` has so many numbers."""
-        return (at + 1) * self.element.itemsize <= _BYTES.get(self.base, float("inf"))
+        """Whether the tensor that was given to ``address_of`` has the number."""
+        return at >= 0 and (at + 1) * self.element.itemsize <= _BYTES.get(self.base, float("inf"))
 
     def reach(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Numbers up to the last that the mask allows, which of them it allows, and the mask."""
         at, mask = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(mask))
         at = at[mask]
-        assert not at.numel() or (at.min() >= 0 and self.has(int(at.max()))), "it is outside of the tensor"
+        assert not at.numel() or (self.has(int(at.min())) and self.has(int(at.max()))), "it is outside of the tensor"
         return _memory(self.base, int(at.max()) + 1 if at.numel() else 0, self.element), at, mask
 
 
@@ -107,6 +107,16 @@ def address_of(tensor: torch.Tensor) -> int:
     return address
 
 
+def by_address(product: Any) -> Any:
+    """A product whose launch is given tensors, and takes addresses."""
+
+    def bind(counts: Any) -> Any:
+        start = product(counts)
+        return lambda *given: start(*[address_of(one) if isinstance(one, torch.Tensor) else one for one in given])
+
+    return bind
+
+
 def _memory(base: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
@@ -115,7 +125,7 @@ def _memory(base: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _load(address: Address, mask: Any = True, other: Any = None) -> Any:
     if isinstance(address.at, int) and mask is True:  # as most are; the rest takes longer
-        assert 0 <= address.at and address.has(address.at), "it is outside of the tensor"
+        assert address.has(address.at), "it is outside of the tensor"
         return _values(_memory(address.base, address.at + 1, address.element)[address.at].clone())
     numbers, at, mask = address.reach(mask)
     found = _full(list(mask.shape), address.element, other)

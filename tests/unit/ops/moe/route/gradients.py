@@ -44,7 +44,9 @@ def wrong(
     leaf = logits.detach().requires_grad_()
     weights, ids = route(leaf, top_k, **how)
     (got,) = torch.autograd.grad(weights, leaf, dweights)
-    plain, right = (backward._by_pytorch(Options(top_k, **how), one, ids, dweights.to(one)) for one in (logits.float(), logits.double()))
+    plain, right = (
+        backward._by_pytorch(Options(top_k, **how), one, ids, dweights.to(one)) for one in (logits.float(), logits.double())
+    )
     found = wrong_by(got, right, plain, UNIT[dtype] * right.abs().max().clamp(min=1.0), "gradient")
     found += wrong_losses(leaf, dweights, Options(top_k, **how))
     unchosen = torch.ones_like(right, dtype=torch.bool).scatter(1, ids.long(), False)

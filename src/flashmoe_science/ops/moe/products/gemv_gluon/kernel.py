@@ -57,7 +57,7 @@ def _pairs_of(
     ids, expert, tokens, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The first pair [parts, 8] of each token that has an expert [parts, 1, 1], NONE for none; of no expert they are all NONE."""
+    """The first pair [parts, 8] of each token that has an expert [parts, 1, 1], NONE for none. NONE has none."""
     layout: gl.constexpr = places_layout(WARPS, PARTS, PLACES, False)
     place = numbers(PLACES, 2, layout, 3)
     token = numbers(TOKENS, 1, layout, 3)
