@@ -92,8 +92,8 @@ def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapt
 
 
 def _activated_alike(z: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``activate``, of each row the same bits whatever the others: on the CPU PyTorch computes exponentials of the last elements
-    of a thread by other instructions, whose last bit in fp32 differs."""
+    """``activate``, of each row the same bits whatever the others: on the CPU PyTorch computes exponentials of a thread's last
+    elements by other instructions, whose last bit in fp32 differs."""
     if z.device.type == "cpu" and z.dtype == torch.float32:
         return activate(z.double(), activation).float()
     return activate(z, activation)
