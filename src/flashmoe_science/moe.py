@@ -185,7 +185,8 @@ def repack_experts(
         layout: "gptq", "gptq_v2" (whose zero points are not stored less one) or "awq".
         gate_up_qweight, down_qweight: int32, of GPTQ [E, H / 8, 2I] and [E, I / 8, H], of AWQ [E, H, 2I / 8] and [E, I, H / 8]:
             the checkpoint's, experts stacked, and of gates and ups the columns of all gates, then of all ups.
-        gate_up_scales, down_scales: [E, H / 32, 2I] and [E, I / 32, H], or one to 128 rows.
+        gate_up_scales, down_scales: [E, H / group, 2I] and [E, I / group, H]. A group is a multiple of 32 rows, or all. One of
+            another number than 32 or 128 becomes several of one scale.
         gate_up_qzeros, down_qzeros: int32, an eighth as wide. "gptq" is converted to "gptq_v2" as by GPTQModel: 0x11111111 is
             added to each word of eight.
         gate_up_g_idx, down_g_idx: of GPTQ [E, H] and [E, I], the group of each row; rows in another order are refused.
