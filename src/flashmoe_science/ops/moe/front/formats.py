@@ -91,7 +91,7 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
     experts, rows, columns = qweight.shape
     rows, columns = (rows, 8 * columns) if layout == "awq" else (8 * rows, columns)
     count = scales.shape[1]
-    group = rows // max(count, 1)
+    group: int = rows // max(count, 1)
     if not count or rows % count or group % 32:
         raise ValueError(f"{name}_scales has {count} rows to {rows} of weights; it must have one to a multiple of 32")
     for what, one, shape in (("scales", scales, (experts, count, columns)), ("qzeros", qzeros, (experts, count, columns // 8))):
