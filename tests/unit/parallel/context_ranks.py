@@ -286,6 +286,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     ]
     wrong = refused(lambda: ContextWorkspace(group, 1 << 20), "the group's backend is gloo, and not nccl")
     wrong += refused(lambda: ContextWorkspace(group, 0), "max_bytes")
+    wrong += refused(lambda: unshard(q, -5 if rank == 1 else 1, group), "dim is -5; x has 4 dimensions")
     wrong += refused(lambda: unshard(q[0, rank == 1 :], 0, group), "which its 2 chunks do not divide; seqlen must be given")
     wrong += refused(lambda: unshard(q.half() if rank == 1 else q, 1, group), "x.dtype is torch.float16 on rank 1")
     for words, qkv, more in calls:
