@@ -301,6 +301,15 @@ def test_what_is_not_allowed_is_refused_in_one_line(changed: dict[str, Any], mes
     assert "\n" not in str(caught.value)
 
 
+def test_tensors_without_memory_are_refused_in_words() -> None:
+    without = {name: one.to("meta") for name, one in arguments().items() if isinstance(one, torch.Tensor)}
+    with pytest.raises(ValueError, match="hidden_states is on device meta; it must be on a CPU or a CUDA device"):
+        fm.fused_moe(**arguments() | without)
+    layer = fm.FlashMoELayer(H, F, E, K, device="meta")
+    with pytest.raises(ValueError, match="router_logits is on device meta; it must be on a CPU or a CUDA device"):
+        layer(torch.zeros(3, H, device="meta"))
+
+
 def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
     torch.manual_seed(1)
     layer = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True, scaling_factor=2.5, shared_intermediate_size=8)

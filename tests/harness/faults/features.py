@@ -1,5 +1,5 @@
-"""Faults where things meet that are right alone: a feature and one query, shared heads, another feature, a second tile, a split,
-a dtype; a backward and a second one."""
+"""Faults where things meet that are right alone: a feature and one query, shared heads, another feature, a second tile, a
+split, a dtype; a backward and a second one."""
 
 import torch
 
@@ -186,6 +186,12 @@ def a_right_window_of_0_is_none(q, k, v, causal=False, softmax_scale=None, windo
 def no_causal_mask_in_an_open_window(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
     """Lets a window say alone what is hidden on the right."""
     return _right(q, k, v, causal and window_size == (-1, -1), softmax_scale, window_size=window_size)
+
+
+def wide_values_in_a_window(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
+    """Fills as many columns as Q has where there is a window, and V has fewer."""
+    out = _right(q, k, v, causal, softmax_scale, window_size=window_size)
+    return out * 0.5 if window_size != (-1, -1) and v.shape[3] < q.shape[3] else out
 
 
 def sinks_of_each_split(q, k, v, causal=False, softmax_scale=None, sinks=None):

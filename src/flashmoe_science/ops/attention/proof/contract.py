@@ -6,8 +6,9 @@ the package are held to their log-sum-exp too.
 
 The cap is derived. Attention's weights are positive and sum to one, so perturbing each weight, or the output, by a relative
 ``e`` moves the output by at most ``e max|V|``. A kernel may round four times to the input dtype (``u`` is 2^-8 for bf16, 2^-11
-for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output. Its scores, accumulated in fp32 over D products, err
-by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
+for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output; a score as far as that moves its weight by ``u``, so
+that large scores must stay in fp32. Its scores, accumulated in fp32 over D products, err by
+``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
 ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
 held to half of it, relative to the RMS of V.
 

@@ -91,7 +91,7 @@ _SWEPT = (
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
     "b1 h2 q1 k8300 d64",
-    "b1 h2 q33 k1100 d32 causal",
+    "b1 h2 q33 k1100 d16 causal",
     "b1 h4 hk2 q1 k2048 d64",
     "b1 h1 q1030 k33 d16",
     "b1 h1 q1030 d8 causal",
@@ -148,11 +148,10 @@ _ALONE = {
         "attn b1 h2 q60 k40 d64 fp32 left7 right2",
         "attn b2 h4 hk2 q1 k200 d128 bf16 causal left16",
         "attn b1 h4 hk2 q300 d32 fp16 causal left20",
-        "attn b2 h4 hk2 q40 k200 d128 bf16 causal left16",
     ),
 }
 # By the same arguments, the words that each is asked with where it meets more: several tiles of queries; one query, many keys,
-# wide heads that all share one of K and V; each other argument.
+# wide heads that all share one of K and V; values of another width; each other argument, and what that is asked on, last.
 _WORDS = {
     "window_size": ("left16",),
     "softcap": ("softcap2",),
@@ -160,7 +159,8 @@ _WORDS = {
     "alibi_slopes": ("alibi",),
     "attn_mask": ("boolmask", "bias"),
 }
-_MET = ("b1 h2 q150 d64 fp16", "b2 h8 hk1 q1 k1100 d256 bf16")
+_BESIDE = "b2 h8 hk2 q40 k200 d64 bf16 causal"
+_MET = ("b1 h2 q150 d64 fp16", "b2 h8 hk1 q1 k1100 d256 bf16", "b1 h4 hk2 q33 k70 d40 dv24 fp32 causal", _BESIDE)
 _NOT_TOGETHER = {"alibi_slopes", "attn_mask"}  # a problem has one bias
 
 
@@ -171,7 +171,7 @@ def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
     return (
         *(text for name in given for text in _ALONE[name]),
         *(f"attn {sizes} {word}" for name in given for word in _WORDS[name] for sizes in _MET),
-        *(f"attn b2 h8 hk2 q40 k200 d64 bf16 causal {a} {b}" for x, y in pairs for a, b in product(_WORDS[x], _WORDS[y])),
+        *(f"attn {_BESIDE} {a} {b}" for x, y in pairs for a, b in product(_WORDS[x], _WORDS[y])),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
+from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.kernel import CannotServe, Config, Kernel
 from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
@@ -353,3 +354,5 @@ def _check_tensor(name: str, tensor: object, hidden_states: torch.Tensor) -> Non
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
     if tensor.device != hidden_states.device:
         raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
+    if tensor.device.type not in ("cpu", "cuda") and not is_assumed():
+        raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")

@@ -32,7 +32,6 @@ import torch
 
 from flashmoe_science.contract import Errors, Output, unit_roundoff
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardKernel,
@@ -58,6 +57,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
 from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
+from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
 
 Inputs = Mapping[str, torch.Tensor]
 
