@@ -172,8 +172,9 @@ def _autocast_dtype(tensor: Any) -> torch.dtype | None:
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """A context in which nothing on the tensor's device is cast."""
-    if torch.is_autocast_enabled(tensor.device.type):
-        return torch.autocast(tensor.device.type, enabled=False)
+    device = tensor.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
