@@ -181,6 +181,39 @@ def test_an_expert_without_tokens_and_pairs_without_an_expert_have_gradients_of_
     assert all(one[0].any() for one in (dw1, dw2, *biases))
 
 
+def columns_apart(one: torch.Tensor) -> torch.Tensor:
+    return one.repeat_interleave(4, -1)[..., ::4]
+
+
+def the_first_row(one: torch.Tensor) -> torch.Tensor:
+    return one[..., :1, :].expand_as(one)
+
+
+def the_first_column(one: torch.Tensor) -> torch.Tensor:
+    return one[..., :1].expand_as(one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dim", "hidden", "laid_out"),
+    [(1, 1, None), (1, 8, None), (8, 1, None), (H, F, columns_apart), (H, F, the_first_row), (H, F, the_first_column)],
+)
+def test_what_pytorchs_grouped_product_refuses_is_served(
+    dim: int, hidden: int, laid_out: Callable[[torch.Tensor], torch.Tensor] | None, dtype: torch.dtype
+) -> None:
+    """Widths of 1, and strides that are neither of rows nor of columns."""
+    given = {name: one if name == "top_k_ids" else one.to(dtype) for name, one in arguments(dim=dim, hidden=hidden).items()}
+    if laid_out is not None:
+        given |= {name: laid_out(given[name]) for name in ("hidden_states", "gate_up_proj", "down_proj")}
+    found = []
+    for of in (dtype, torch.float64):
+        inputs = {name: one if name == "top_k_ids" else one.detach().to(of) for name, one in given.items()}
+        out = fm.fused_moe(**inputs | dict(zip(LEAVES, of_call := leaves(inputs), strict=False)))
+        found.append([out, *torch.autograd.grad(out.square().sum(), of_call)])
+    for got, right in zip(*found, strict=True):
+        assert (got.double() - right).norm() <= (2**-6 if dtype == torch.bfloat16 else 1e-5) * right.norm()
+
+
 def test_no_tokens_give_gradients_of_zero() -> None:
     torch._dynamo.reset()  # other tests compile it too, for eight formats of weights
     given = arguments(bias=True)
