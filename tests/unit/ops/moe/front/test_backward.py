@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing
 from tests.unit.ops.moe.cases import CASES, Case, changed, inputs_of, reference
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +19,7 @@ import flashmoe_science as fm
 import flashmoe_science.moe  # which defines the operators
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward
@@ -311,6 +314,35 @@ def test_a_second_derivative_is_refused_by_name_but_of_pytorchs_own_operators() 
     dx.sum().backward()
     of_transform = torch.func.grad(lambda x: fm.fused_moe(**given | {"hidden_states": x}).sum())
     torch.testing.assert_close(of_transform(x.detach()), dx.detach())
+
+
+def in_forward_mode(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The derivative along ones."""
+
+    def derivative(x: torch.Tensor) -> torch.Tensor:
+        with forward_ad.dual_level():
+            made: torch.Tensor = forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+            return made
+
+    return derivative
+
+
+@pytest.mark.parametrize("transform", [in_forward_mode, torch.func.grad], ids=["forward mode", "torch.func"])
+def test_a_transform_is_served_by_pytorch_and_by_no_kernel_that_is_named(transform: Any) -> None:
+    given = arguments()
+    x = given.pop("hidden_states")
+
+    def experts(x: torch.Tensor, kernel: str | None = None) -> torch.Tensor:
+        return fm.fused_moe(x, **given, kernel=kernel).sum()
+
+    right = transform(experts)(x)
+    for name in ("grouped_mm", "grouped_mm_bwd"):
+        assert torch.equal(transform(partial(experts, kernel=name))(x), right)
+    for name in ("moe_bwd_triton", "moe_grouped_triton"):
+        with pytest.raises(CannotServe, match=f"'{name}' cannot serve this call: .* of torch.func; 'grouped_mm' can"):
+            transform(partial(experts, kernel=name))(x)
+    with pytest.raises(ValueError, match="kernel is 'nothing'; it must be one of moe_"):
+        transform(partial(experts, kernel="nothing"))(x)
 
 
 def test_the_operator_refuses_what_another_forward_saved() -> None:
