@@ -134,6 +134,8 @@ def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
 def is_plain(*tensors: Any) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
     What is no tensor is refused later."""
+    if torch.compiler.is_compiling():
+        return False
     for one in tensors:
         if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
             return False
