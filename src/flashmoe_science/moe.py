@@ -85,13 +85,13 @@ def fused_moe(
             from dequantised weights.
             "mxfp4": bytes [E, N, K / 2] or [E, N, K / 32, 16] (the low four bits are the even column); scales [E, N, K / 32],
             e8m0 or its bytes.
-            "fp8_block": float8_e4m3fn [E, N, K]; scales [E, ceil(N / 128), ceil(K / 128)], fp32, bf16, e8m0 or its bytes. Gates
-            and ups may have separate blocks, [E, 2 ceil(I / 128), ceil(H / 128)], as is assumed where both shapes are equal and
-            128 does not divide I.
+            "fp8_block": float8_e4m3fn [E, N, K]; scales [E, ceil(N / 128), ceil(K / 128)], fp32, bf16, fp16, e8m0 or its bytes.
+            Gates and ups may have separate blocks, [E, 2 ceil(I / 128), ceil(H / 128)], as is assumed where both shapes are
+            equal and 128 does not divide I.
             "fp8_block_w8a8": the same weights; ``hidden_states`` and the activations are quantised in the call, to e4m3 with an
             fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS. Nothing has a gradient.
-            "fp8_channel": float8_e4m3fn [E, N, K]; scales fp32 or bf16, a row [E, N] or [E, N, 1], a matrix [E], [E, 1] or
-            [E, 1, 1], or one for gates and one for ups [E, 2] or [E, 2, 1].
+            "fp8_channel": float8_e4m3fn [E, N, K]; scales fp32, bf16 or fp16, a row [E, N] or [E, N, 1], a matrix [E], [E, 1]
+            or [E, 1, 1], or one for gates and one for ups [E, 2] or [E, 2, 1].
             "int4_g32", "int4_g128": int32 [E, N, K / 8], each eight integers plus 8, the first in the lowest four bits; scales
             bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128]: compressed-tensors' weight_packed without g_idx. A weight is
             rounded to the dtype. "int4_g32_zero", "int4_g128_zero": the same with zero points. ``repack_experts`` converts
@@ -185,7 +185,8 @@ def repack_experts(
         layout: "gptq", "gptq_v2" (whose zero points are not stored less one) or "awq".
         gate_up_qweight, down_qweight: int32, of GPTQ [E, H / 8, 2I] and [E, I / 8, H], of AWQ [E, H, 2I / 8] and [E, I, H / 8]:
             the checkpoint's, experts stacked, and of gates and ups the columns of all gates, then of all ups.
-        gate_up_scales, down_scales: [E, H / 32, 2I] and [E, I / 32, H], or one to 128 rows.
+        gate_up_scales, down_scales: [E, H / group, 2I] and [E, I / group, H]. A group is a multiple of 32 rows, or all. One of
+            another number than 32 or 128 becomes several of one scale.
         gate_up_qzeros, down_qzeros: int32, an eighth as wide. "gptq" is converted to "gptq_v2" as by GPTQModel: 0x11111111 is
             added to each word of eight.
         gate_up_g_idx, down_g_idx: of GPTQ [E, H] and [E, I], the group of each row; rows in another order are refused.

@@ -157,6 +157,9 @@ GPU = (
 
 # Faults that only the sweep of ``flashmoe check`` and ``flashmoe prove`` meets: the problem of the sweep, None for its first.
 ONE_QUERY = "attn b2 h2 q1 k200 d64"
+LONG = "attn b2 h8 hk1 q1 k1100 d256 bf16"
+TILES = "attn b1 h2 q150 d64 fp16"
+PAIR = "attn b2 h8 hk2 q40 k200 d64 bf16 causal"
 SWEPT = (
     fault("gradient_without_the_log_sum_exp", "", "wrong with a gradient into the log-sum-exp too", problem=None),
     fault("wrong_in_inference_mode", "", r"wrong under torch.inference_mode\(\)", problem=None),
@@ -225,6 +228,32 @@ SWEPT = (
     fault("moe_reads_ids_in_a_row", "", "wrong with slices of larger tensors", problem=None),
     fault("no_maximum_of_the_inputs", "", "on inputs that are huge", problem=None),
     fault("expert_gradient_of_other_ranks", "", r"wrong with ids of -1", problem=None),
+    fault("causal_mask_lost_in_splits", "", "it is right for no mask", problem="attn b1 h2 q33 k1100 d16 causal"),
+    fault("causal_mask_lost_far_down", "", "maximum error", problem="attn b1 h1 q1030 d8 causal"),
+    fault("a_last_split_that_is_full", "", "maximum error", problem="attn b1 h4 hk2 q1 k2048"),
+    fault("at_most_128_heads_of_batches", "", "maximum error", problem="attn b33 h8 q17 d16 causal"),
+    fault("window_lost_in_splits", "", "it is right for no window", problem=f"{LONG} left16"),
+    fault("a_right_window_of_0_is_none", "", "wrong with a causal mask that the window gives", problem=f"{PAIR} left16"),
+    fault("no_causal_mask_in_an_open_window", "", "maximum error", problem=f"{PAIR} left16"),
+    fault("wide_values_in_a_window", "", "maximum error", problem="attn b1 h4 hk2 q33 k70 d40 dv24 fp32 causal left16"),
+    fault("sinks_of_each_split", "", "each sink counts twice", problem=f"{LONG} sinks"),
+    fault("sinks_of_the_first_tile", "", "maximum error", problem=f"{TILES} sinks"),
+    fault("slopes_lost_in_splits", "", "maximum error", problem=f"{LONG} alibi"),
+    fault("slopes_lost_in_a_window", "", "maximum error", problem=f"{PAIR} left16 alibi"),
+    fault("sinks_under_the_soft_cap", "", "maximum error", problem=f"{PAIR} softcap2 sinks"),
+    fault("soft_cap_lost_beside_a_mask", "", "it is right for no soft cap", problem=f"{PAIR} softcap2 bias"),
+    fault("mask_lost_beside_sinks", "", "maximum error", problem=f"{PAIR} sinks boolmask"),
+    fault("mask_of_the_first_tile", "", "maximum error", problem=f"{TILES} boolmask"),
+    fault("moe_a_token_of_no_expert", "", "wrong with a token of no expert", problem=None),
+    fault("moe_no_weight_of_one_expert", "", "maximum error", problem="moe t2 e8 k1 d64 f48"),
+    fault("moe_at_most_65535_tokens", "", "maximum error", problem="moe t66000"),
+    fault("moe_no_bias_in_prefill", "", "maximum error", problem="moe t140 e40 k4 d64 f96 bf16 bias"),
+    fault("moe_other_activation_in_prefill", "", "it is right for silu", problem="moe t140 e40 k4 d64 f96 bf16 clamped"),
+    fault("moe_scales_of_16_experts", "", "maximum error", problem="moe t140 e40 k4 d64 f96 bf16 w:fp8_channel"),
+    fault("gradient_of_the_first_backward", "", "wrong with one gradient at a time, by a second", problem=None),
+    fault("gradient_of_k_where_v_has_none", "", "wrong with one gradient at a time, by a second", problem=None),
+    fault("expert_gradient_of_the_first_backward", "", "wrong with one gradient at a time, by a second", problem=None),
+    fault("no_gradient_of_sinks", "", "output 3: maximum error", problem="attnbwd b1 h2 q150 d64 fp16 sinks"),
     fault("expert_gradient_not_written", "", "dw1 is NaN|dw1: maximum error", problem="moebwd t1 e8 k2 d64 f48"),
 )
 SWEPT_ON_GPU = (fault("gpu/works_on_the_default_stream", "", "wrong on another stream", problem="attn b1 h2 q128 d64"),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,14 +20,11 @@ def run_block(text: str, given: list[torch.Tensor], dtypes: tuple[torch.dtype, .
     outputs = sum(_count(dtype, pack) for dtype in dtypes)
     values: Registers = {f"${outputs + n}": one for n, one in enumerate(inputs)}
     passed: Any = None  # where a branch to the end is taken
-    for line in re.split(r";\s*", text.strip().strip("{}")):
-        name, _, operands = line.strip().partition(" ")
-        if name.startswith("@"):
-            assert text.rstrip("}\n").endswith(f"{operands.split()[-1]}:"), "a branch goes to the end"
-            passed = values[name[1:]] != 0
-        elif name and not name.startswith(".reg") and not name.endswith(":"):
-            target, *sources = (one.strip() for one in operands.split(","))
-            found = _OPERATIONS[name](*(_value(one, values) for one in sources)) & _ALL
+    for operation, target, sources in _instructions(text):
+        if operation is None:
+            passed = values[target] != 0
+        else:
+            found = operation(*(values.get(one, one) for one in sources)) & _ALL
             values[target] = torch.where(passed, values[target], found) if passed is not None and target in values else found
     found, first = [], 0
     for dtype in dtypes:
@@ -46,8 +44,20 @@ def _registers(tensor: torch.Tensor, pack: int) -> list[torch.Tensor]:
     return list((words.long() & _ALL).unbind(-1))
 
 
-def _value(name: str, values: Registers) -> Any:
-    return values[name] if name in values else int(name, 0)
+@cache
+def _instructions(text: str) -> list[tuple[Callable[..., Any] | None, str, tuple[Any, ...]]]:
+    """(operation, target, sources: names of registers, and numbers); of a branch to the end (no operation, its condition)."""
+    found: list[tuple[Callable[..., Any] | None, str, tuple[Any, ...]]] = []
+    for line in re.split(r";\s*", text.strip().strip("{}")):
+        name, _, operands = line.strip().partition(" ")
+        if name.startswith("@"):
+            assert text.rstrip("}\n").endswith(f"{operands.split()[-1]}:"), "a branch goes to the end"
+            found.append((None, name[1:], ()))
+        elif name and not name.startswith(".reg") and not name.endswith(":"):
+            target, *sources = (one.strip() for one in operands.split(","))
+            numbers = (int(one, 0) if one[0] in "-0123456789" else one for one in sources)
+            found.append((_OPERATIONS[name], target, tuple(numbers)))
+    return found
 
 
 def _select(a: Any, b: Any, c: Any, table: int) -> Any:

@@ -280,6 +280,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"transposed": None}, "transposed is None; it must be True or False"),
     ({"alpha": "2"}, "alpha is '2'; it must be a number"),
     ({"limit": float("nan")}, "limit is nan; it must be a number"),
+    ({"alpha": float("inf")}, "alpha is inf; it must be finite"),
     ({"limit": -1.0}, "limit is -1.0; it must be at least 0"),
     ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
     ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
@@ -300,6 +301,15 @@ def test_what_is_not_allowed_is_refused_in_one_line(changed: dict[str, Any], mes
         fm.fused_moe(**arguments() | changed)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tensors_without_memory_are_refused_in_words() -> None:
+    without = {name: one.to("meta") for name, one in arguments().items() if isinstance(one, torch.Tensor)}
+    with pytest.raises(ValueError, match="hidden_states is on device meta; it must be on a CPU or a CUDA device"):
+        fm.fused_moe(**arguments() | without)
+    layer = fm.FlashMoELayer(H, F, E, K, device="meta")
+    with pytest.raises(ValueError, match="router_logits is on device meta; it must be on a CPU or a CUDA device"):
+        layer(torch.zeros(3, H, device="meta"))
 
 
 def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
@@ -377,6 +387,7 @@ LAYER_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"activation": "swish"}, "activation is 'swish'; it must be one of 'silu'"),
     ({"alpha": "2"}, "alpha is '2'; it must be a number"),
     ({"limit": float("nan")}, "limit is nan; it must be a number"),
+    ({"alpha": float("inf")}, "alpha is inf; it must be finite"),
     ({"limit": -1.0}, "limit is -1.0; it must be at least 0"),
     ({"dtype": torch.int8}, "dtype is torch.int8; it must be float16, bfloat16, float32 or float64"),
     ({"dtype": "bf16"}, "dtype is 'bf16'; it must be float16, bfloat16, float32 or float64"),

@@ -133,15 +133,21 @@ def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
             assert torch.equal(function(**call | {name: leaf}), function(**call))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel"])
+def test_scales_of_16_bits_are_those_of_32(form: str, dtype: torch.dtype) -> None:
+    call = given(form)
+    narrow = {name: call[name].to(dtype) for name in ("gate_up_scale", "down_scale")}
+    wide = {name: one.float() for name, one in narrow.items()}
+    assert torch.equal(fm.fused_moe(**call | narrow), fm.fused_moe(**call | wide))
+
+
 def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints() -> None:
     call = given("fp8_channel")
     right = fm.fused_moe(**call)
     names = ("gate_up_scale", "down_scale")
     assert torch.equal(fm.fused_moe(**call | {name: call[name][..., None] for name in names}), right)
-    narrow, one, two = ({name: call[name].bfloat16() for name in names}, torch.rand(E) + 0.5, torch.rand(E, 2) + 0.5)
-    assert torch.equal(
-        fm.fused_moe(**call | narrow), fm.fused_moe(**call | {name: one.float() for name, one in narrow.items()})
-    )
+    one, two = torch.rand(E) + 0.5, torch.rand(E, 2) + 0.5
     whole = {"gate_up_scale": two / 448, "down_scale": one / 448}
     rows = {
         "gate_up_scale": whole["gate_up_scale"].repeat_interleave(96, 1),
@@ -296,8 +302,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("fp8_channel", {"gate_up_scale": torch.zeros(E, 3)}, "[4, 192], or [4], or [4, 1], or [4, 1, 1], or [4, 2], or [4, 2, 1]"),
     ("fp8_channel", {"interleaved": True, "gate_up_scale": torch.zeros(E, 2)}, "it must be [4, 192, 1], or [4, 192], or [4]"),
-    ("fp8_block", {"gate_up_scale": torch.zeros(E, 2, 2).half()}, "it must be float32 or bfloat16 or float8_e8m0fnu or uint8"),
-    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).half()}, "it must be float32 or bfloat16"),
+    ("fp8_block", {"gate_up_scale": torch.zeros(E, 2, 2).double()}, "float32 or bfloat16 or float16 or float8_e8m0fnu or"),
+    ("fp8_channel", {"gate_up_scale": torch.zeros(E, 192).double()}, "it must be float32 or bfloat16 or float16"),
     ("int4_g32", {"gate_up_scale": torch.zeros(E, 192, 4)}, "gate_up_scale has shape (4, 192, 4); it must be [4, 192, 5]"),
     ("int4_g32", {"weight_format": "int4_g128"}, "gate_up_proj has 160 columns; int4_g128 needs a multiple of 128"),
     (

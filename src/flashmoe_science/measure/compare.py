@@ -122,7 +122,7 @@ class Comparer:
         self.on, self.session, self.bench, self.problem = on, on.session, on.session.bench, on.problem
         request, on_cpu = on.session.request, self.bench.gpu is None
         self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
-        reads = min(on.input_bytes, self.problem.input_bytes() or on.input_bytes)
+        reads = min(on.input_bytes, self.problem.input_bytes() or self.problem.min_bytes())  # of experts those that are chosen
         self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes, reads)
         self._seed = request.seed + _OTHER_INPUTS
         self.path, self._scale = str(on.worker.folder / "timed"), 1.0

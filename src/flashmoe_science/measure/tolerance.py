@@ -66,8 +66,9 @@ class Expected:
     def basis(self, name: str) -> str:
         """The terms of the bound on the "max", "rms" or "mean", as text."""
         plain, chance, floor = (getattr(one, name) for one in (self.plain, self.chance or _NONE, self.floor))
-        if getattr(self.bound, name) == getattr(self.cap, name):
-            return "the absolute cap"
+        if getattr(self.bound, name) == (cap := getattr(self.cap, name)):
+            words = f", which the same maths done plainly in {str(self.dtype).removeprefix('torch.')} exceeds too ({plain:.3g})"
+            return f"the absolute cap{words if plain > cap else ''}"
         error = f"{chance:.3g} that chance makes of" if chance > RATIO * plain else "twice"
         return f"{error} the plain maths' {plain:.3g}, and {floor:.3g} for rounding"
 

@@ -2,10 +2,10 @@
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
 [..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes
-float8_e4m3fn [..., N, K]; scales fp32, bf16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes; scales fp32
-or bf16 [..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the first column in the
-lowest four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128]. int4 with zero
-points: from such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32
+float8_e4m3fn [..., N, K]; scales fp32, bf16, fp16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes;
+scales fp32, bf16 or fp16 [..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the
+first column in the lowest four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128].
+int4 with zero points: from such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32
 [..., ceil(N / 8), K / 32 or K / 128], those of eight rows, the first in the lowest four bits.
 
 Rows that are two halves, gates and then ups, may have scales of blocks of each by itself, 2 ceil(N / 2 / 128) rows of them, as

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_table
+from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_float, check_table, checked_scale
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
@@ -77,19 +77,17 @@ def context_attention(
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
             call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for ever.
     """
-    packed = cu_seqlens is not None
-    dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
-    check_dimensions((("q", q), ("k", k), ("v", v)), (dimensions,) * 3)
-    left, right = window_of(window_size, causal)
-    check_flag(deterministic, "deterministic")
-    options = Options(
-        mask_of(causal), window_left=left, window_right=right, softcap=checked_cap(softcap), num_splits=int(packed),
-        deterministic=deterministic and q.device.type != "cpu",  # PyTorch's operators on the CPU always are
-        tokens_first=True, names=_NAMES,
-    )  # fmt: skip
-    check_table(cu_seqlens, "cu_seqlens", (None,), q)
-    call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange, workspace)
-    cut = _agreed_cut(q, k, v, call, group, layout, seqlen)
+    ranks, checked, refused = process_group(group), compares(q), None
+    facts: dict[str, object] = {}
+    try:
+        options = _options(q, k, v, causal, window_size, softcap, cu_seqlens, deterministic)
+        call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange, workspace)
+        cut = cut_of_shard(q.shape[-3], seqlen, ranks, layout)
+        _check_shards(q, k, v, call, cut, checked)
+        facts = _facts(q, k, v, call, layout, seqlen) if checked else {}
+    except (TypeError, ValueError) as error:
+        refused = error
+    agree(ranks, facts, refused, checked)
     if exchange == "heads":
         return _by_heads(q, k, v, call, cut)
     keys = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
@@ -169,23 +167,22 @@ def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cu
     return _tokens_first(to_tokens(_tokens_first(out), cut))
 
 
-def _agreed_cut(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, group: object, layout: str, seqlen: int | None
-) -> Cut:
-    """The cut of the sequence. On the CPU and with FLASHMOE_CHECK=1 ranks compare their arguments.
-
-    Raises:
-        TypeError, ValueError: shards that are not of the sequence; where ranks compare, also what another rank refuses.
-    """
-    ranks, refused = process_group(group), None
-    checked = compares(q)
-    try:
-        cut = cut_of_shard(q.shape[-3], seqlen, ranks, layout)
-        _check_shards(q, k, v, call, cut, checked)
-    except (TypeError, ValueError) as error:
-        refused = error
-    agree(ranks, _facts(q, k, v, call, layout, seqlen) if checked else {}, refused, checked)
-    return cut
+def _options(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window_size: tuple[int, int], softcap: float,
+    cu_seqlens: torch.Tensor | None, deterministic: bool,
+) -> Options:  # fmt: skip
+    """Raise unless the tensors have the dimensions of a call, and the options are those of one."""
+    packed = cu_seqlens is not None
+    dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
+    check_dimensions((("q", q), ("k", k), ("v", v)), (dimensions,) * 3)
+    left, right = window_of(window_size, causal)
+    check_flag(deterministic, "deterministic")
+    check_table(cu_seqlens, "cu_seqlens", (None,), q)
+    return Options(
+        mask_of(causal), window_left=left, window_right=right, softcap=checked_cap(softcap), num_splits=int(packed),
+        deterministic=deterministic and q.device.type != "cpu",  # PyTorch's operators on the CPU always are
+        tokens_first=True, names=_NAMES,
+    )  # fmt: skip
 
 
 def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, checked: bool) -> None:
@@ -202,8 +199,10 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
             raise ValueError(
                 f"exchange is 'heads', and {name} has {one.shape[-2]} heads; they must be a multiple of {ranks} ranks"
             )
-    if call.sinks is not None and call.sinks.shape != q.shape[-2:-1]:
-        raise ValueError(f"s_aux has shape {tuple(call.sinks.shape)}; it must be {tuple(q.shape[-2:-1])}")
+    if call.softmax_scale is not None:
+        checked_scale(call.softmax_scale, "softmax_scale")
+    if call.sinks is not None:
+        check_float(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
     if call.max_seqlen is not None:
         check_count(call.max_seqlen, "max_seqlen", 0)
     if checked and call.cu_seqlens is not None and (last := int(call.cu_seqlens[-1])) != cut.seqlen:
@@ -235,6 +234,6 @@ def _facts(
         facts[f"{name}.requires_grad"] = one.requires_grad
     names = ("mask", "window_left", "window_right", "softcap", "deterministic")
     facts.update({name: getattr(call.options, name) for name in names})
-    facts["softmax_scale"] = call.softmax_scale
+    facts |= {"softmax_scale": call.softmax_scale, "s_aux is None": call.sinks is None, "max_seqlen": call.max_seqlen}
     facts["cu_seqlens"] = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
     return facts

@@ -70,26 +70,28 @@ def context_decode(
         facts = {
             "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None, "s_aux is None": s_aux is None,
             "the heads of k_cache": tuple(k_cache.shape[2:]), "the heads of v_cache": tuple(v_cache.shape[2:]),
-            "softmax_scale": softmax_scale, "softcap": softcap, "cache_seqlens": cache_seqlens.tolist() if compare else None,
+            "softmax_scale": softmax_scale, "softcap": softcap, "rotary_cos is None": rotary_cos is None,
+            "rotary_interleaved": rotary_interleaved, "cache_seqlens": cache_seqlens.tolist() if compare else None,
         }  # fmt: skip
+        rank, count = ranks.rank(), ranks.size()
+        new: dict[str, Any] = {"k": k, "v": v}
+        if k is not None and v is not None:
+            # The sequences whose new token is this rank's come first; what follows is not read.
+            mine = cache_seqlens % count == rank
+            order = mine.argsort(descending=True, stable=True)
+            starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
+            new = {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
+        if rotary_cos is not None:
+            new["rotary_seqlens"] = cache_seqlens
+        out, lse = flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
+            softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
+            rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux if rank == 0 else None, kernel=kernel,
+            return_softmax_lse=True, **new,
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         refused = error
     agree(ranks, facts, refused, compare)
-    rank, count = ranks.rank(), ranks.size()
-    new: dict[str, Any] = {}
-    if k is not None and v is not None:
-        # The sequences whose new token is this rank's come first; what follows is not read.
-        mine = cache_seqlens % count == rank
-        order = mine.argsort(descending=True, stable=True)
-        starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
-        new = {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
-        if rotary_cos is not None:
-            new |= {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_seqlens": cache_seqlens}
-    out, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
-        softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
-        s_aux=s_aux if rank == 0 else None, kernel=kernel, return_softmax_lse=True, **new,
-    )  # fmt: skip
     wide = torch.promote_types(out.dtype, lse.dtype)
     part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
     (parts,) = gathered(ranks, part)

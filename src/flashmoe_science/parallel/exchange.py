@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from flashmoe_science.parallel.agree import agree, compares, waiting
 from flashmoe_science.parallel.copies import ContextWorkspace
-from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of
+from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of, process_group
 
 Tensors = Sequence[torch.Tensor]
 
@@ -28,9 +29,18 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
         seqlen: of the whole sequence; None where all chunks have as many tokens.
 
     Raises:
-        TypeError, ValueError: as ``shard``, or a shard that this rank cannot have.
+        TypeError, ValueError: as ``shard``, or a shard that this rank cannot have. On the CPU, and with FLASHMOE_CHECK=1 in the
+            environment, each call compares the arguments of all ranks, and all raise.
     """
-    found = cut_of_shard(length_of(x, dim), seqlen, group, layout)
+    ranks, compare, refused, facts = process_group(group), compares(x), None, dict[str, object]()
+    try:
+        found = cut_of_shard(length_of(x, dim), seqlen, ranks, layout)
+        shape = x.movedim(dim, 0).shape[1:]
+        facts = {"layout": layout, "seqlen": found.seqlen, "x.dtype": str(x.dtype), "the other dimensions of x": tuple(shape)}
+        facts["x.requires_grad"] = x.requires_grad
+    except (TypeError, ValueError) as error:
+        refused = error
+    agree(ranks, facts, refused, compare)
     ((whole,),) = fetch((x.movedim(dim, 0),), found, [[range(found.seqlen)]] * len(found.chunks))
     return whole.movedim(0, dim)
 
@@ -148,8 +158,9 @@ def _move(
         else:
             messages += [dist.P2POp(dist.isend, each, group=group, group_peer=rank) for each in given]
             messages += [dist.P2POp(dist.irecv, each, group=group, group_peer=rank) for each in taken]
-    for work in dist.batch_isend_irecv(messages) if messages else ():
-        work.wait()
+    with waiting(group, "fetching tokens of the others"):
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
 
 def _common(one: range, other: range) -> range:

@@ -18,7 +18,7 @@ from tests.harness.listed_faults import PLANTED, SWEPT, SWEPT_ON_GPU, Fault
 from flashmoe_science.contract import built_in, contract_of
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Hung, InProcess
-from flashmoe_science.measure.check import CheckResult, Sweep, check_function
+from flashmoe_science.measure.check import CheckResult, Sweep, _representative, check_function
 from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
@@ -353,3 +353,12 @@ def test_a_check_on_a_gpu_takes_seconds() -> None:
     result = check_function(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention")
     assert result.passed, result.as_dict()
     assert result.seconds < 15
+
+
+def test_a_causal_window_is_asked_in_other_ways() -> None:
+    """The last problem with a window, of a function that has no other argument, is one whose mask the window can give."""
+
+    def fn(q: Any, k: Any, v: Any, causal: bool = False, softmax_scale: Any = None, window_size: Any = None) -> None: ...
+
+    asked = _representative([parse_problem(str(text)) for text in ATTENTION.sweep_of(fn)])
+    assert any(one.causal and one.features.window and one.seqlen_q > 1 for one in asked)  # type: ignore[attr-defined]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.compare import input_sets
+from flashmoe_science.measure.compare import Comparer, input_sets
 from flashmoe_science.measure.inputs import MAX_SETS, Case, disturb, kind_of, make, same_bits, sets_beyond
 from flashmoe_science.operations import parse_problem
 
@@ -98,3 +101,14 @@ def freed() -> torch.Tensor:
 )
 def test_what_is_no_plain_tensor_is_told_by_its_kind(made: object, kind: str) -> None:
     assert kind_of(made) == kind
+
+
+def test_sets_of_experts_are_cold_by_what_a_call_reads() -> None:
+    problem = parse_problem("moe t1 e128 k8 d2048 f768 bf16 w:int4_g128 logits")
+    on = SimpleNamespace(
+        problem=problem,
+        input_bytes=128 * 8 * 2**20,
+        session=SimpleNamespace(bench=SimpleNamespace(gpu=H200), request=SimpleNamespace(quick=True, seed=0)),
+        worker=SimpleNamespace(folder=Path("unused")),
+    )
+    assert Comparer(on).sets * problem.min_bytes() > 2 * H200.l2_bytes  # type: ignore[arg-type]

@@ -148,6 +148,12 @@ def test_draws_that_are_not_finite_allow_nothing() -> None:
     assert replace(one, chance=by_chance([one.plain, Errors(np.inf, np.nan, 1.0)])).bound.max == one.bound.max
 
 
+def test_a_plain_result_beyond_the_cap_is_named() -> None:
+    alike = [Errors(each, each, each) for each in (0.5, 0.01, 0.3)]
+    _, reasons = check_output("out", torch.tensor([0.0, 0.1, 0.9]), Expected(torch.zeros(3), torch.float16, *alike))
+    assert "the absolute cap, which the same maths done plainly in float16 exceeds too (0.5)" in reasons[0]
+
+
 @pytest.mark.parametrize(
     ("chance", "words"),
     [

@@ -246,6 +246,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     uneven = torch.randn(1, 16 + 4 * rank, 2, 8)
     starts = torch.tensor([0, 16], dtype=torch.int32)
     whole_starts, other = torch.tensor([0, 5 + rank, 16 * ranks], dtype=torch.int32), "it must be the same on every rank"
+    one_sink = torch.zeros(4) if rank == 1 else None
     mesh = DeviceMesh("cpu", torch.arange(ranks).view(1, -1), mesh_dim_names=("data", "context"))
     calls: list[tuple[str, Tensors, dict[str, Any]]] = [
         ("group is None; it must be a ProcessGroup", (q, k, k), {"group": None}),
@@ -273,9 +274,21 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("exchange is 'ring'; it must be one of keys, heads", (q, k, k), {"exchange": "ring"}),
         ("workspace is 3; it must be a ContextWorkspace or None", (q, k, k), {"workspace": 3}),
         (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 6, 1), three, three), {"exchange": "heads"}),
+        # By rank 1 alone.
+        ("window_size is 'x'", (q, k, k), {"window_size": "x" if rank == 1 else (-1, -1)}),
+        ("causal is 'yes'", (q, k, k), {"causal": "yes" if rank == 1 else True}),
+        ("q is a list", (q.tolist() if rank == 1 else q, k, k), {}),
+        ("q has 3 dimensions; it must have 4", (flat if rank == 1 else q, k, k), {}),
+        ("cu_seqlens is a list", (flat,) * 3, {"cu_seqlens": [0, 16] if rank == 1 else starts * ranks}),
+        ("s_aux is a list", (q, k, k), {"s_aux": [0.0] * 4 if rank == 1 else torch.zeros(4)}),
+        ("s_aux has dtype torch.int32", (q, k, k), {"s_aux": torch.zeros(4).to(torch.int32 if rank == 1 else torch.float32)}),
+        (f"s_aux is None is False on rank 1 of the group and True on rank 0; {other}", (q, k, k), {"s_aux": one_sink}),
     ]
     wrong = refused(lambda: ContextWorkspace(group, 1 << 20), "the group's backend is gloo, and not nccl")
     wrong += refused(lambda: ContextWorkspace(group, 0), "max_bytes")
+    wrong += refused(lambda: unshard(q, -5 if rank == 1 else 1, group), "dim is -5; x has 4 dimensions")
+    wrong += refused(lambda: unshard(q[0, rank == 1 :], 0, group), "which its 2 chunks do not divide; seqlen must be given")
+    wrong += refused(lambda: unshard(q.half() if rank == 1 else q, 1, group), "x.dtype is torch.float16 on rank 1")
     for words, qkv, more in calls:
         wrong += refused(partial(context_attention, *qkv, **{"group": group, **more}), words)
     return wrong

@@ -137,7 +137,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         "v_cache": given.v_cache,
         "cache_seqlens": given.lengths,
     }
-    wrong = []
+    wrong, caches = [], ("k_cache", "v_cache")
     for words, more in (
         ("q has 2 queries a sequence; it must have 1", {"q": given.q.repeat(1, 2, 1, 1)}),
         ("cache_seqlens is None", {"cache_seqlens": None}),
@@ -146,6 +146,11 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("group is None", {"group": None}),
         ("k_cache has 3 dimensions", {"k_cache": given.k_cache[0]}),
         ("cache_seqlens has", {"cache_seqlens": given.lengths[1:]}),
+        ("v is None and k is given", {"k": given.q}),
+        ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),
+        # By rank 1 alone.
+        ("it must be from 0 to 0, the capacity", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
+        ("kernel is 'none'", {"kernel": "none" if rank == 1 else None}),
     ):
         wrong += refused(partial(context_decode, **{"group": group, **arguments, **more}), words)
     return wrong

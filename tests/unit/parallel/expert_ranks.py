@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -65,6 +66,7 @@ CASES = {
     "bf16": Case((61, 40, 0, 13), dtype=torch.bfloat16, max_tokens=64, per_rank=4),
     "fp32": Case((61, 40, 0, 13), dtype=torch.float32, max_tokens=64, per_rank=4),
     "fp32, foreign": Case((9, 0), "foreign", torch.float32, max_tokens=16, per_rank=4),
+    "fp32, clamped": Case((3, 0), dtype=torch.float32, options=GPT_OSS, per_rank=3),  # no whole number of 32 elements
     "bf16, gpt-oss": Case(dtype=torch.bfloat16, options=GPT_OSS, biases=True, per_rank=3),
 }
 
@@ -213,21 +215,22 @@ def check_dtensors(group: dist.ProcessGroup) -> list[str]:
 
 
 def check_formats(group: dist.ProcessGroup) -> list[str]:
-    """Experts in the formats of checkpoints give what they give in one process."""
+    """Experts in the formats of checkpoints give what they give in one process, those of one row too."""
     wrong, experts, draw = [], 2 * group.size(), torch.Generator().manual_seed(5)
-    workspace = ExpertWorkspace(group, 8, DIM, 3, experts)
-    mine = slice(workspace.first_expert, workspace.first_expert + 2)
-    x = torch.randn(8 * group.size(), DIM, generator=draw).bfloat16()
-    weights, ids = torch.rand(len(x), 3, generator=draw), torch.randint(experts, (len(x), 3), generator=draw)
+    mine = slice(2 * group.rank(), 2 * group.rank() + 2)
+    everyones = torch.randn(group.size(), DIM, generator=draw)
+    weights, ids = torch.rand(len(everyones), 3, generator=draw), torch.randint(experts, (len(everyones), 3), generator=draw)
     dense = torch.randn(experts, 2 * 32, DIM, generator=draw), torch.randn(experts, DIM, 32, generator=draw)
-    own = slice(8 * group.rank(), 8 * group.rank() + 8)
-    for form in ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"):
+    own = slice(group.rank(), group.rank() + 1)
+    forms = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero")
+    for form, dtype in product(forms, (torch.bfloat16, torch.float32)):
+        x, workspace = everyones.to(dtype), ExpertWorkspace(group, 8, DIM, 3, experts, dtype)
         given = quantize_experts(*dense, form)
         options = {name: one[mine] for name, one in given.items() if name != "weight_format"} | {"weight_format": form}
         gate_up, down = options.pop("gate_up_proj"), options.pop("down_proj")
         out = expert_parallel_moe(x[own], gate_up, down, weights[own], ids[own], workspace=workspace, **options)
         whole = fused_moe(x, top_k_weights=weights, top_k_ids=ids, **given)
-        wrong += [] if torch.equal(out, whole[own]) else [f"{form} gives another result"]
+        wrong += [] if torch.equal(out, whole[own]) else [f"{form} gives another result in {dtype}"]
     return wrong
 
 

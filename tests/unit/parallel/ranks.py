@@ -23,6 +23,10 @@ def main(rank: int, ranks: int, file: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     found = context_ranks.found(group) | expert_ranks.found(group) | decode_ranks.found(group)
+    if ranks == 4:
+        from tests.unit.parallel import sharded_ranks  # it imports FSDP and checkpoints, which take seconds
+
+        found["sharded"] = sharded_ranks.faults(group, f"{file}-state")
     dist.barrier(group)
     if rank == ranks - 1:
         time.sleep(0.5)  # the others have passed the barrier

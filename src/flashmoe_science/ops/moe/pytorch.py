@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import is_plain
-from flashmoe_science.ops.formats import Weights, dequantized, dequantized_rows, quantized_rows
+from flashmoe_science.ops.formats import Weights, columns_of, dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
@@ -69,7 +69,8 @@ def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows, activation, adapters)
     _, w2 = _weights(tensors, activation)
-    down = _biased(_adapted(as_multiplied(activate(z, activation), activation), w2, adapters[1], rows), down_bias, rows)
+    active = as_multiplied(_activated_alike(z, activation), activation)
+    down = _biased(_adapted(active, w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
 
@@ -88,6 +89,14 @@ def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapt
     w1, _ = _weights(tensors, activation)
     x = as_multiplied(rows.of_tokens(tensors.x), activation)
     return _biased(_adapted(x, w1, adapters[0], rows), tensors.gate_up_bias, rows)
+
+
+def _activated_alike(z: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``activate``, of each row the same bits whatever the others: on the CPU PyTorch computes exponentials of a thread's last
+    elements by other instructions, whose last bit in fp32 differs."""
+    if z.device.type == "cpu" and z.dtype == torch.float32:
+        return activate(z.double(), activation).float()
+    return activate(z, activation)
 
 
 def _biased(products: torch.Tensor, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
@@ -185,6 +194,11 @@ class _Dequantised(NamedTuple):
     def mT(self) -> _Dequantised:  # as of a tensor
         return self._replace(transposed=not self.transposed)
 
+    def width(self) -> int:
+        """Columns of a product."""
+        codes = self.weights.codes
+        return columns_of(codes) if self.transposed else codes.shape[1]
+
     def of(self, expert: int) -> torch.Tensor:
         one = dequantized(self.weights.of(expert), self.dtype, self.halves)
         return one.mT if self.transposed else one
@@ -212,8 +226,9 @@ def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows)
     if isinstance(weights, _Dequantised):
         if rows.device.type != "cpu" or not is_plain(rows):
             return products(rows, weights.all(), of)
-        parts = rows.tensor_split(of.ends[:-1].long())
-        return torch.cat([part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)])
+        *parts, others = rows.tensor_split(of.ends.long())
+        made = [part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)]
+        return torch.cat((*made, rows.new_zeros(len(others), weights.width())))
     if _is_grouped(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

@@ -57,7 +57,7 @@ def _check_features(tensors: Tensors, options: Options) -> None:
         raise ValueError(f"{names.leftpad} is given for packed keys; it is for keys in a cache")
     _check_bias(tensors, options, batch)
     if tensors.sinks is not None:
-        _check_float(tensors.sinks, names.sinks, (q.shape[1],), q, (torch.float32, q.dtype))
+        check_float(tensors.sinks, names.sinks, (q.shape[1],), q, (torch.float32, q.dtype))
     check_table(tensors.prefix, names.prefix, (batch,), q)
     if tensors.prefix is not None and options.mask != "causal":
         raise ValueError(f"{names.prefix} is given and the mask is {options.mask!r}; it must be 'causal'")
@@ -66,7 +66,7 @@ def _check_features(tensors: Tensors, options: Options) -> None:
             continue
         if k.dtype != E4M3:
             raise ValueError(f"{name} is given and {names.k} has dtype {k.dtype}; it is for {E4M3}")
-        _check_float(scale, name, (batch, k.shape[1]), q, (torch.float32,))
+        check_float(scale, name, (batch, k.shape[1]), q, (torch.float32,))
 
 
 def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
@@ -205,11 +205,11 @@ def _check_bias(tensors: Tensors, options: Options, batch: int) -> None:
     if slopes is not None:
         if bias is not None:
             raise ValueError(f"{names.alibi_slopes} and {names.bias} are given; only one of them may be")
-        _check_float(slopes, names.alibi_slopes, (batch, q.shape[1]), q, (torch.float32,))
+        check_float(slopes, names.alibi_slopes, (batch, q.shape[1]), q, (torch.float32,))
     if bias is not None:
         rows = q.shape[2] if tensors.cu_seqlens_q is None else options.max_seqlen_q
         shape = (batch, q.shape[1], rows, max_keys(tensors, options))
-        _check_float(bias, names.bias, shape, q, (torch.bool, q.dtype))
+        check_float(bias, names.bias, shape, q, (torch.bool, q.dtype))
 
 
 def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, ...], q: torch.Tensor) -> None:
@@ -230,9 +230,10 @@ def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, 
         raise ValueError(f"{name} has stride {table.stride(-1)} in its last dimension; it must be contiguous there")
 
 
-def _check_float(
+def check_float(
     tensor: object, name: str, shape: tuple[int | None, ...], q: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
+    """Raise unless it is a tensor of one of the dtypes and of that shape (None for any size), on Q's device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor or None")
     if tensor.dtype not in dtypes:

@@ -6,8 +6,9 @@ the package are held to their log-sum-exp too.
 
 The cap is derived. Attention's weights are positive and sum to one, so perturbing each weight, or the output, by a relative
 ``e`` moves the output by at most ``e max|V|``. A kernel may round four times to the input dtype (``u`` is 2^-8 for bf16, 2^-11
-for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output. Its scores, accumulated in fp32 over D products, err
-by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
+for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output; a score as far as that moves its weight by ``u``, so
+that large scores must stay in fp32. Its scores, accumulated in fp32 over D products, err by
+``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
 ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
 held to half of it, relative to the RMS of V.
 
@@ -43,10 +44,12 @@ from flashmoe_science.ops.attention.proof import memory, suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 from flashmoe_science.ops.attention.proof.public_calls import public_call
+from flashmoe_science.ops.gradients import ONE_BY_ONE
 
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
+BY_WINDOW = "a causal mask that the window gives"
 HIDDEN_KEYS = "a mask that hides the first keys"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
@@ -64,6 +67,8 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     "a negative softmax scale": {"stretch": -1.0},
     "slices of larger tensors": {"sliced": True},
     "a gradient into the log-sum-exp too": {"of_lse": True},
+    ONE_BY_ONE: {"one_by_one": True},
+    BY_WINDOW: {"by_window": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
 IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:4])
@@ -76,7 +81,7 @@ _E4M3 = torch.float8_e4m3fn
 class SharedContract(Contract):
     """What the contracts of the forward and of the backward share. ``stretch`` multiplies the usual scale, D to the -1/2; with
     ``explicit`` False the scale is not passed; with ``sliced`` Q, K, V and a mask are slices of tensors twice as wide;
-    ``placed`` puts the inputs elsewhere in memory."""
+    ``placed`` puts the inputs elsewhere in memory; with ``by_window`` a window's right end of 0 says what ``causal`` does."""
 
     lists: ClassVar[Any]  # the module of its problems
     # "opposed": Q and K point away from each other, so that every score is far below zero.
@@ -94,9 +99,15 @@ class SharedContract(Contract):
     }
 
     def __init__(
-        self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False, placed: Placed = memory.as_made
+        self,
+        stretch: float = 1.0,
+        explicit: bool = True,
+        sliced: bool = False,
+        by_window: bool = False,
+        placed: Placed = memory.as_made,
     ) -> None:
         self._stretch, self._explicit, self._sliced, self._placed = stretch, explicit, sliced, placed
+        self._by_window = by_window
 
     def variant(self, name: str) -> Self:
         return type(self)(**_VARIANTS[name])
@@ -137,7 +148,7 @@ class AttentionContract(SharedContract):
     name: ClassVar[str] = "attention"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
-    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS)
+    sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS, BY_WINDOW)
     # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
     edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
@@ -176,7 +187,10 @@ class AttentionContract(SharedContract):
     def returned(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
         """What ``fn`` returns, called with FlashAttention's arguments, and ``sinks`` and ``attn_mask`` where given."""
         scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
-        return fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
+        named = {"causal": problem.causal, **scale, **_arguments(problem, inputs)}
+        if self._by_window and problem.causal and "window_size" in named:
+            named |= {"causal": False, "window_size": (named["window_size"][0], 0)}
+        return fn(inputs["q"], inputs["k"], inputs["v"], **named)
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return attention_oracle(self.for_kernel(problem, inputs))
@@ -248,8 +262,8 @@ def _arguments(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
     features = problem.features
     named: dict[str, Any] = {}
     if features.window:
-        right = 0 if problem.causal else features.window_right
-        named["window_size"] = tuple(-1 if one is None else one for one in (features.window_left, right))
+        sides = features.window_left, features.window_right
+        named["window_size"] = tuple(-1 if one is None else one for one in sides)
     if features.softcap:
         named["softcap"] = float(features.softcap)
     renamed = {"sinks": "sinks", "alibi_slopes": "alibi_slopes", "bias": "attn_mask"}

@@ -9,6 +9,7 @@ page. The longest sequence fills its cache, as a call in FlashAttention's names 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 
@@ -146,7 +147,7 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
 
     made: Made = {}
     if features.sinks:
-        made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator)
+        made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator) + _sink_of(problem)
     if features.bias == "alibi":
         usual = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
         made["alibi_slopes"] = usual * uniform((heads,), 0.5, 1.5)
@@ -159,6 +160,11 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
     if features.fp8_cache:
         made |= {name: uniform((problem.batch, problem.heads_kv), 0.15, 0.35) for name in ("k_scale", "v_scale")}
     return made
+
+
+def _sink_of(problem: AttentionProblem) -> float:
+    """The logit of a sink that weighs as much as a quarter of the keys: of many keys another would be lost in rounding."""
+    return math.log(max(1, problem.seqlen_k) / 4)
 
 
 def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tuple[Tensors, Options]:

@@ -27,7 +27,7 @@ class Wrong(NamedTuple):
 def mistakes(inputs: AttentionInputs) -> Iterator[Mistake]:
     """The results of other masks, features, softmax scales and shared heads, each only where it is another than the right one;
     the likeliest first."""
-    of_features = (_alignment, _windows, _scores, _sinks, _biases, _caches, _cache_scales)
+    of_features = (_windows, _alignment, _scores, _sinks, _biases, _caches, _cache_scales)
     for some in (*((_masks,) if inputs.problem.features == PLAIN else of_features), _scales, _heads):
         for one in some(inputs):
             yield Mistake(one.code, f"it is right {one.words}", attention_oracle(one.inputs, one.rules))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import combinations, cycle, product
 from random import Random
 
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -91,13 +91,17 @@ _SWEPT = (
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
     "b1 h2 q1 k8300 d64",
+    "b1 h2 q33 k1100 d16 causal",
+    "b1 h4 hk2 q1 k2048 d64",
     "b1 h1 q1030 k33 d16",
+    "b1 h1 q1030 d8 causal",
     # Many query heads of a key head, many batches, more programs than a grid's second dimension has, values wider than keys.
     "b1 h16 hk1 q20 d64",
     "b2 h32 hk2 q3 k70 d64 causal",
     "b1 h64 hk2 q5 k33 d64",
     "b1 h128 hk1 q1 k40 d64",
     "b9 h2 q33 d32 causal",
+    "b33 h8 q17 d16 causal",
     "b64 h1025 q1 k2 d8",
     "b1 h2 q70 d64 dv128 fp16",
     "b1 h2 q70 d64 dv128 bf16",
@@ -111,7 +115,7 @@ _SWEPT = (
 
 # Problems of what a function may have arguments for, by those: shared heads, one query, more queries than keys, keys of whole
 # tiles that no query of a tile sees, every dtype; the last with what models have beside it.
-FEATURES = {
+_ALONE = {
     "softcap": (
         "attn b2 h2 q40 k60 d64 bf16 causal softcap2",
         "attn b1 h2 q40 d64 fp16 softcap50",
@@ -144,20 +148,31 @@ FEATURES = {
         "attn b1 h2 q60 k40 d64 fp32 left7 right2",
         "attn b2 h4 hk2 q1 k200 d128 bf16 causal left16",
         "attn b1 h4 hk2 q300 d32 fp16 causal left20",
-        "attn b2 h4 hk2 q40 k200 d128 bf16 causal left16",
     ),
 }
-# The same, of functions that have all of these arguments.
-TOGETHER = {
-    ("window_size", "softcap"): ("attn b1 h4 hk2 q40 k200 d64 bf16 causal left16 softcap50",),
-    ("window_size", "sinks"): ("attn b2 h8 hk2 q40 k200 d64 bf16 causal left16 sinks",),
+# By the same arguments, the words that each is asked with where it meets more: several tiles of queries; one query, many keys,
+# wide heads that all share one of K and V; values of another width; each other argument, and what that is asked on, last.
+_WORDS = {
+    "window_size": ("left16",),
+    "softcap": ("softcap2",),
+    "sinks": ("sinks",),
+    "alibi_slopes": ("alibi",),
+    "attn_mask": ("boolmask", "bias"),
 }
+_BESIDE = "b2 h8 hk2 q40 k200 d64 bf16 causal"
+_MET = ("b1 h2 q150 d64 fp16", "b2 h8 hk1 q1 k1100 d256 bf16", "b1 h4 hk2 q33 k70 d40 dv24 fp32 causal", _BESIDE)
+_NOT_TOGETHER = {"alibi_slopes", "attn_mask"}  # a problem has one bias
 
 
 def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The problems of what a function has these arguments for."""
-    alone = (text for name in arguments for text in FEATURES.get(name, ()))
-    return (*alone, *(text for names, some in TOGETHER.items() if set(names) <= set(arguments) for text in some))
+    """The problems of what a function has these arguments for, alone and each two together."""
+    given = [name for name in _WORDS if name in arguments]
+    pairs = (pair for pair in combinations(given, 2) if set(pair) != _NOT_TOGETHER)
+    return (
+        *(text for name in given for text in _ALONE[name]),
+        *(f"attn {sizes} {word}" for name in given for word in _WORDS[name] for sizes in _MET),
+        *(f"attn {_BESIDE} {a} {b}" for x, y in pairs for a, b in product(_WORDS[x], _WORDS[y])),
+    )
 
 
 def sweep() -> tuple[str, ...]:

@@ -253,7 +253,7 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
 
     Raises:
         TypeError: ``alpha`` or ``limit`` is no number.
-        ValueError: it is NaN, ``limit`` is below 0, or ``activation`` is no word of Function.
+        ValueError: it is NaN, ``alpha`` is infinite, ``limit`` is below 0, or ``activation`` is no word of Function.
     """
     if activation not in get_args(Function):
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
@@ -262,6 +262,8 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
             raise TypeError(f"{name} is {number!r}; it must be a number")
         if number != number:  # NaN, in a comparison, which torch.compile can trace
             raise ValueError(f"{name} is {number!r}; it must be a number")
+    if abs(alpha) == float("inf"):  # type: ignore[arg-type]  # a number, as above
+        raise ValueError(f"alpha is {alpha!r}; it must be finite")
     if limit < 0:  # type: ignore[operator]  # a number, as above
         raise ValueError(f"limit is {limit!r}; it must be at least 0")
 
@@ -356,3 +358,5 @@ def _check_tensor(name: str, tensor: object, hidden_states: torch.Tensor) -> Non
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
     if tensor.device != hidden_states.device:
         raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
+    if tensor.device.type not in ("cpu", "cuda") and not is_assumed():
+        raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")

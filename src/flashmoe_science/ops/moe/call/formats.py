@@ -20,8 +20,8 @@ _E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, 
 _OF_INT4 = tuple(name for name in FORMATS if name.startswith("int4"))
 _OF_BLOCKS = tuple(name for name, form in FORMATS.items() if form.in_blocks)
 _CODES = {"mxfp4": _BYTES, "fp8_channel": _E4M3} | dict.fromkeys(_OF_BLOCKS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4)
-_SCALES: dict[str, tuple[torch.dtype, ...]] = {"mxfp4": _E8M0, "fp8_channel": _FLOATS[:2]}
-_SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS[:2], *_E8M0)) | dict.fromkeys(_OF_INT4, _FLOATS)
+_SCALES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(FORMATS, _FLOATS) | {"mxfp4": _E8M0}
+_SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS, *_E8M0))
 OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has beside codes
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 

@@ -20,7 +20,6 @@ from flashmoe_science.ops.moe.call.formats import (
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_GROUPS = (32, 128)
 _LESS_ONE = 0x11111111  # what GPTQ's first version subtracts of eight zero points
 _AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of AWQ's words, the places of columns one after another
 
@@ -72,13 +71,12 @@ def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...
     if layout not in get_args(Layout):
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, get_args(Layout)))}")
     groups = [_checked_layout(name, layout, one) for name, one in (("gate_up", gate_up), ("down", down))]
-    if groups[0] != groups[1]:
-        raise ValueError(f"gate_up_scales has groups of {groups[0]} and down_scales of {groups[1]}; they must be the same")
-    first, second = _repacked(layout, *gate_up[:3]), _repacked(layout, *down[:3])
+    group = 32 if any(one % 128 for one in groups) else 128
+    first, second = (_repacked(layout, one // group, *given[:3]) for one, given in zip(groups, (gate_up, down), strict=True))
     eight = packed(torch.full((8,), 8)).to(first.codes.device)
     if all(one.zero_point is None or bool((one.zero_point == eight).all()) for one in (first, second)):
-        return _arguments(first._replace(zero_point=None), second._replace(zero_point=None), f"int4_g{groups[0]}")
-    return _arguments(first, second, f"int4_g{groups[0]}_zero")
+        return _arguments(first._replace(zero_point=None), second._replace(zero_point=None), f"int4_g{group}")
+    return _arguments(first, second, f"int4_g{group}_zero")
 
 
 def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
@@ -92,9 +90,10 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
             raise TypeError(f"{name}_{what} must be a tensor of {words} with three dimensions, experts first")
     experts, rows, columns = qweight.shape
     rows, columns = (rows, 8 * columns) if layout == "awq" else (8 * rows, columns)
-    count, group = scales.shape[1], next((one for one in _GROUPS if one * scales.shape[1] == rows), None)
-    if not group:
-        raise ValueError(f"{name}_scales has {count} rows to {rows} of weights; it must have one to 32 or to 128")
+    count = scales.shape[1]
+    group: int = rows // max(count, 1)
+    if not count or rows % count or group % 32:
+        raise ValueError(f"{name}_scales has {count} rows to {rows} of weights; it must have one to a multiple of 32")
     for what, one, shape in (("scales", scales, (experts, count, columns)), ("qzeros", qzeros, (experts, count, columns // 8))):
         if tuple(one.shape) != shape or columns % 8:
             raise ValueError(f"{name}_{what} has shape {tuple(one.shape)}; it must be {list(shape)}, columns a multiple of 8")
@@ -103,8 +102,8 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
     return group
 
 
-def _repacked(layout: Layout, qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> Weights:
-    """Codes, scales and zero points along the rows of [E, N, K], an expert at a time."""
+def _repacked(layout: Layout, parts: int, qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> Weights:
+    """Codes, scales and zero points along the rows of [E, N, K], an expert at a time; each group as so many."""
     codes = qweight.new_empty(qweight.shape[0], scales.shape[2], qweight.numel() // qweight.shape[0] // scales.shape[2])
     for made, words in zip(codes, qweight, strict=True):
         made.copy_(packed(_of_awq(words).mT) if layout == "awq" else words.mT)
@@ -112,7 +111,7 @@ def _repacked(layout: Layout, qweight: torch.Tensor, scales: torch.Tensor, qzero
         qzeros = packed(_of_awq(qzeros))
     elif layout == "gptq":
         qzeros = qzeros + _LESS_ONE
-    return Weights(codes, scales.mT.contiguous(), qzeros.mT.contiguous())
+    return Weights(codes, *(one.mT.contiguous().repeat_interleave(parts, -1) for one in (scales, qzeros)))
 
 
 def _of_awq(words: torch.Tensor) -> torch.Tensor:

@@ -223,7 +223,7 @@ def _products(problem: MoEProblem, kind: str) -> tuple[Product, Product]:
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     sort = () if config["indexed"] else (Launch("^flashmoe_moe_(rows|count)$"),)
-    return (*sort, Launch("humming"))
+    return (*sort, Launch("humming|^void process_input_kernel<"))
 
 
 KERNEL = MoEKernel(

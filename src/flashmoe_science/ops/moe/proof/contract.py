@@ -136,6 +136,8 @@ class SharedContract(Contract):
         if p.routing == "ids":
             logits = torch.randn(p.tokens, p.experts, device=device, generator=generator)
             weights, ids = routing_oracle(logits, p.top_k)
+            if p.top_k == 1:  # which a router does not make one, as that of Llama 4
+                weights = weights * torch.linspace(0.5, 0.9, p.tokens, device=device)[:, None]
             routing = {"topk_weights": weights.float(), "topk_ids": _touching_every_expert(ids, p.experts)}
         else:
             routing = {"router_logits": _logits(p, device, generator)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations, product
 from random import Random
 
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -114,6 +115,7 @@ _LARGE = (
     "t1100 e4 k2 d16 f8",
     "t20 e4 k2 d1040 f24",
     "t20 e4 k2 d24 f1040",
+    "t66000 e2 k1 d8 f4",  # more than a grid's second dimension has
 )
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
 # experts, pairs, tokens and columns as large models have, and weights in the other memory order. From given ids,
@@ -124,7 +126,7 @@ SWEEP = (
 )
 
 # Of what a function has arguments for beside those that it must have, by their names.
-FEATURES = {
+_ALONE = {
     "gate_up_bias": ("moe t9 e4 k2 d32 f24 bf16 bias", "moe t1 e8 k3 d64 f48 fp16 bias", "moe t37 e8 k2 d64 f48 fp32 bias"),
     "interleaved": ("moe t9 e4 k2 d32 f24 fp16 interleaved", "moe t1 e8 k2 d64 f48 bf16 interleaved"),
     "activation": (
@@ -151,20 +153,30 @@ FEATURES = {
         "moe t5 e4 k2 d256 f128 bf16 w:int4_g128_zero",
     ),
 }
-# The same, of functions that have all of these arguments.
-TOGETHER = {
-    ("gate_up_bias", "interleaved", "activation"): ("moe t9 e4 k2 d32 f24 bf16 bias clamped interleaved",),
-    ("gate_up_scale", "gate_up_bias", "interleaved", "activation"): (  # gpt-oss
-        "moe t1 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
-        "moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved",
-    ),
+# gpt-oss, of functions that have all of these arguments.
+_GPT_OSS = ("gate_up_scale", "gate_up_bias", "interleaved", "activation")
+_OF_GPT_OSS = tuple(f"moe {sizes} e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interleaved" for sizes in ("t1", "t9"))
+# By arguments, the words that each is asked with where it meets more: many tokens and experts; each other argument.
+_WORDS = {
+    "gate_up_scale": ("w:mxfp4", "w:int4_g32", "w:fp8_channel", "w:fp8_block"),
+    "gate_up_zero_point": ("w:int4_g32_zero",),
+    "gate_up_bias": ("bias",),
+    "activation": ("clamped",),
+    "interleaved": ("interleaved",),
 }
+_NOT_TOGETHER = {"gate_up_scale", "gate_up_zero_point"}  # a problem has one format
 
 
 def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
-    """The problems of what a function has these arguments for."""
-    alone = (text for name in arguments for text in FEATURES.get(name, ()))
-    return (*alone, *(text for names, some in TOGETHER.items() if set(names) <= set(arguments) for text in some))
+    """The problems of what a function has these arguments for, alone and each two together; those of gpt-oss last."""
+    given = [name for name in _WORDS if name in arguments]
+    pairs = (pair for pair in combinations(given, 2) if set(pair) != _NOT_TOGETHER)
+    return (
+        *(text for name in given for text in _ALONE[name]),
+        *(f"moe t140 e40 k4 d64 f96 bf16 {word}" for name in given for word in _WORDS[name]),
+        *(f"moe t9 e4 k2 d64 f96 bf16 {a} {b}" for x, y in pairs for a, b in product(_WORDS[x], _WORDS[y])),
+        *(_OF_GPT_OSS if set(_GPT_OSS) <= set(arguments) else ()),
+    )
 
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:

@@ -34,6 +34,12 @@ def _one_is(number: Callable[[int], int]) -> Callable[[Made], Made]:
     return change
 
 
+def _no_expert(made: Made) -> Made:
+    """The last token without an expert, as of a rank that has none of its experts."""
+    made["topk_ids"][-1] = -1
+    return made
+
+
 def _wide(made: Made) -> Made:
     return made | {"topk_ids": made["topk_ids"].long()}
 
@@ -64,6 +70,7 @@ VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "an expert named twice by a token": _twice,
     "ids of -1 (no expert)": _one_is(lambda experts: -1),
     "ids of E (no expert)": _one_is(lambda experts: experts),
+    "a token of no expert (all its ids are -1)": _no_expert,
     "ids of int64": _wide,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,

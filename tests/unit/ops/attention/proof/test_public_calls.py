@@ -51,7 +51,7 @@ def test_it_asks_for_the_very_kernel(text: str) -> None:
     ("words", "arguments"),
     [
         ("left4 right3", {"window_size": (4, 3)}),
-        ("causal left4 softcap3", {"window_size": (4, 0), "softcap": 3.0}),
+        ("causal left4 softcap3", {"window_size": (4, -1), "softcap": 3.0}),
         ("sinks alibi", {"sinks", "alibi_slopes"}),
         ("boolmask", {"attn_mask"}),
         ("", set()),

@@ -153,10 +153,10 @@ def by_fused_moe(case: Case, device: str) -> list[str]:
 def interpret() -> None:
     """Let the launches of Hopper's products interpret them, in three programs."""
     from tests.unit import gluon_interpreter
-    from tests.unit.ops.moe.backward.gluon_cases import H200, by_address
+    from tests.unit.ops.moe.backward.gluon_cases import H200
 
     def by_addresses(build: Any) -> Any:
-        return lambda *args, **options: by_address(build(*args, **options))
+        return lambda *args, **options: gluon_interpreter.by_address(build(*args, **options))
 
     for module in (forward_launch, backward_launch):
         module.Build = gluon_interpreter.Build  # type: ignore[misc,assignment]

@@ -31,26 +31,18 @@ FORWARD = (Case("moe t100 e3 k2 d136 f200 fp16 gelu"), Case("moe t20 e3 k2 d72 f
 H200 = gpu_named("h200")
 
 
-def by_address(product: Any) -> Any:
-    """A product whose launch is given tensors, and takes addresses."""
-
-    def bind(counts: Any) -> Any:
-        start = product(counts)
-        return lambda *given: start(*[one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given])
-
-    return bind
-
-
 def install() -> None:
     """Let the launches of both kernels interpret them, in three programs."""
     for module in (forward_launch, backward_launch):
         module.Build = gluon_interpreter.Build  # type: ignore[misc,assignment]
         module.current_gpu = lambda device: replace(H200, sm_count=3)  # type: ignore[type-var]
     grouped, grouped_backward = forward.grouped, backward.grouped_backward
-    forward.grouped = lambda inputs, config, up, down: grouped(inputs, config, by_address(up), by_address(down))
+    forward.grouped = lambda inputs, config, up, down: grouped(
+        inputs, config, gluon_interpreter.by_address(up), gluon_interpreter.by_address(down)
+    )
 
     def bound(inputs: Any, block_m: int, columns: int, products: Any, needs: Any) -> Any:
-        products = backward.Products(*[None if one is None else by_address(one) for one in products])
+        products = backward.Products(*[None if one is None else gluon_interpreter.by_address(one) for one in products])
         return grouped_backward(inputs, block_m, columns, products, needs)
 
     backward.grouped_backward = bound

@@ -99,6 +99,7 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
         yield f"scales of a tensor, {dtype}", changed(one, gate_up_scale=scale[:, :1])
         yield f"scales of gates and of ups, {dtype}", changed(one, gate_up_scale=scale[:, 149:151])
         yield f"scales of bf16, {dtype}", changed(one, gate_up_scale=scale.bfloat16())
+        yield f"scales of fp16, {dtype}", changed(one, gate_up_scale=scale.half())
     apart = scale * 2.0 ** torch.tensor([-60, 60])[torch.arange(scale.numel()).view(scale.shape) % 2]
     apart[0, 7] = torch.nan
     one = inputs_of(Case("moe t5 e2 k1 d200 f150 bf16 w:fp8_channel"), "cpu")
@@ -141,6 +142,7 @@ def of_every_format() -> Iterator[tuple[str, MoEInputs]]:
         yield f"one sign, 7168 deep, {form}", changed(deep, x=deep.tensors.x.abs())
     one = drawn("fp8_block", torch.randn(2, 256, 200))
     yield "scales of blocks in bf16", changed(one, gate_up_scale=one.tensors.gate_up_scale.bfloat16())  # type: ignore[union-attr]
+    yield "scales of blocks in fp16", changed(one, gate_up_scale=one.tensors.gate_up_scale.half())  # type: ignore[union-attr]
 
 
 OF_FIRST = ("w1", "gate_up_scale", "gate_up_zero_point")

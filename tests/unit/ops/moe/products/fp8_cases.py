@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from tests.unit import gluon_interpreter
 from tests.unit.ops.moe.products.format_cases import on
-from tests.unit.ops.moe.products.weights_cases import H200, Case, by_address, drawn
+from tests.unit.ops.moe.products.weights_cases import H200, Case, drawn
 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config
@@ -149,8 +149,10 @@ def main() -> None:
     # Triton's interpreter halves what rounds to a power of two in e4m3.
     quantize.Build = gluon_interpreter.Build  # type: ignore[misc,assignment]
     bind_all, build = kernel.bind_all, quantize.build
-    quantize.build = lambda *given: by_address(build(*given))
-    kernel.bind_all = lambda inputs, config, up, down: bind_all(inputs, config, by_address(up), by_address(down))
+    quantize.build = lambda *given: gluon_interpreter.by_address(build(*given))
+    kernel.bind_all = lambda inputs, config, up, down: bind_all(
+        inputs, config, gluon_interpreter.by_address(up), gluon_interpreter.by_address(down)
+    )
     found: dict[str, list[str]] = {}
     for case in CASES:
         if len(sys.argv) > 1 and sys.argv[1] not in str(case):

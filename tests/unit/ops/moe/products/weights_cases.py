@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tests.unit import gluon_interpreter
@@ -154,20 +154,12 @@ def kernel_of(inputs: MoEInputs) -> MoEKernel:
     return kernel.KERNEL if inputs.problem.weight_format == "mxfp4" else kernel.OF_OTHERS
 
 
-def by_address(product: Any) -> Any:
-    """A product whose launch is given tensors, and takes addresses."""
-
-    def bind(counts: Any) -> Any:
-        start = product(counts)
-        return lambda *given: start(*[one.data_ptr() if isinstance(one, torch.Tensor) else one for one in given])
-
-    return bind
-
-
 def main() -> None:
     launch.Build = gluon_interpreter.Build  # type: ignore[misc,assignment]
     bind_all = kernel.bind_all
-    kernel.bind_all = lambda inputs, config, up, down: bind_all(inputs, config, by_address(up), by_address(down))
+    kernel.bind_all = lambda inputs, config, up, down: bind_all(
+        inputs, config, gluon_interpreter.by_address(up), gluon_interpreter.by_address(down)
+    )
     found: dict[str, list[str]] = {}
     for case in CASES:
         if len(sys.argv) > 1 and sys.argv[1] not in str(case):

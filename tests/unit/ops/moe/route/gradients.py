@@ -44,18 +44,25 @@ def wrong(
     leaf = logits.detach().requires_grad_()
     weights, ids = route(leaf, top_k, **how)
     (got,) = torch.autograd.grad(weights, leaf, dweights)
-    right = backward._by_pytorch(Options(top_k, **how), logits.double(), ids, dweights.double())
-    error = (got.double() - right).abs().max()
-    found = [] if error <= UNIT[dtype] * right.abs().max().clamp(min=1.0) else [f"off by {error:.2e}"]
+    plain, right = (
+        backward._by_pytorch(Options(top_k, **how), one, ids, dweights.to(one)) for one in (logits.float(), logits.double())
+    )
+    found = wrong_by(got, right, plain, UNIT[dtype] * right.abs().max().clamp(min=1.0), "gradient")
     found += wrong_losses(leaf, dweights, Options(top_k, **how))
     unchosen = torch.ones_like(right, dtype=torch.bool).scatter(1, ids.long(), False)
     dense = how.get("scoring", "softmax") == "softmax" and "normalize" not in how
     return found + ([] if dense or not got[unchosen].any() else ["an expert that was not chosen has a gradient"])
 
 
+def wrong_by(got: torch.Tensor, right: torch.Tensor, plain: torch.Tensor, rounding: torch.Tensor, name: str) -> list[str]:
+    """What is wrong with a gradient, in which terms cancel: it may be off by twice as much as PyTorch's in fp32, and by a
+    rounding, as Triton's interpreter truncates bf16."""
+    error, of_plain = [(one.double() - right).abs().max() for one in (got, plain)]
+    return [] if error <= 2 * of_plain + rounding else [f"{name} off by {error:.2e}, PyTorch's by {of_plain:.2e}"]
+
+
 def wrong_losses(leaf: torch.Tensor, dweights: torch.Tensor, options: Options) -> list[str]:
-    """What is wrong with the losses of logits, and with the gradient of all that a router gives. Terms cancel in it: it may be
-    off by twice as much as PyTorch's in fp32, and by a rounding, as Triton's interpreter truncates bf16."""
+    """What is wrong with the losses of logits, and with the gradient of all that a router gives."""
     wide, into = leaf.detach().double(), [torch.tensor(one, device=leaf.device) for one in (-0.7, 0.3)]
     weights, ids, *losses = route_with_losses(leaf, None, *options)
     (got,) = torch.autograd.grad((weights, *losses), leaf, (dweights, *into))
@@ -66,10 +73,9 @@ def wrong_losses(leaf: torch.Tensor, dweights: torch.Tensor, options: Options) -
         "load": (losses_triton.bind(leaf.detach(), ids)(leaf.detach(), ids).load, load),
     }
     found = [name for name, (one, right) in pairs.items() if not (one - right).abs().max() <= 2.0**-21 * right.abs().max()]
-    of_all = [backward._by_pytorch(options, one, ids, dweights, *into, load) for one in (leaf.detach(), wide)]
-    error, of_plain = [(one.double() - of_all[1]).abs().max() for one in (got, of_all[0])]
-    bound = 2 * of_plain + UNIT[leaf.dtype] * of_all[1].abs().max()
-    return found + ([] if error <= bound else [f"gradient with losses off by {error:.2e}, PyTorch's by {of_plain:.2e}"])
+    of_all = [backward._by_pytorch(options, one, ids, dweights, *into, load) for one in (leaf.detach().float(), wide)]
+    plain, right = of_all
+    return found + wrong_by(got, right, plain, UNIT[leaf.dtype] * right.abs().max(), "gradient with losses")
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def test_nothing_waits_for_the_device() -> None:
         for way in ways:
             ids = route(logits, 4, **way)[1]
             route(logits.clone().requires_grad_(), 4, **way)[0].sum().backward()
-            sum(route_with_losses(logits.clone().requires_grad_(), None, 4)[2:]).backward()  # type: ignore[union-attr]
+            sum(route_with_losses(logits.clone().requires_grad_(), None, *Options(4))[2:]).backward()  # type: ignore[union-attr]
             balance_loss(logits, ids)
             expert_load(ids, 64)
     finally:

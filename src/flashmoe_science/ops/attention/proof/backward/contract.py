@@ -3,7 +3,8 @@
 A candidate is called with leaves, and asked for the gradients of what it returns (the first of a tuple) by ``dout``: dq, dk and
 dv, then those of the sinks and of an additive bias where the problem has them. One that returns a log-sum-exp [B, H, S] as the
 second of a tuple, which requires gradients, is asked for those too: FlashAttention-3 drops them in silence. A kernel of the
-package is given O and the log-sum-exp too, as the fp64 oracle has them, rounded once.
+package is given O and the log-sum-exp too, as the fp64 oracle has them, rounded once. A gradient that it does not give counts
+as zero.
 
 The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel
 may round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add
@@ -56,6 +57,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
 from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
+from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -63,14 +65,15 @@ _FP32 = 2.0**-24
 
 
 class AttentionBackwardContract(SharedContract):
-    """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient too."""
+    """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient
+    too; with ``one_by_one`` each gradient is asked for alone."""
 
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
     sweep_variants: ClassVar[tuple[str, ...]] = (
-        *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too"
+        *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too", ONE_BY_ONE
     )  # fmt: skip
 
     def __init__(
@@ -79,10 +82,11 @@ class AttentionBackwardContract(SharedContract):
         explicit: bool = True,
         sliced: bool = False,
         of_lse: bool = False,
+        one_by_one: bool = False,
         placed: Placed = memory.as_made,
     ) -> None:
-        super().__init__(stretch, explicit, sliced, placed)
-        self._of_lse = of_lse
+        super().__init__(stretch, explicit, sliced, placed=placed)
+        self._of_lse, self._one_by_one = of_lse, one_by_one
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or FORWARD.cannot_call(problem)
@@ -103,17 +107,19 @@ class AttentionBackwardContract(SharedContract):
 
     def call(self, fn: Callable[..., Any], problem: AttentionBackwardProblem, inputs: Inputs) -> Any:
         """Called as the forward's contract calls a candidate, then differentiated."""
-        names = [name for name in ("q", "k", "v", "sinks", "bias") if name in inputs and inputs[name].is_floating_point()]
-        leaves = {name: inputs[name].detach().requires_grad_() for name in names}
-        scaled = FORWARD if self._explicit and self._stretch == 1.0 else type(FORWARD)(self._stretch, self._explicit)
-        with torch.enable_grad():
-            result = scaled.returned(fn, problem, {**inputs, **leaves})
-        results = list(result) if isinstance(result, tuple) else [result]
+        tensors = {name: inputs[name] for name in ("q", "k", "v", "sinks", "bias") if name in inputs}
         into = [inputs[name] for name in ("dout", "dlse") if name in inputs]
-        if len(into) > 1 and not _is_differentiable_lse(results[1:], inputs["dlse"]):
-            raise ValueError("it returns no log-sum-exp that requires gradients")
-        with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
-            return torch.autograd.grad(results[: len(into)], list(leaves.values()), into)
+        scaled = FORWARD if self._explicit and self._stretch == 1.0 else type(FORWARD)(self._stretch, self._explicit)
+
+        def forward(leaves: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+            result = scaled.returned(fn, problem, {**inputs, **leaves})
+            results = list(result) if isinstance(result, tuple) else [result]
+            if len(into) > 1 and not _is_differentiable_lse(results[1:], inputs["dlse"]):
+                raise ValueError("it returns no log-sum-exp that requires gradients")
+            return results[: len(into)]
+
+        floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
+        return gradients_of(forward, floating, into, self._one_by_one)
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_oracle(self._for_backward(problem, inputs))

@@ -57,11 +57,11 @@ def _pairs_of(
     ids, expert, tokens, TOP_K: gl.constexpr, EXPERTS: gl.constexpr, PLACES: gl.constexpr, PARTS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The first pair [parts, 8] of each token that has an expert [parts, 1, 1], NONE for none."""
+    """The first pair [parts, 8] of each token that has an expert [parts, 1, 1], NONE for none. NONE has none."""
     layout: gl.constexpr = places_layout(WARPS, PARTS, PLACES, False)
     place = numbers(PLACES, 2, layout, 3)
     token = numbers(TOKENS, 1, layout, 3)
-    chosen = _experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == expert
+    chosen = (_experts_of(ids, token, place, tokens, TOP_K, EXPERTS) == expert) & (expert != NONE)
     return gl.min(gl.where(chosen, token * TOP_K + place, NONE), 2)
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
 from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import public
+from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
     NEW,
@@ -35,6 +36,7 @@ from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
 from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
 from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
+from flashmoe_science.ops.moe.proof.variants import VARIANTS
 from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options as RouterOptions
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
@@ -50,19 +52,25 @@ class MoEBackwardContract(SharedContract):
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dx"), Output("dw1"), Output("dw2"), Output("drouting"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
+    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, ONE_BY_ONE)
+    _one_by_one = False
+
+    def variant(self, name: str) -> Self:
+        if name != ONE_BY_ONE:
+            return super().variant(name)
+        asks = type(self)()
+        asks._one_by_one = True
+        return asks
 
     def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = super().inputs(problem, device, generator)
         return made | {"dout": torch.empty_like(made["x"]).normal_(generator=generator)}
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
-        given = _of_call(inputs)
-        leaves = {name: one.detach().requires_grad_() for name, one in given.items() if one.is_floating_point()}
-        with torch.enable_grad():
-            out = super().call(fn, problem, {**given, **leaves})
-        every = list(leaves.values())
-        with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
-            return torch.autograd.grad(out, every, inputs["dout"], allow_unused=True, materialize_grads=True)
+        given, of_call = _of_call(inputs), super().call
+        floating = {name: one for name, one in given.items() if one.is_floating_point()}
+        into = [inputs["dout"]]
+        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._one_by_one)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
