@@ -289,6 +289,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_k_ids": [[0, 1]]}, "top_k_ids is a list; it must be a torch.Tensor"),
     ({"down_proj": torch.zeros(E, H, F, device="meta")}, "down_proj is on meta and hidden_states on cpu"),
     ({"top_k_ids": torch.zeros(T, K, device="meta").int()}, "top_k_ids is on meta and hidden_states on cpu"),
+    ({name: one.to("meta") for name, one in arguments().items()}, "hidden_states is on device meta; it must be on a CPU or a"),
     ({"kernel": "nothing"}, "kernel is 'nothing'; it must be one of"),
     ({"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
 ]
@@ -331,6 +332,13 @@ def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
     torch.testing.assert_close(again(x), layer(x))
     with pytest.raises(ValueError, match="top_k is 9; it must be at most num_experts, 4"):
         fm.FlashMoELayer(H, F, E, 9)
+
+
+def test_a_layer_without_memory_is_refused_by_name_under_autocast_too() -> None:
+    layer, x = fm.FlashMoELayer(H, F, E, K, device="meta"), torch.empty(T, H, device="meta")
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on), pytest.raises(ValueError, match="is on device meta; it must"):
+            layer(x)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ with the second: an operation on it makes the matrix.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +134,42 @@ def make_mask(**arguments: Any) -> torch.Tensor | None:
 
     Returns:
         None where ``is_causal`` of the module describes the mask, else a boolean [batch, 1, queries, keys] mask.
+
+    Raises:
+        ValueError: the model's attention is code of its own, which would take None for no mask.
     """
+    from transformers.masking_utils import bidirectional_mask_function
+
+    configured = type(arguments.get("config"))
+    reached, has_flags = _attention_of(configured.__module__)
+    mask = _mask(arguments if has_flags else {**arguments, "allow_is_causal_skip": False})
+    if not reached and (mask is not None or arguments.get("mask_function") is not bidirectional_mask_function):
+        name = configured.__name__.removesuffix("Config")
+        raise ValueError(f"{name} attends by code of its own, which attn_implementation='fms' does not reach: use 'eager'")
+    return mask
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it, and does not trace it
+def _attention_of(of_config: str) -> tuple[bool, bool]:
+    return _cached_attention(of_config)
+
+
+@lru_cache(maxsize=256)
+def _cached_attention(of_config: str) -> tuple[bool, bool]:
+    """Whether the model whose configuration is in that module attends by the implementation it is given, and whether its layers
+    say if they are causal, as SDPA and FlashAttention need. Where the module is not of transformers it is taken to do both."""
+    modeling = sys.modules.get(of_config.replace(".configuration_", ".modeling_"))
+    if modeling is None or not of_config.startswith("transformers.models."):
+        return True, True
+    own = [one for one in vars(modeling).values() if isinstance(one, type) and one.__module__ == modeling.__name__]
+    attends = any("Attention" in one.__name__ for one in own)
+    reached = hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or not attends
+    flagged = any(getattr(one, name, False) for one in own for name in ("_supports_sdpa", "_supports_flash_attn"))
+    return reached, flagged or not attends
+
+
+def _mask(arguments: dict[str, Any]) -> torch.Tensor | None:
+    """``make_mask`` for a model that attends by our function."""
     from transformers.masking_utils import sdpa_mask
 
     visible = None if _is_traced(arguments) else _visible(arguments)

@@ -104,7 +104,7 @@ def guards_of(
             if any_strides:
                 strides[place] = [*(None for _ in sizes[place][1:]), 1]
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    if torch.is_autocast_enabled(device := tensors[0].device.type):  # the guards see that it is on, and not its dtype
+    if _is_autocast(device := tensors[0].device.type):  # the guards see that it is on, and not its dtype
         alike, dtype = check, torch.get_autocast_dtype(device)
         check = lambda *others: torch.get_autocast_dtype(device) is dtype and alike(*others)  # noqa: E731
     if not aligned:
@@ -134,6 +134,8 @@ def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
 def is_plain(*tensors: Any) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
     What is no tensor is refused later."""
+    if torch.compiler.is_compiling():
+        return False
     for one in tensors:
         if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
             return False
@@ -166,15 +168,19 @@ def _autocast_dtype(tensor: Any) -> torch.dtype | None:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST:
         return None
     dtype, device = tensor.dtype, tensor.device.type
-    to = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    to = torch.get_autocast_dtype(device) if _is_autocast(device) else dtype
     return None if to == dtype else to
+
+
+def _is_autocast(device: str) -> bool:
+    """Whether tensors on a device of that type are cast; PyTorch raises for one, such as "meta", that has no autocast."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """A context in which nothing on the tensor's device is cast."""
-    device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
+    if _is_autocast(tensor.device.type):
+        return torch.autocast(tensor.device.type, enabled=False)
     return nullcontext()
 
 

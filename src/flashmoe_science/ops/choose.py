@@ -18,6 +18,7 @@ from flashmoe_science.problem import Problem
 T = TypeVar("T")
 
 GRADIENTS = "an input requires gradients"
+TRANSFORMED = "in forward mode or of a transform of torch.func"
 
 
 def choose_fallback(op: str, requested: str | None, required: str | None) -> Decision | None:

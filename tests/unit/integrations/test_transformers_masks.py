@@ -9,8 +9,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    BigBirdPegasusConfig,
+    BloomConfig,
+    CodeGenConfig,
+    MptConfig,
+    TrOCRConfig,
+    XGLMConfig,
+)
 from transformers import masking_utils as hf
 
+from flashmoe_science.integrations import transformers
 from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, Visible, make_mask
 
 FUNCTIONS = {
@@ -242,3 +252,46 @@ def test_a_model_that_adds_its_mask_to_scores_is_refused() -> None:
         torch.zeros(2, 4, 5, 5) + mask
     with pytest.raises(ValueError, match="makes boolean masks: use 'eager'"):
         torch.zeros(2, 4, 5, 5).add_(mask)
+
+
+# Models that do not say what they see ----------------------------------------------------------------------------------------
+
+OWN = {"bloom": BloomConfig(), "codegen": CodeGenConfig(), "mpt": MptConfig(), "trocr": TrOCRConfig(), "xglm": XGLMConfig()}
+
+
+@pytest.mark.parametrize("padding", [None, LEFT])
+@pytest.mark.parametrize("family", OWN)
+def test_a_causal_model_that_attends_by_code_of_its_own_is_refused(family: str, padding: torch.Tensor | None) -> None:
+    """It would take None for no mask at all, and see the tokens that it is to predict."""
+    AutoModelForCausalLM._model_mapping[type(OWN[family])]  # imports the model
+    words = "attends by code of its own, which attn_implementation='fms' does not reach: use 'eager'"
+    with pytest.raises(ValueError, match=words):
+        make_mask(**described("causal", 5, 5, attention_mask=padding, config=OWN[family]))
+    assert make_mask(**described("full", 5, 5, config=OWN[family])) is None  # an encoder sees all in any case
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_such_a_model_is_refused_as_a_whole(backend: str | None) -> None:
+    transformers.register()
+    config = XGLMConfig(vocab_size=97, d_model=32, ffn_dim=16, num_layers=1, attention_heads=2, max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="fms")
+    call = model if backend is None else torch.compile(model, backend=backend)
+    with torch.no_grad(), pytest.raises(ValueError, match="XGLM attends by code of its own"):
+        call(torch.ones(1, 5, dtype=torch.long), use_cache=False)
+
+
+def test_a_model_whose_layers_do_not_say_that_they_are_causal() -> None:
+    transformers.register()
+    sizes = {
+        f"{part}_{what}": 16 if what == "ffn_dim" else 1 for part in ("encoder", "decoder") for what in ("layers", "ffn_dim")
+    }
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BigBirdPegasusConfig(vocab_size=97, d_model=32, max_position_embeddings=64, **sizes, **heads)
+    found = []
+    for implementation in ("eager", "fms"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+        for one in model.parameters():
+            one.data = torch.randn_like(one) / 4
+        found.append(model(torch.arange(5, 14)[None], use_cache=False).logits)
+    torch.testing.assert_close(*found)

@@ -258,8 +258,19 @@ def _is_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     # Its shape function, which torch.compile asks, has no dtype but bf16; it takes no fp64.
     if left.dtype == torch.float64 or not (left.dtype == torch.bfloat16 or is_plain(left, right)):
         return False
-    steps = (stride * left.element_size() for one in (left, right) for stride in one.stride() if stride != 1)
-    return not any(step % _ALIGNED_BYTES for step in steps)
+    return _is_laid_out(left) and _is_laid_out(right)
+
+
+def _is_laid_out(one: torch.Tensor) -> bool:
+    """Whether the last two dimensions are rows or columns that do not overlap, and strides are multiples of 16 bytes."""
+    (rows, columns), (*outer, down, across) = one.shape[-2:], one.stride()
+    if down == 1 and across >= rows:
+        outer.append(across)
+    elif across == 1 and down >= columns:
+        outer.append(down)
+    else:
+        return False
+    return not any(step * one.element_size() % _ALIGNED_BYTES for step in outer)
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:

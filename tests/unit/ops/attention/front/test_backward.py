@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.interpreter import Interpreter
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe_science as fm
 from flashmoe_science.dispatch.table import Entry, FasterPeer, Table
@@ -125,8 +127,22 @@ def test_kernels_are_given_sums_of_rows_at_addresses_of_16_bytes(monkeypatch: py
 def test_a_second_derivative_is_refused_by_name_when_it_is_asked_for() -> None:
     q, dout, lse = t(1, 2, 4, 8).requires_grad_(), t(1, 2, 4, 8), t(1, 2, 4)
     dq, *_ = OPERATOR(dout, None, q, q, q, q.detach(), lse, [True] * 3 + [False] * 2, "full")
-    with pytest.raises(NotImplementedError, match="differentiate attention once"):
+    with pytest.raises(NotImplementedError, match=r"once, or use kernel='sdpa' under .*sdpa_kernel\(SDPBackend.MATH\)"):
         dq.sum().backward()
+    with sdpa_kernel(SDPBackend.MATH):  # as it says
+        out = fm.scaled_dot_product_attention(q, q, q, kernel="sdpa")
+        torch.autograd.grad(out.square().sum(), q, create_graph=True)[0].sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("asked", [{"deterministic": True}, {"kernel": "bwd_triton"}, {"kernel": "fwd_triton"}], ids=str)
+def test_forward_mode_is_served_by_pytorch_and_by_no_kernel_that_is_named(asked: dict[str, Any]) -> None:
+    q, other = t(1, 8, 2, 8), t(1, 8, 2, 8)
+    with assume(H200), forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        assert forward_ad.unpack_dual(fm.flash_attn_func(dual, other, other, softcap=2.0)).tangent is not None
+        with pytest.raises(CannotServe, match=r"gradients in forward mode or .*, which only 'sdpa' serves"):
+            fm.flash_attn_func(dual, other, other, softcap=2.0, **asked)
 
 
 def test_pages_are_attended_to_and_refused_when_a_gradient_is_asked_for() -> None:

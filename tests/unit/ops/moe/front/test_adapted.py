@@ -257,3 +257,23 @@ def test_weights_that_are_trained_or_a_pair_are_refused_and_explain_names_what_s
         fm.fused_moe(**pair, adapters=low)
     reason = "adapters are given, which PyTorch's grouped products serve: an expert has 3.5 rows on average"
     assert fm.explain(fm.fused_moe, **call, adapters=low).reason.startswith(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpointed_step_compiles_whole(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w1, w2 = (torch.randn(shape, dtype=dtype) for shape in ((6, 16), (4, 48, 16), (4, 16, 24)))
+    a, b = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in ((4, 2, 16), (4, 48, 2)))
+    weights, ids = torch.rand(6, 2), torch.randint(0, 4, (6, 2))
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return fm.fused_moe(x, w1, w2, weights, ids, adapters=((a, b, 0.5), None))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+        return made.float().square().mean()
+
+    found = [torch.autograd.grad(one(x), (a, b)) for one in (step, torch.compile(step, fullgraph=True, backend="aot_eager"))]
+    for got, right in zip(*found, strict=True):
+        assert (got - right).norm() <= (2**-5 if dtype == torch.bfloat16 else 1e-5) * right.norm()

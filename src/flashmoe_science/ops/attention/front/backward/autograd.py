@@ -16,7 +16,6 @@ from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
-from flashmoe_science.ops.private import forward_level
 
 _COUNT = 15  # of the tensors that a forward without an append has
 _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))  # of Wanted, in its order
@@ -32,7 +31,7 @@ def differentiable(tensors: Tensors, options: Options, softmax_scale: float | No
     refusal = why_no_backward(tensors, options)
     if refusal is None:
         decision = choose_backward(tensors, options)
-        if decision.kernel == FALLBACK or forward_level._current_level >= 0:
+        if decision.kernel == FALLBACK:
             return pytorch_attention(tensors, options, softmax_scale)
         options = options._replace(kernel=forward_kernel(options))
         return _applied(tensors, options, softmax_scale, decision.kernel, None)

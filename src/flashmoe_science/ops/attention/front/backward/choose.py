@@ -23,8 +23,8 @@ from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
-from flashmoe_science.ops.private import function_transform
+from flashmoe_science.ops.calls import is_transformed
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, TRANSFORMED, asked_backward, asked_by_switch, backward_by_record
 from flashmoe_science.problem import ProblemError
 
 _OP = AttentionBackwardProblem.op
@@ -74,10 +74,10 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         return Decision(FALLBACK, Config(), "PyTorch's operators serve tensors on the CPU", "required")
     by_option = "deterministic is True" if options.deterministic else ""
     asked = named or by_option or asked_by_switch()
-    if function_transform() is not None:
+    if is_transformed():
         if named or by_option:
-            raise CannotServe(f"{asked} and {GRADIENTS} of a transform of torch.func, which only {PYTORCH!r} serves")
-        return Decision(FALLBACK, Config(), "a transform of torch.func has a part in the call", "required")
+            raise CannotServe(f"{asked} and {GRADIENTS} {TRANSFORMED}, which only {PYTORCH!r} serves")
+        return Decision(FALLBACK, Config(), f"gradients may be asked for {TRANSFORMED}", "required")
     if any(isinstance(size, torch.SymInt) for one in tensors[:3] for size in one.shape):
         # Whether it can is seen when it is called; the last of ours takes the most.
         if asked and (ours := operation(_OP).ours()):

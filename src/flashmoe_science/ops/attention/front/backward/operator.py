@@ -195,6 +195,6 @@ OPERATOR: Op = register(
     _backward,
     _fake,
     "the gradients of flashmoe::attention_backward are asked for, which has none: differentiate attention once, or use "
-    "kernel='sdpa'",
+    "kernel='sdpa' under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
     of_backward,
 )

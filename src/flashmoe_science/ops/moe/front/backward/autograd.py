@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_science.ops.calls import is_transformed
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS, NEW, Sums
 from flashmoe_science.ops.moe.call.pair import Pair, joined
@@ -17,7 +18,6 @@ from flashmoe_science.ops.moe.front.backward.choose import names_of
 from flashmoe_science.ops.moe.front.backward.operator import ADDING, OPERATOR
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import pytorch_moe
-from flashmoe_science.ops.private import forward_level, function_transform
 
 _OPTIONS = 5  # arguments of the rule before the pair of gates and ups, and the tensors
 _W1 = Tensors._fields.index("w1")
@@ -32,10 +32,17 @@ def differentiable(
 
     By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
     torch.func or forward-mode gradients.
+
+    Raises:
+        CannotServe: as ``names_of``.
+        ValueError: no kernel has the name.
     """
-    if kernel == FALLBACK or forward_level._current_level >= 0 or function_transform() is not None:
+    if kernel == FALLBACK:
         return pytorch_moe(tensors, activation)
-    options = activation, *names_of(kernel), recompute, sums
+    names = names_of(kernel)
+    if is_transformed():
+        return pytorch_moe(tensors, activation)
+    options = activation, *names, recompute, sums
     out: torch.Tensor = _Experts.apply(*options, *(pair or (None, None)), *tensors)  # type: ignore[no-untyped-call]
     return out
 

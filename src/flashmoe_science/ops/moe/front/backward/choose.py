@@ -15,11 +15,14 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, asked_backward, asked_by_switch, backward_by_record
+from flashmoe_science.ops.calls import is_transformed
+from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, TRANSFORMED, asked_backward, asked_by_switch, backward_by_record
 from flashmoe_science.ops.formats import format_of
 from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.moe.front.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 
 _OP = MoEBackwardProblem.op
@@ -30,9 +33,13 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
     """The forward's kernel and the backward's that a name asks for; None leaves the choice.
 
     Raises:
-        CannotServe: the name of a peer's backward, which only a measurement calls.
+        CannotServe: the name of a peer's backward, which only a measurement calls; one of ours, for gradients that it lacks.
+        ValueError: no kernel has the name, as far as that is seen here.
     """
     backward = next((one for one in operation(_OP).kernels() if one.name == kernel), None)
+    if kernel not in (None, FALLBACK) and is_transformed():
+        name = (backward or kernel_named(kernel, MoEProblem.op)).name
+        raise CannotServe(f"kernel {name!r} cannot serve this call: {GRADIENTS} {TRANSFORMED}; {PYTORCH!r} can")
     if backward is None:
         return kernel, None
     if backward.origin != "ours" and kernel != FALLBACK:
