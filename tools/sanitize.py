@@ -308,7 +308,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "bwd_gluon_sm90, packed, a window": partial(_packed_gradients, left=70),
     "moe_bwd_triton": partial(_moe_gradients, "moe_bwd_triton", 300, 5, 72, 40),
     "moe_bwd_gluon_sm90": partial(_moe_gradients, "moe_bwd_gluon_sm90", 300, 3, 328, 136),
-    "moe_gemv_gluon, mxfp4": partial(_moe_in_format, "moe_gemv_gluon", "mxfp4", 3, 6, 96, 64),
+    "moe_gemv_gluon, mxfp4": partial(_moe_in_format, "moe_gemv_gluon", "mxfp4", 5, 3, 96, 64),
     "moe_mxfp4_gluon_sm90": partial(_moe_in_format, "moe_mxfp4_gluon_sm90", "mxfp4", 200, 3, 288, 160),
     "moe_fp8_gluon_sm90": partial(_moe_in_format, "moe_fp8_gluon_sm90", "fp8_block_w8a8", 200, 3, 272, 144),
     "moe_grouped_triton, int4": partial(_moe_in_format, "moe_grouped_triton", "int4_g32", 200, 3, 288, 160),
