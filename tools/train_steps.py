@@ -2,7 +2,7 @@
 
     python tools/train_steps.py --out FILE [--size 8b|qwen3-30b|tiny|tiny-moe] [--layers 4] [--batch 1] [--length 8192]
 
-The layers are those of tools/end_to_end.py in bf16. Of Llama 3 8B attention differs: PyTorch's, ours as records choose, ours
+The layers are those of tools/decoder.py in bf16. Of Llama 3 8B attention differs: PyTorch's, ours as records choose, ours
 with equal bits, FlashAttention-4; of Qwen3-30B-A3B the experts. A step is a forward of random states, the mean square of what
 comes out, a backward, and AdamW, whose moments have the dtype of the weights. The gradients of each way are compared with the
 first's before any step is taken. Samples alternate between ways, forth and back.
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end import SIZES, Decoder, Sdpa, Size, Way, seconds, ways
+from decoder import SIZES, Decoder, Size
+from end_to_end import Sdpa, Way, seconds, ways
 from record import write_record
 
 import flashmoe_science as fms
