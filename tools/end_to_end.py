@@ -1,23 +1,28 @@
-"""Time a decoder of random weights end to end, attention or experts by ours and by others: tokens per second.
+"""Time a decoder of random weights end to end, attention or experts by ours and by others: tokens per second, and memory.
 
-    python tools/end_to_end.py --out FILE [--context 8192] [--batches 1 16 64] [--size 8b|qwen3-30b|tiny|tiny-moe]
+    python tools/end_to_end.py --out FILE [--size 8b] [--prompt 8192] [--context 8192] [--batches 1 16 64]
 
 The decoder has the shape of Llama 3 8B (32 layers of 4096, 32 heads over 8 of keys, head dimension 128, MLP 14336, vocabulary
-128256) or of Qwen3-30B-A3B (48 layers of 2048, 8 of 128 experts of 768 a token) in bf16, and is plain PyTorch. Of the first
-attention differs: ours, SDPA, FlashAttention-3. Of the second what comes after the router's product: our router and experts,
-our experts after PyTorch's top-k, as transformers calls them, and PyTorch's grouped and batched products, which transformers
-runs by default; attention is ours. All else is the same code.
+128256), of Qwen3-30B-A3B (48 layers of 2048, 8 of 128 experts of 768 a token) or of gpt-oss-20b (tools/decoder.py) in bf16, and
+is plain PyTorch. Of the first attention differs: ours, SDPA, FlashAttention-3. Of the second what comes after the router's
+product: our router and experts, our experts after PyTorch's top-k, as transformers calls them, and PyTorch's grouped and
+batched products, which transformers runs by default; attention is ours. All else is the same code.
 
-Prefill is one sequence of the context's length, eager. A decode step is one token a sequence after that many in a contiguous
-cache, once captured in a CUDA graph and once eager; it is the same step again and again, so that the length does not drift.
-The logits of each implementation are first compared with those of the first of PyTorch's. A mixture's differ by more: a
-rounding may flip which expert is the last. Samples alternate between implementations, forth and back. On the CPU the tiny sizes
-show that the script works.
+Of qwen3-30b-fp8 and gpt-oss-20b "fms" has the experts in fp8 blocks or mxfp4, "fms-w8a8" quantises what they multiply too;
+"grouped_mm" (PyTorch's products after our attention), "pytorch" (after its own) and "fms-dense" have them dequantised to bf16,
+where memory holds both.
+
+Prefill is one sequence, eager. A decode step is one token a sequence after a context in a contiguous cache, once captured in a
+CUDA graph and once eager; it is the same step again and again, so that the length does not drift. The logits of each
+implementation are first compared with those of the first of PyTorch's. A mixture's differ by more: a rounding may flip which
+expert is the last. Samples alternate between implementations, forth and back. On the CPU the tiny sizes show that the script
+works.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -28,11 +33,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from decoder import SIZES, Decoder, Experts, Size
+from decoder import DENSE, IN_FORMAT, SIZES, Decoder, Experts, Layer, Size
 from record import write_record
 
-import flashmoe_science as fms
-from flashmoe_science.ops.moe.call import Tensors
+from flashmoe_science import flash_attn_func, flash_attn_with_kvcache, fused_moe, route
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.peers.pytorch import batched_mm, grouped_mm
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
 
@@ -47,9 +52,12 @@ class Attention(Protocol):
 
     name: str
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **more: Any) -> Tensor:
+        """``more``: what ``Decoder.of_attention`` gives, of which there is nothing but of a gpt-oss."""
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int, *_: Any, **more: Any
+    ) -> Tensor:
         """One new token, appended to the caches behind ``lengths`` (all ``length``), attends to all."""
 
 
@@ -62,11 +70,15 @@ def _first(result: Any) -> Tensor:
 class Ours:
     name = "fms"
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _first(fms.flash_attn_func(q, k, v, causal=True))
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        if more:  # flash_attn_func has no sinks
+            return _first(flash_attn_with_kvcache(q, k, v, causal=True, **more))
+        return _first(flash_attn_func(q, k, v, causal=True))
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
-        return _first(fms.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True))
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int, **more: Any
+    ) -> Tensor:
+        return _first(flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True, **more))
 
 
 class FlashAttention3:
@@ -104,17 +116,50 @@ class Sdpa:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=True).transpose(1, 2)
 
 
+class AtenFlash:
+    """PyTorch's own FlashAttention with sinks, by the operator below SDPA: that has no windows and gives no log-sum-exp."""
+
+    name = "aten-flash"
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int], s_aux: Tensor) -> Tensor:
+        lengths, window = (
+            (q.shape[1], k.shape[1]),
+            dict(zip(("window_size_left", "window_size_right"), window_size, strict=True)),
+        )
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *lengths, 0.0, True, False, **window)
+        of_keys = torch.sigmoid(lse.reshape(q.shape[0], q.shape[2], -1) - s_aux[:, None])  # [batch, heads, length]
+        return _first(out.mul_(of_keys.transpose(1, 2)[..., None]))
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int,
+        *, window_size: tuple[int, int], s_aux: Tensor,
+    ) -> Tensor:  # fmt: skip
+        keys[:, length], values[:, length] = k[:, 0], v[:, 0]
+        first = max(0, length - window_size[0]) if window_size[0] >= 0 else 0
+        seen = keys[:, first : length + 1], values[:, first : length + 1]
+        return self.prefill(q, *seen, window_size=(-1, -1), s_aux=s_aux)
+
+
 # Experts ---------------------------------------------------------------------------------------------------------------------
 
-_Call = Callable[..., Tensor]
+_Call = Callable[[Tensors, Activation], Tensor]
+_OSS = Activation("clamped_silu", interleaved=True)
 
 
-def _ours(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Tensor:
-    return fms.fused_moe(x, w1, w2, *fms.route(logits, top_k, normalize="sum"))
+def _ours(x: Tensor, logits: Tensor, layer: Layer, size: Size, weight_format: str | None = None) -> Tensor:
+    weights, ids = route(logits, size.top_k, normalize="sum")
+    names = DENSE if weight_format is None else IN_FORMAT
+    given: dict[str, Any] = {name: layer[one] for name, one in zip(IN_FORMAT, names, strict=False)}
+    if size.window:
+        given |= {"gate_up_bias": layer["up_bias"], "down_bias": layer["down_bias"]}
+        given |= {"activation": "clamped_silu", "interleaved": True}
+    return fused_moe(x, top_k_weights=weights, top_k_ids=ids, weight_format=weight_format, **given)
 
 
-def _after_top_k(experts: _Call, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Tensor:
-    return experts(x, w1, w2, *by_pytorch(logits, top_k))
+def _after_top_k(experts: _Call, x: Tensor, logits: Tensor, layer: Layer, size: Size) -> Tensor:
+    bias = layer.get("up_bias"), layer.get("down_bias")
+    tensors = Tensors(x, layer["up"], layer["down"], *by_pytorch(logits, size.top_k), *bias)
+    return experts(tensors, _OSS if size.window else SWIGLU)
 
 
 @dataclass(frozen=True)
@@ -124,15 +169,37 @@ class Way:
     name: str
     attention: Attention
     experts: Experts | None = None
+    unread: tuple[str, ...] = IN_FORMAT  # of a layer's weights
+
+
+def ways_of_format(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
+    """Those whose experts are in the format of the size, and those whose are the same dequantised."""
+    form, grouped, absent = size.weight_format, partial(_after_top_k, grouped_mm), {}
+    found = [Way("fms", Ours(), partial(_ours, weight_format=form), DENSE)]
+    if form == "fp8_block":
+        found.append(Way("fms-w8a8", Ours(), partial(_ours, weight_format="fp8_block_w8a8"), DENSE))
+    dense = [Way("grouped_mm", Ours(), grouped), Way("fms-dense", Ours(), _ours)]
+    if size.window and device != "cuda":
+        absent["pytorch"] = "it needs a GPU"
+    else:
+        dense.append(Way("pytorch", AtenFlash() if size.window else Sdpa(True), grouped))
+    # A weight of the experts: two bytes, at most one in the format, and one for all else.
+    needed = (2 + 1 + 1) * size.layers * size.experts * 3 * size.width * size.inner
+    if device == "cuda" and needed > torch.cuda.mem_get_info()[1]:
+        why = f"with experts of both kinds it may need {needed / 2**30:.0f} GiB"
+        return found, {way.name: why for way in dense}
+    return dense + found, absent
 
 
 def ways(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
     """Those that can run, the reference first; and the reasons why others cannot."""
+    if size.weight_format is not None:
+        return ways_of_format(size, device)
     if size.experts:
-        after: dict[str, Callable[..., Tensor]] = {
-            "grouped_mm": lambda *tensors: grouped_mm(Tensors(*tensors)),
-            "fms-experts": fms.fused_moe,
-            "batched_mm": lambda *tensors: batched_mm(Tensors(*tensors)),
+        after: dict[str, _Call] = {
+            "grouped_mm": grouped_mm,
+            "fms-experts": lambda tensors, _: fused_moe(*tensors[:5]),
+            "batched_mm": batched_mm,
         }
         found = [Way(name, Ours(), partial(_after_top_k, experts)) for name, experts in after.items()]
         return [*found, Way("fms", Ours(), _ours)], {}
@@ -153,6 +220,7 @@ def ways(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
 class Work(Protocol):
     """One thing to time, and how many tokens it makes."""
 
+    model: Decoder
     tokens: int
 
     def __call__(self, way: Way) -> Tensor: ...
@@ -165,7 +233,11 @@ class Prefill:
 
     def __call__(self, way: Way) -> Tensor:
         rotation = self.model.rotation[None, : self.tokens]
-        return self.model.forward(self.input, lambda _, q, k, v: way.attention.prefill(q, k, v), way.experts, rotation)
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return way.attention.prefill(q, k, v, **self.model.of_attention(index))
+
+        return self.model.forward(self.input, attend, way.experts, rotation)
 
 
 class Step:
@@ -180,7 +252,8 @@ class Step:
 
     def __call__(self, way: Way) -> Tensor:
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return way.attention.step(q, k, v, self.keys[index], self.values[index], self.lengths, self.context)
+            cache, more = (self.keys[index], self.values[index]), self.model.of_attention(index)
+            return way.attention.step(q, k, v, *cache, self.lengths, self.context, **more)
 
         return self.model.forward(self.input, attend, way.experts, self.model.rotation[None, self.context : self.context + 1])
 
@@ -195,7 +268,7 @@ def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
 @dataclass
 class Row:
     """``seconds`` is the median of ``samples``, each the seconds of a call; ``error`` the RMS of the logits' difference from
-    the first way's, relative to those."""
+    the first way's, relative to those; ``peak_bytes`` the most memory of the first call, other ways' weights left out."""
 
     work: str
     batch: int
@@ -206,6 +279,8 @@ class Row:
     samples: list[float] | None = None
     tokens_per_second: float | None = None
     error: float | None = None
+    weight_bytes: int | None = None
+    peak_bytes: int | None = None
     failed: str | None = None
 
 
@@ -241,8 +316,13 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, found: list
     calls: dict[str, Callable[[], object]] = {}
     reference: Tensor | None = None
     for row, way in zip(rows, found, strict=True):
+        row.weight_bytes = work.model.weight_bytes(way.unread)
         try:
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             logits = work(way).double()
+            if device == "cuda":
+                row.peak_bytes = torch.cuda.max_memory_allocated() - work.model.weight_bytes() + row.weight_bytes
             reference = logits if way is found[0] else reference
             if reference is not None:
                 row.error = ((logits - reference).square().mean() / reference.square().mean()).sqrt().item()
@@ -265,7 +345,7 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, found: list
 
 
 def shown(rows: list[Row], first: str) -> str:
-    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'by':13} {'ms':>9} {'tokens/s':>10} {'error':>8}"
+    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'by':13} {'ms':>9} {'tokens/s':>10} {'error':>8} {'GiB':>6}"
     lines = [f"{titles}  against {first}"]
     by_work = {(row.work, row.batch, row.how): row for row in rows if row.way == first}
     for row in rows:
@@ -276,16 +356,31 @@ def shown(rows: list[Row], first: str) -> str:
             continue
         ratio = f"{base.seconds / row.seconds:.3f}x" if base is not None and base.seconds else ""
         error = "" if row.error is None else f"{row.error:.1e}"
-        lines.append(f"{head} {row.seconds * 1e3:9.3f} {row.tokens_per_second:10.1f} {error:>8}  {ratio}")
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}"
+        lines.append(f"{head} {row.seconds * 1e3:9.3f} {row.tokens_per_second:10.1f} {error:>8} {peak:>6}  {ratio}")
     return "\n".join(lines)
 
 
+def seconds_of_process() -> float:
+    """Since this process began."""
+    ticks = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]  # since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
 @torch.inference_mode()
-def measure(size: Size, context: int, batches: list[int], device: str, samples: int, found: list[Way]) -> list[Row]:
+def measure(
+    size: Size, prompt: int, context: int, batches: list[int], device: str, samples: int, found: list[Way]
+) -> tuple[list[Row], dict[str, float]]:
+    """The rows; and what a user waits for the first token of a prompt by ours, which is called before all others: for imports,
+    the GPU and the call. Weights are drawn between them."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = Decoder(size, device, dtype, context + 64)
+    torch.zeros(1, device=device)
+    first = {"imports": seconds_of_process()}
+    model = Decoder(size, device, dtype, max(prompt, context) + 64, any(way.unread == IN_FORMAT for way in found))
+    prefill = Prefill(model, prompt, device)
+    first["call"] = seconds(partial(prefill, next(way for way in found if way.name == "fms")), device)
     in_prefill = [way for way in found if way.name != "batched_mm"]  # it copies an expert's weights for every pair
-    rows = timed(Prefill(model, context, device), "prefill", "eager", 1, context, in_prefill, max(2, samples // 4))
+    rows = timed(prefill, "prefill", "eager", 1, prompt, in_prefill, max(2, samples // 4))
     for batch in batches:
         if device == "cuda" and cache_bytes(size, batch, context, dtype.itemsize) > 0.9 * torch.cuda.mem_get_info()[0]:
             rows.append(Row("decode", batch, context, "graph", "all", failed="the cache does not fit the GPU's memory"))
@@ -294,13 +389,14 @@ def measure(size: Size, context: int, batches: list[int], device: str, samples: 
         for how in ("graph", "eager") if device == "cuda" else ("eager",):
             rows += timed(step, "decode", how, batch, context, found, samples)
         del step
-    return rows
+    return rows, first
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--prompt", type=int, help="tokens of the prefill; by default as --context")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--size", choices=SIZES, default="8b")
@@ -308,14 +404,17 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = SIZES[arguments.size]
     found, absent = ways(size, device)
-    rows = measure(size, arguments.context, arguments.batches, device, arguments.samples, found)
+    context, prompt = arguments.context, arguments.prompt or arguments.context
+    rows, first = measure(size, prompt, context, arguments.batches, device, arguments.samples, found)
     print(shown(rows, found[0].name))
+    print(f"first token: {first['imports']:.2f} s of imports and {first['call']:.2f} s of the call")
     for name, why in absent.items():
         print(f"{name} was not run: {why}")
     found_here = {
         "size": asdict(size),
         "dtype": "bf16" if device == "cuda" else "fp32",
         "absent": absent,
+        "first_token_seconds": first,
         "rows": [asdict(row) for row in rows],
     }
     write_record(arguments.out, found_here)

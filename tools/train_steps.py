@@ -168,7 +168,7 @@ def shown(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--size", choices=[name for name, size in SIZES.items() if size.weight_format is None], default="8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=8192)
