@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from decoder import SIZES, Decoder, Size
-from end_to_end import Sdpa, Way, seconds, ways
+from decoder_attention import Sdpa
+from end_to_end import Way, seconds, ways
 from record import write_record
 
 import flashmoe_science as fms
