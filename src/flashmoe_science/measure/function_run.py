@@ -203,7 +203,7 @@ class FunctionRun:
         except Unreliable as error:
             refuse(error.stage, str(error))
         except TooLittleMemory as error:
-            self.session.refuse("sanity", str(error), problem, self.entry)
+            refuse("sanity", str(error))
         except Failed as error:
             refuse(self._stage, f"it does not run: {error} ({self.session.doing})", "does-not-run")
         except (Died, ContractFailed) as error:

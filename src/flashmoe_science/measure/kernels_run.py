@@ -89,7 +89,7 @@ class KernelsRun:
     def _refuse(self, problem: Problem, reason: str) -> None:
         """Refuse every subject a number on a problem that the harness cannot examine here."""
         for one in (one for one in self._subjects_on(problem) if one.cannot(problem, self.gpu) is None):
-            self.session.refuse("sanity", reason, problem, one.chosen(problem, self.gpu))
+            self.session.refuse("sanity", reason, problem, one.chosen(problem, self.gpu), voids=True)
 
     def _smoke(self) -> list[str]:
         """Run each subject once on a tiny problem. Returns what went wrong, in words."""
