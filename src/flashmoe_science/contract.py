@@ -36,6 +36,7 @@ Whoever writes the contract decides what is right: read it before you believe a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -66,6 +67,15 @@ class Errors:
     max: float
     rms: float
     mean: float
+
+    @classmethod
+    def of(cls, difference: torch.Tensor) -> Errors:
+        """The errors of a difference, each NaN or infinite where an element is; without a temporary of its size."""
+        from torch.linalg import vector_norm
+
+        count = difference.numel()
+        largest, square, total = (vector_norm(difference, order).item() for order in (math.inf, 2, 1))
+        return cls(largest, square / math.sqrt(count), total / count)
 
     def within(self, bound: Errors) -> bool:
         return self.max <= bound.max and self.rms <= bound.rms and self.mean <= bound.mean

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashmoe_science.judge.ending import code_of
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.function_run import FunctionRun, run_functions
+from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
@@ -41,13 +43,19 @@ def aborts(q, k, v, causal=False, softmax_scale=None):
     print("the last thing that I say", flush=True)
     os.abort()
 """
+HUNGRY = """
+import torch
+
+def attention(q, k, v, causal=False, softmax_scale=None):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+"""
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'row_softmax.py'}:row_softmax"
 OWN_PROBLEM = "op row_softmax rows64 cols50 fp32 flops12800 bytes25600"
 
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("good", GOOD), ("fatal", FATAL), ("broken", "def attention(:\n")):
+    for name, text in (("good", GOOD), ("fatal", FATAL), ("hungry", HUNGRY), ("broken", "def attention(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(FunctionRun, "_swept", lambda self: None)
@@ -111,3 +119,32 @@ def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:
     assert outcome.problems_left == 2
     assert "the budget" in "".join(row.text for row in run.rows if isinstance(row, NoteRow))
     assert isinstance(run.rows[-1], EndRow)
+
+
+@pytest.mark.parametrize(
+    ("spec", "code", "stage", "words"),
+    [
+        ("good.py:attention", 3, "sanity", "not examined: the GPU has too little memory for the reference"),
+        (
+            "hungry.py:attention",
+            1,
+            "correctness",
+            "it does not run: OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00",
+        ),
+    ],
+)
+def test_memory_that_the_harness_lacks_is_no_fault_of_a_function_and_what_it_lacks_itself_is(
+    spec: str, code: int, stage: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_reference(self: Oracle, case: object, draw: int = 0) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB.")
+
+    if code == 3:
+        monkeypatch.setattr(Oracle, "_maths", no_reference)
+    outcome, run = measured(spec)
+    assert outcome.exit_code == code
+    ((found, reason),) = refusals(run, spec)
+    assert (found, reason[: len(words)]) == (stage, words)
+    assert code_of(JudgedRun(run).verdicts) == code
+    if code == 1:
+        assert "raised by the kernel itself" in reason

@@ -25,7 +25,7 @@ from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import kernels
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, RunRow, TimingRow
+from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, RefusalRow, RunRow, TimingRow
 
 CPU = Bench(torch.device("cpu"), None)
 PROBLEM = parse_problem("attn b1 h2 q24 d16 fp32")
@@ -133,19 +133,50 @@ def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
     assert rows[-1].exit_code == ExitCode.COULD_NOT_RUN
 
 
-def test_a_problem_that_memory_does_not_hold_stops_none_of_the_others(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    large, begin = parse_problem("attn b1 h2 q48 d16 fp32"), Oracle.problem
+def out_of_memory(*given: object, **named: object) -> object:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
 
-    def problem(self: Oracle, text: str, by_function: bool = True) -> dict[str, object]:
-        if text == str(large):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
-        return begin(self, text, by_function)
 
-    monkeypatch.setattr(Oracle, "problem", problem)
+NOT_EXAMINED = "not examined: the GPU has too little memory for the reference and the copies beside it (14 GiB needed"
+
+
+@pytest.mark.parametrize("where", ["problem", "check", "_maths"])
+def test_a_reference_that_memory_does_not_hold_is_no_fault_and_stops_no_other_problem(
+    where: str, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, real = parse_problem("attn b1 h2 q48 d16 fp32"), getattr(Oracle, where)
+
+    def only_small(self: Oracle, *given: object, **named: object) -> object:
+        asked = named.get("text") or str(self._problem)
+        return (out_of_memory if asked == str(large) else real)(self, *given, **named)
+
+    monkeypatch.setattr(Oracle, where, only_small)
     outcome, rows = run(kernel(), problems=(large, PROBLEM))
-    assert outcome.exit_code == ExitCode.COULD_NOT_RUN
-    assert "q48 d16 fp32 cannot be measured: OutOfMemoryError: CUDA out of memory" in outcome.stopped
+    assert outcome.exit_code == ExitCode.NO_NUMBER
+    assert outcome.wrong == []
+    ((stage, reason),) = rows.refusals()
+    assert (stage, reason[: len(NOT_EXAMINED)]) == ("sanity", NOT_EXAMINED)
     assert {row.problem for row in rows.of(TimingRow)} == {str(PROBLEM)}
+    alone, _ = run(kernel(), problems=(large,))
+    assert (alone.exit_code, alone.stopped) == (ExitCode.NO_NUMBER, None)
+
+
+def test_a_kernel_that_runs_out_of_memory_itself_does_not_run(run) -> None:
+    def hungry(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        return honest(inputs, config) if inputs.problem != PROBLEM else out_of_memory()
+
+    outcome, rows = run(kernel(run=hungry))
+    assert outcome.exit_code == ExitCode.WRONG
+    ((stage, reason),) = rows.refusals()
+    assert stage == "callpath"
+    assert "does not run: OutOfMemoryError: CUDA out of memory. Tried to allocate 14.00 GiB.; raised by the kernel" in reason
+
+
+def test_inputs_that_no_clock_finds_memory_for_are_no_fault(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "eager_sampler", out_of_memory)
+    outcome, rows = run(kernel())
+    assert {(row.kernel, row.stage) for row in rows.of(RefusalRow)} == {("planted", "timing"), ("sdpa", "timing")}
+    assert outcome.exit_code == ExitCode.NO_NUMBER
 
 
 def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:

@@ -93,13 +93,11 @@ def _write(path: Path, made: Cached) -> None:
 
 
 def _digest(folder: Path, words: Sequence[str]) -> str:
-    """A digest of the records, the program's files (size and time), the versions of NumPy and SciPy, and ``words``."""
+    """A digest of the records, the program, the versions of NumPy and SciPy, and ``words``: equal for two equal checkouts."""
     digest = hashlib.sha256(json.dumps([*words, *map(version, ("numpy", "scipy"))]).encode())
-    for path in sorted(_PROGRAM.rglob("*.py")):
-        status = path.stat()
-        digest.update(f"{path} {status.st_size} {status.st_mtime_ns}\0".encode())
-    for path in sorted(records_under(folder)):
-        digest.update(f"{path.relative_to(folder)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for root, files in ((_PROGRAM, _PROGRAM.rglob("*.py")), (folder, records_under(folder))):
+        for path in sorted(files):
+            digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

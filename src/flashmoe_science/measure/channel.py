@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from flashmoe_science.measure.child import Command, error_text
+from flashmoe_science.measure.child import Command, failure
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
 from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.start import MODULE as START
@@ -34,6 +34,7 @@ from flashmoe_science.problem import Problem
 
 _MAX_REPLY = 64 * 2**20  # bytes: samples and facts are far less
 _LAST_LINES = 20  # of what the child prints, for the reason that a reader is given
+_MAX_WORDS = 600  # of a failure
 _GRACE_S = 5.0
 _ILLEGAL = ", an illegal memory access"
 _HINTS = {"SIGSEGV": _ILLEGAL, "SIGBUS": _ILLEGAL, "SIGKILL": ", killed from outside or for want of memory"}
@@ -48,6 +49,11 @@ class Failed(RuntimeError):
         """The reason where the kernel raised CannotServe for these tensors; None for any other failure."""
         kind, _, reason = str(self).partition(": ")
         return reason if kind == "CannotServe" else None
+
+
+class TooLittleMemory(Exception):
+    """The GPU has too little memory for what the harness needs, its references first: no fault of a kernel. The message is
+    the reason, of this problem alone."""
 
 
 class Died(RuntimeError):
@@ -79,7 +85,7 @@ class Endpoint(Protocol):
 
 
 class InProcess:
-    """Sends requests to an object of this process; what the object raises becomes Failed."""
+    """Sends requests to an object of this process; what the object raises becomes Failed or TooLittleMemory."""
 
     def __init__(self, command: Command) -> None:
         self._command = command
@@ -94,7 +100,7 @@ class InProcess:
         try:
             answer = self._command(do)(**what)
         except Exception as error:
-            raise Failed(error_text(error)) from error
+            raise _failed(failure(error)) from error
         self.last_wall_ns = time.perf_counter_ns() - began
         return answer
 
@@ -137,7 +143,8 @@ class Child:
         self._listener.start()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Send a request and return the answer. Raises Failed: the request failed and the child still runs. Raises Died."""
+        """Send a request and return the answer. Raises Failed, TooLittleMemory: the request failed and the child still runs.
+        Raises Died."""
         token = secrets.token_hex(8)
         request = json.dumps({"token": token, "do": do, "what": what}).encode() + b"\n"
         began = time.perf_counter_ns()
@@ -156,7 +163,7 @@ class Child:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self._closed(Died(_NONSENSE)) from None
         if "failed" in answer:
-            raise Failed(str(answer["failed"])[:600])
+            raise _failed(answer)
         if answer.get("replaced"):
             names = ", ".join(map(str, answer["replaced"][:4]))
             raise Tampered(f"it replaced {names}, which the clocks and checks rest on")
@@ -275,6 +282,12 @@ class WorkerHost:
     def close(self) -> None:
         if self._child is not None:
             self._child.close()
+
+
+def _failed(answer: Mapping[str, Any]) -> Failed | TooLittleMemory:
+    """The error of a failed request, by ``child.failure``."""
+    kind = TooLittleMemory if answer.get("memory") else Failed
+    return kind(str(answer["failed"])[:_MAX_WORDS])
 
 
 def _without_surrogates(value: Any) -> Any:

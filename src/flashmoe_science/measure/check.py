@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered, Unusable, WorkerHost
+from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered, TooLittleMemory, Unusable, WorkerHost
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import CALL_MODES, DISTRIBUTIONS, HARD_DISTRIBUTIONS, ON_A_STREAM, REPEATEDLY, Finding
 from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
@@ -166,7 +166,10 @@ def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
 
 def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
     """Begin a problem in the oracle. Returns why a function cannot be run on it here, or None. Raises ContractFailed."""
-    cannot = oracle.ask("problem", text=str(problem))["cannot"]
+    try:
+        cannot = oracle.ask("problem", text=str(problem))["cannot"]
+    except TooLittleMemory as error:
+        return str(error)
     if cannot is None and gpu is None and problem.flops() > MAX_CPU_FLOPS:
         return "too much for a CPU, and there is no GPU here"
     return None if cannot is None else str(cannot)
@@ -239,6 +242,8 @@ class Sweep:
             child.ask("problem", text=str(problem))
             exam = Exam(child, self.oracle, "", "", self.seed, self.bench.gpu is not None, more_s=_MORE_REPEATS_S)
             found = examine(exam)
+        except TooLittleMemory as error:
+            return Checked(problem, inputs, "not asked", (str(error),))
         except (Failed, Died) as error:
             if child is not None and (isinstance(error, Died) or "CUDA" in str(error)):
                 child.close()

@@ -6,15 +6,19 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flashmoe_science.measure.bench import one_line
 
 _PR_SET_PDEATHSIG = 1
+OF_KERNEL = "raised by the kernel itself"  # the note of an error of memory that is no fault of the harness
 _NO_DRIVER = "0 active drivers"  # how Triton begins
 
 Command = Callable[[str], Callable[..., dict[str, Any]]]  # what answers a request, by its name
@@ -33,11 +37,25 @@ def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
         try:
             answer = command(request["do"])(**request["what"])
         except BaseException as error:
-            answer = {"failed": error_text(error)}
+            answer = failure(error)
         after(answer)
         message = dumps({"token": request["token"], "answer": answer}).encode() + b"\n"
         while message:
             message = message[write(outgoing, message) :]
+
+
+def failure(error: BaseException) -> dict[str, Any]:
+    """The answer to a request that failed: in words, and ``memory`` where the GPU had too little for what is the harness's."""
+    of_harness = isinstance(error, torch.OutOfMemoryError) and OF_KERNEL not in getattr(error, "__notes__", ())
+    return {"failed": _too_little(error) if of_harness else error_text(error), "memory": of_harness}
+
+
+def _too_little(error: BaseException) -> str:
+    asked = re.search(r"Tried to allocate ([\d.]+) (GiB|MiB)", str(error))
+    held = torch.cuda.memory_allocated() / 2**30
+    needed = held + float(asked[1]) / (1 if asked[2] == "GiB" else 1024) if asked else held
+    words = f"{needed:.3g} GiB needed at least; {one_line(error)}"
+    return f"not examined: the GPU has too little memory for the reference and the copies beside it ({words})"
 
 
 def error_text(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import conditions
-from flashmoe_science.measure.channel import Channel, Died, Failed, Tampered
+from flashmoe_science.measure.channel import Channel, Died, Failed, Tampered, TooLittleMemory
 from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, QUICK_SAMPLES, impossible, paired
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
@@ -136,6 +136,8 @@ class Comparer:
                 timed.append(self.prepared(where or self.on.worker, entry, clock).quick())
             except Unreliable as error:
                 self._not_ranked(entry, clock, error)
+            except TooLittleMemory as error:
+                self.session.refuse("timing", str(error), self.problem, entry)
             except (Failed, Died) as error:
                 self._not_ranked(entry, clock, _does_not_run(clock, error))
         return sorted(timed, key=lambda one: one.quick_ns)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.measure.tolerance import Expected, absolute_errors
+from flashmoe_science.contract import Errors
+from flashmoe_science.measure.inputs import in_parts
+from flashmoe_science.measure.tolerance import Expected, errors_of
 from flashmoe_science.records import ErrorStats
 
 DISTRIBUTIONS = {  # distributions other than the normal one, as text
@@ -113,9 +115,14 @@ _CLOSER = 0.25  # of the error against the right result
 
 def is_mistake(got: torch.Tensor, right: Expected, mistake: torch.Tensor) -> bool:
     """Whether a result is what a common mistake computes: within a few bounds of it, and far closer to it than to ``right``."""
-    both_nan = got.isnan() & mistake.isnan()
-    error = absolute_errors(torch.where(both_nan, 0.0, got.double() - mistake))
-    away = absolute_errors(torch.where(torch.isfinite(got), got.double() - right.value, torch.inf))
+
+    def from_mistake(got: torch.Tensor, mistake: torch.Tensor) -> torch.Tensor:
+        return torch.where(got.isnan() & mistake.isnan(), 0.0, got.double() - mistake)
+
+    def from_right(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.where(torch.isfinite(got), got.double() - right, torch.inf)
+
+    error, away = errors_of(from_mistake, got, mistake), errors_of(from_right, got, right.value)
     close = error.max <= _MATCHES * right.bound.max and error.rms <= _MATCHES * right.bound.rms
     return close and error.rms < _CLOSER * away.rms
 
@@ -125,22 +132,31 @@ def classify_error(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[
     count = got.numel()
     if stats.nonfinite or not one.dtype.is_floating_point:
         return []
-    if count > 1 and bool((got == got.reshape(-1)[0]).all()) and not bool((one.value == one.value.reshape(-1)[0]).all()):
-        return [("constant", f"its output is constant ({got.reshape(-1)[0].item():g} everywhere)")]
-    error = (got.double() - one.value).abs()
-    wrong = int((error > one.bound.max).sum())
+    constant = _constant(got)
+    if count > 1 and constant is not None and _constant(one.value) is None:
+        return [("constant", f"its output is constant ({constant:g} everywhere)")]
+    places = torch.empty_like(got, dtype=torch.bool)
+    for part, right, there in in_parts(got, one.value, places):
+        torch.gt((part.double() - right).abs_(), one.bound.max, out=there)
+    wrong = int(places.sum())
     if 0 < wrong <= min(_FEW, count // 4):
         return [("few-elements", f"{wrong} of {count} elements {'is' if wrong == 1 else 'are'} wrong, the rest are right")]
-    there = _only_at(error > one.bound.max)
-    if there is not None:
-        return [("one-place", f"what is wrong lies {there}, the rest is right")]
-    largest, rms = float(error.max()), float(error.square().mean().sqrt())
-    scale = float(one.value.abs().max())
-    times = rms / max(one.bound.rms, 1e-300)
-    if times > 1 and largest < _COARSE * scale and largest < _EVEN * rms:
+    where = _only_at(places)
+    if where is not None:
+        return [("one-place", f"what is wrong lies {where}, the rest is right")]
+    error = errors_of(lambda part, right: part.double() - right, got, one.value)
+    scale = Errors.of(one.value).max
+    times = error.rms / max(one.bound.rms, 1e-300)
+    if times > 1 and error.max < _COARSE * scale and error.max < _EVEN * error.rms:
         words = f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"
         return [("lower-precision", words)]
     return []
+
+
+def _constant(tensor: torch.Tensor) -> float | None:
+    """The value of all elements; None where they differ."""
+    first = tensor[(0,) * tensor.dim()]
+    return first.item() if all(bool((part == first).all()) for (part,) in in_parts(tensor)) else None
 
 
 def _only_at(wrong: torch.Tensor) -> str | None:

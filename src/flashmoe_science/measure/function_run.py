@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 from flashmoe_science.contract import DEFAULT, built_in
-from flashmoe_science.measure.channel import Child, Died, Failed, Tampered, Unusable, WorkerHost
+from flashmoe_science.measure.channel import Child, Died, Failed, Tampered, TooLittleMemory, Unusable, WorkerHost
 from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, problems_of, summary
 from flashmoe_science.measure.compare import Unreliable
 from flashmoe_science.measure.on_problem import Launches, OnProblem, ProfilerUnavailable, profile_launches
@@ -202,6 +202,8 @@ class FunctionRun:
             refuse("sanity", str(error), error.code)
         except Unreliable as error:
             refuse(error.stage, str(error))
+        except TooLittleMemory as error:
+            refuse("sanity", str(error))
         except Failed as error:
             refuse(self._stage, f"it does not run: {error} ({self.session.doing})", "does-not-run")
         except (Died, ContractFailed) as error:

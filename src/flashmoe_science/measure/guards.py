@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashmoe_science.measure.inputs import bits, extent_of, write
 
 GUARD_BYTES = 2**16  # on either side: more than a tile of 128 rows of 256 fp16 numbers; keeps an allocator's alignment
+FOR_GUARDS = "for guards around what a kernel allocates"  # the note of an error of memory, see ``worker.callers``
 _PATTERN = 0xA5  # of the guards around what a call allocates
 _ALLOCATES = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
@@ -56,7 +57,11 @@ class GuardedAllocation(TorchDispatchMode):
 
     def _within_guards(self, tensor: torch.Tensor) -> torch.Tensor:
         extent = tensor.untyped_storage().nbytes()
-        buffer = torch.full((extent + 2 * GUARD_BYTES,), _PATTERN, dtype=torch.uint8, device=tensor.device)
+        try:
+            buffer = torch.full((extent + 2 * GUARD_BYTES,), _PATTERN, dtype=torch.uint8, device=tensor.device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(FOR_GUARDS)
+            raise
         inside = buffer[GUARD_BYTES : GUARD_BYTES + extent]
         if tensor.is_floating_point():
             inside[: extent // tensor.element_size() * tensor.element_size()].view(tensor.dtype).fill_(torch.nan)

@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets to be twice the 60 MiB of an H200
 _NUDGE = 8.0  # of a standard normal number: visible in the result, and exact in every dtype
-_CHUNK = 2**26  # elements of a tensor that are widened at once
+PART = 2**24  # elements of a tensor that are widened at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 T = TypeVar("T")
@@ -144,6 +144,18 @@ def sets_beyond(l2_bytes: int, set_bytes: int) -> int:
     return max(2, 2 * l2_bytes // set_bytes + 1)
 
 
+def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same elements of tensors of one shape, at most ``PART`` at a time, as views, in order: temporaries of a whole tensor
+    of a large problem would take what memory its references leave."""
+    first = tensors[0]
+    if first.numel() <= PART:
+        yield tensors
+        return
+    rows = max(1, PART * len(first) // first.numel())
+    for some in zip(*(one.split(rows) for one in tensors), strict=True):
+        yield from in_parts(*(one[0] for one in some)) if rows == 1 else [some]
+
+
 Kind = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 
@@ -189,9 +201,9 @@ Handover = Files | Memory
 def _digest(tensor: torch.Tensor) -> str:
     """Two sums over a tensor's bits, one weighted by place: computed on the tensor's own device, in chunks."""
     total = weighted = torch.zeros((), device=tensor.device, dtype=torch.int64)
-    for index, chunk in enumerate(bits(tensor).reshape(-1).split(_CHUNK)):
-        words = chunk.to(torch.int64)
-        first = index * _CHUNK + 1
+    first = 1
+    for (part,) in in_parts(bits(tensor).reshape(-1)):
+        words = part.to(torch.int64)
         places = torch.arange(first, first + words.numel(), device=words.device, dtype=torch.int64)
-        total, weighted = total + words.sum(), weighted + (words * places).sum()
+        total, weighted, first = total + words.sum(), weighted + (words * places).sum(), first + words.numel()
     return f"{int(total)}:{int(weighted)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Config
-from flashmoe_science.measure.channel import Failed, InProcess
+from flashmoe_science.measure.channel import Failed, InProcess, TooLittleMemory
 from flashmoe_science.measure.compare import Comparer, Timed, Unreliable
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Memory
@@ -79,10 +79,17 @@ class KernelsRun:
                 ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
             except Failed as error:
                 failed.append(f"{problem} cannot be measured: {error}")
-            else:
-                self.session.finish(problem)
+                continue
+            except TooLittleMemory as error:
+                self._refuse(problem, str(error))
+            self.session.finish(problem)
         self.session.show_progress("measured")
         return "; ".join(failed) or None
+
+    def _refuse(self, problem: Problem, reason: str) -> None:
+        """Refuse every subject a number on a problem that the harness cannot examine here."""
+        for one in (one for one in self._subjects_on(problem) if one.cannot(problem, self.gpu) is None):
+            self.session.refuse("sanity", reason, problem, one.chosen(problem, self.gpu), voids=True)
 
     def _smoke(self) -> list[str]:
         """Run each subject once on a tiny problem. Returns what went wrong, in words."""
@@ -95,7 +102,7 @@ class KernelsRun:
             entry = one.chosen(problem, self.gpu)
             try:
                 reasons = on.exam(entry).one_call().reasons
-            except Failed as error:
+            except (Failed, TooLittleMemory) as error:
                 reasons = [f"did not run: {error}"]
             wrong += [f"{entry} on '{problem}': {reason}" for reason in reasons]
         return wrong

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.channel import Channel, Died, Endpoint, Failed, WorkerHost
+from flashmoe_science.measure.channel import Channel, Died, Endpoint, Failed, TooLittleMemory, WorkerHost
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Case
@@ -57,7 +57,7 @@ def profile_launches(
         host = idle.get()
         try:
             return host.at(problem).ask("launches", who=list(who), case=Case(seed))
-        except (Failed, Died):
+        except (Failed, Died, TooLittleMemory):
             return {"launches": []}
         finally:
             idle.put(host)

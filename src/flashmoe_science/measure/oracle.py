@@ -31,6 +31,7 @@ from flashmoe_science.measure.inputs import (
     as_tuple,
     disturb,
     extent_of,
+    in_parts,
     kind_of,
     make,
     same_bits,
@@ -157,13 +158,13 @@ class Oracle:
 
     def _expected(self, case: Case) -> tuple[Expected, ...]:
         if case not in self._references:
+            size = max((sum(one.value.nbytes for one in each) for each in self._references.values()), default=0)
+            while len(self._references) > 1 and size * (1 + len(self._references)) > self._kept:
+                self._references.popitem(last=False)
             inputs, references, plains = self._maths(case)
             contract, problem = varied(self._contract, case), self._problem
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
             self._references[case] = expected(references, plains, caps, roundings)
-            size = sum(one.value.nbytes for one in self._references[case])
-            while len(self._references) > 2 and size * len(self._references) > self._kept:
-                self._references.popitem(last=False)
         return self._references[case]
 
     def _by_chance(self, case: Case) -> tuple[Expected, ...]:
@@ -222,8 +223,8 @@ def _judgeable(one: Expected) -> bool:
     the range of the dtype, which is no fault of the kernel."""
     if not one.dtype.is_floating_point:
         return True
-    numbers = torch.isfinite(one.value.to(one.dtype)) | (one.value == -torch.inf)
-    return bool(numbers.all()) and all(map(math.isfinite, (one.bound.max, one.bound.rms)))
+    numbers = (torch.isfinite(part.to(one.dtype)) | (part == -torch.inf) for (part,) in in_parts(one.value))
+    return all(bool(part.all()) for part in numbers) and all(map(math.isfinite, (one.bound.max, one.bound.rms)))
 
 
 class ContractFailed(Exception):

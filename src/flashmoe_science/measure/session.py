@@ -146,7 +146,7 @@ class Session:
         one = self.outcome
         one.stopped, one.problems_left = stopped, left
         asked = timed and (self.total or left)  # an earlier run may have left nothing to do
-        could_run = not stopped and (one.checked or left or not asked)
+        could_run = not stopped and (one.checked or one.untrustworthy or left or not asked)
         believed = not one.untrustworthy and (one.timed or not asked)
         checked = ExitCode.NO_NUMBER if not believed else ExitCode.GOOD
         one.exit_code = ExitCode.WRONG if one.wrong else checked if could_run else ExitCode.COULD_NOT_RUN

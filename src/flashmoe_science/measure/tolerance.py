@@ -25,13 +25,14 @@ draw: twice the plain error is more, and decides. docs/design/0015 derives it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 
 import numpy as np
 import torch
 
 from flashmoe_science.contract import Errors, unit_roundoff
+from flashmoe_science.measure.inputs import in_parts
 from flashmoe_science.records import ErrorStats
 
 RATIO = 2.0
@@ -103,7 +104,7 @@ def expected(
 
 def plain_error(reference: torch.Tensor, plain: torch.Tensor) -> Errors:
     """The errors of the plain maths."""
-    return absolute_errors(_difference(plain, reference.double()))
+    return errors_of(_difference, plain, reference.double())
 
 
 def by_chance(draws: Sequence[Errors]) -> Errors:
@@ -116,22 +117,38 @@ def by_chance(draws: Sequence[Errors]) -> Errors:
 def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
     """The general cap: sixteen roundings to ``dtype`` of the largest result, and of the RMS of the results for RMS and mean."""
     relative = _ROUNDINGS * unit_roundoff(dtype)
-    sizes = absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
+    sizes = errors_of(_finite, reference)
     return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
 
 
 def _floor(reference: torch.Tensor, dtype: torch.dtype, extra: float) -> Errors:
     """Twice the rounding floor, as maximum, RMS and mean, and ``extra``."""
-    finite = torch.where(torch.isfinite(reference), reference, 0.0)
-    shifted = (finite.to(dtype) + 0.3 - 0.3).double()
-    floor = absolute_errors(torch.maximum((shifted - finite).abs(), unit_roundoff(dtype) * finite.abs()))
+
+    def rounding(part: torch.Tensor) -> torch.Tensor:
+        finite = _finite(part)
+        shifted = (finite.to(dtype) + 0.3 - 0.3).double()
+        return torch.maximum((shifted - finite).abs(), unit_roundoff(dtype) * finite.abs())
+
+    floor = errors_of(rounding, reference)
     return Errors(2.0 * floor.max + extra, 2.0 * floor.rms + extra, 2.0 * floor.mean + extra)
 
 
-def absolute_errors(difference: torch.Tensor) -> Errors:
-    """Maximum, RMS and mean of the size of a difference, each NaN or infinite where an element is."""
-    size = difference.abs()
-    return Errors(size.max().item(), size.square().mean().sqrt().item(), size.mean().item())
+def _finite(part: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(part), part, 0.0)
+
+
+def errors_of(difference: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> Errors:
+    """The errors of a ``difference`` of tensors of one shape, which is computed a part at a time; each NaN or infinite where an
+    element is."""
+    total = tensors[0].numel()
+    return combined([(part[0].numel() / total, Errors.of(difference(*part))) for part in in_parts(*tensors)])
+
+
+def combined(parts: Sequence[tuple[float, Errors]]) -> Errors:
+    """The errors of a whole, by those of its parts and their shares of its elements."""
+    largest = float(np.max([one.max for _, one in parts]))  # NaN, where one is
+    rms = math.hypot(*(one.rms * math.sqrt(share) for share, one in parts))
+    return Errors(largest, rms, sum(one.mean * share for share, one in parts))
 
 
 def _difference(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -152,18 +169,24 @@ def check_output(what: str, got: torch.Tensor, right: Expected) -> tuple[ErrorSt
     reference, bound = right.value, right.bound
     if got.shape != reference.shape:
         raise ValueError(f"{what} has shape {tuple(got.shape)}; it must be {tuple(reference.shape)}")
-    size = _difference(got, reference).abs()
-    bad = ~torch.isfinite(size)
-    nonfinite = int(bad.sum().item())
-    # NaN has no order; counted as the largest error there is, it is what `worst` points at.
-    place = int(torch.where(bad, torch.inf, size).argmax())
-    worst = [int(index) for index in np.unravel_index(place, size.shape)]
-    error = None if nonfinite else absolute_errors(size)
+    parts, nonfinite, first, largest, place = [], 0, 0, -1.0, 0
+    for part in in_parts(got, reference):
+        size = _difference(*part).abs()
+        parts.append((size.numel() / got.numel(), Errors.of(size)))
+        bad = ~torch.isfinite(size)
+        nonfinite += int(bad.sum().item())
+        # NaN has no order; counted as the largest error there is, it is what `worst` points at.
+        most, at = size.masked_fill_(bad, torch.inf).reshape(-1).max(0)
+        if most > largest:
+            largest, place = float(most), first + int(at)
+        first += size.numel()
+    worst = [int(index) for index in np.unravel_index(place, got.shape)]
+    error = None if nonfinite else combined(parts)
     errors = dict.fromkeys(_WORDS) if error is None else asdict(error)
     bounds = {f"bound_{name}": value for name, value in asdict(bound).items()}
     stats = ErrorStats(**errors, **bounds, worst=worst, nonfinite=nonfinite)
     if error is None:
-        return stats, [f"{what} is NaN or infinite at {nonfinite} of {size.numel()} places, the first at {worst}"]
+        return stats, [f"{what} is NaN or infinite at {nonfinite} of {got.numel()} places, the first at {worst}"]
     wrong = [name for name in _WORDS if not getattr(error, name) <= getattr(bound, name)]
     reasons = [f"{what}: {_WORDS[name]} error {getattr(error, name):.3g} is above {getattr(bound, name):.3g}" for name in wrong]
     if wrong:

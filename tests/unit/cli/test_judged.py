@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,24 @@ def test_a_record_or_words_that_are_others_are_judged_anew(
     (folder / "ours.jsonl").unlink()
     words("claims", "a")
     assert judging == [2, 2, 1]
+
+
+def test_an_equal_program_elsewhere_is_served_and_one_of_equal_size_and_time_is_not(
+    folder: Path, tmp_path: Path, judging: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by(checkout: str, text: str) -> None:
+        program = tmp_path / checkout / "judge.py"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(text)
+        os.utime(program, (0, 0))
+        monkeypatch.setattr(judged, "_PROGRAM", program.parent)
+        judged.standing_under(folder)
+
+    by("one", "LIMIT = 1")
+    by("clone", "LIMIT = 1")
+    assert judging == [2]
+    by("clone", "LIMIT = 2")
+    assert judging == [2, 2]
 
 
 @pytest.mark.parametrize("spoil", [lambda one: one.write_bytes(b"PK nonsense"), lambda one: one.write_bytes(b"")])

@@ -9,11 +9,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.measure.channel import Child, Failed, InProcess, _without_surrogates
+from flashmoe_science.measure.channel import Child, Failed, InProcess, TooLittleMemory, _without_surrogates
 from flashmoe_science.measure.child import error_text
 from flashmoe_science.measure.oracle import MODULE as ORACLE
+from flashmoe_science.measure.worker.callers import _by_kernel
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -47,6 +49,19 @@ def test_what_a_function_of_this_process_raises_is_a_failure_in_words() -> None:
         channel.ask("fail")
     assert failed.value.cannot_serve == "k is not aligned to 16 bytes"
     assert Failed("RuntimeError: no").cannot_serve is None
+
+
+def out_of_memory() -> dict[str, object]:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7.00 GiB. GPU 0 has 79.1 GiB.")
+
+
+def test_memory_that_the_harness_lacks_is_no_failure_of_a_kernel() -> None:
+    channel = InProcess({"reference": out_of_memory, "kernel": lambda: _by_kernel(out_of_memory)}.__getitem__)
+    words = r"not examined: the GPU has too little memory for the reference .*\(7 GiB needed at least; OutOfMemoryError: CUDA"
+    with pytest.raises(TooLittleMemory, match=words):
+        channel.ask("reference")
+    with pytest.raises(Failed, match=r"OutOfMemoryError: CUDA out of memory.*raised by the kernel itself"):
+        channel.ask("kernel")
 
 
 class Wordless(Exception):

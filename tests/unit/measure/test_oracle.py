@@ -170,3 +170,18 @@ def test_chance_is_asked_for_only_beyond_twice_the_plain_error_and_under_the_cap
         found = checked(judge, handover, Case(3), more)
         assert bool(found["reasons"]) is (more > 0)
         assert (judge._expected(Case(3))[0].chance is not None) is drawn
+
+
+def test_at_most_one_reference_is_kept_while_the_next_is_computed_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = oracle(Doubled(), monkeypatch)
+    kept, maths = [], judge._maths
+    monkeypatch.setattr(judge, "_maths", lambda case: kept.append(len(judge._references)) or maths(case))
+    for room, seen in ((2**30, [0, 1, 2, 3]), (0, [0, 1, 1, 1])):
+        judge._references.clear()
+        judge._kept = room
+        kept.clear()
+        for seed in (0, 1, 0, 2, 3):
+            judge.outputs(Case(seed))
+        assert kept == seen

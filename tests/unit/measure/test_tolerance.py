@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashmoe_science.measure import inputs as inputs_module
+from flashmoe_science.measure.finding import classify_error, is_mistake
 from flashmoe_science.measure.tolerance import Errors, Expected, by_chance, check_output, expected, general_cap
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
@@ -200,3 +204,93 @@ def test_what_a_gpu_flushes_to_zero_is_no_error() -> None:
     (right,) = expected([exact], [exact.float()], None)
     _, wrong = check_output("dsinks", torch.zeros(2), right)
     assert not wrong
+
+
+# Of large results ---------------------------------------------------------------------------------------------------------
+
+LARGE = (3, 100, 70)
+
+
+def large(distribution: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A reference, whose rows and columns are exchanged in memory, and a result that is a little or a lot off."""
+    chance = torch.Generator().manual_seed(7)
+    reference = torch.randn(LARGE, dtype=torch.float64, generator=chance).mT.contiguous().mT
+    got = reference.float() + 1e-6 * torch.randn(LARGE, generator=chance)
+    if distribution == "one place":
+        got[2, :, 5] += 1.0
+    elif distribution == "no keys":
+        reference[1, 9], got[1, 9] = -torch.inf, -torch.inf
+    elif distribution == "not finite":
+        got[1, 80, 3], got[2, 1, 1] = torch.nan, torch.inf
+    elif distribution == "constant":
+        got = torch.full(LARGE, 0.25)
+    return reference, got
+
+
+@pytest.mark.parametrize("distribution", ["normal", "one place", "no keys", "not finite", "constant"])
+def test_what_is_compared_in_parts_has_the_errors_of_the_whole(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, got = large(distribution)
+
+    def compared(part: int) -> tuple[Expected, ErrorStats, list[object]]:
+        monkeypatch.setattr(inputs_module, "PART", part)
+        (right,) = expected([reference], [reference.float()], None)
+        stats, reasons = check_output("out", got, right)
+        return right, stats, [classify_error(got, right, stats), is_mistake(got, right, got.double()), len(reasons)]
+
+    def numbers(stats: ErrorStats) -> dict[str, float]:
+        return stats.model_dump(exclude={"worst"}, exclude_none=True)
+
+    whole, stats, named = compared(2**24)
+    for part in (140, 1000, 70 * 99):
+        in_parts, in_parts_stats, in_parts_named = compared(part)
+        for one, other in ((in_parts.floor, whole.floor), (in_parts.plain, whole.plain), (in_parts.cap, whole.cap)):
+            assert astuple(one) == pytest.approx(astuple(other), rel=1e-14)
+        assert in_parts_stats.worst == stats.worst
+        assert numbers(in_parts_stats) == pytest.approx(numbers(stats), rel=1e-14)
+        assert [one for one, _ in in_parts_named[0]] == [one for one, _ in named[0]]
+        assert in_parts_named[1:] == named[1:]
+    error = (got.double() - reference).abs()[reference.isfinite()]
+    if distribution != "not finite":
+        rms = (error.square().sum() / got.numel()).sqrt()
+        assert (stats.max, stats.rms) == (pytest.approx(error.max().item()), pytest.approx(rms.item()))
+
+
+@pytest.mark.parametrize("what", ["right", "wrong", "mistake"])
+def test_a_comparison_takes_little_memory_beside_its_references(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gibibyte and a fifth of the references: of Mixtral's weights' gradients whole temporaries took more than 80 GB."""
+    part = 2**12  # elements, of which a gibibyte is 8 in fp64, as it is of the harness's own
+    monkeypatch.setattr(inputs_module, "PART", part)
+    reference = torch.randn(8, 128, 512, dtype=torch.float64)
+    plain = reference.float()
+    got = plain * (1.0 if what == "right" else 1.01)
+    with LiveBytes() as live:
+        (right,) = expected([reference], [plain], None)
+        if what == "mistake":
+            is_mistake(got, right, reference)
+        else:
+            stats, reasons = check_output("out", got, right)
+            assert bool(reasons) == (what == "wrong")
+            classify_error(got, right, stats)
+    assert live.peak <= 0.2 * reference.nbytes + 8 * 8 * part
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made in its scope had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made: list[ref[torch.Tensor]] = []
+        self._given: set[int] = set()
+
+    def __torch_dispatch__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        for one in args:
+            if isinstance(one, torch.Tensor) and all(made() is not one for made in self._made):
+                self._given.add(one.untyped_storage().data_ptr())
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._made.append(ref(result))
+        self._made = [one for one in self._made if one() is not None]
+        storages = {one.data_ptr(): one.nbytes() for made in self._made if (one := made().untyped_storage())}
+        self.peak = max(self.peak, sum(size for at, size in storages.items() if at not in self._given))
+        return result

@@ -19,7 +19,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Died, Failed, WorkerHost
+from flashmoe_science.measure.channel import Died, Failed, TooLittleMemory, WorkerHost
 from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.compare import Comparer, Timed
 from flashmoe_science.measure.inputs import InputSets
@@ -144,7 +144,7 @@ def _runs(session: Session, one: Subject) -> bool:
                 for each in comparer.ranked([entry], clock):
                     comparer.pair(each, None)
                     timed.append(each)
-    except (Failed, Died) as error:
+    except (Failed, Died, TooLittleMemory) as error:
         session.refuse("profile", f"it does not run: {error}", problem, entry)
         return False
     return bool(timed)

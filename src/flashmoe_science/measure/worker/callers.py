@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import torch
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.kernel import AnyKernel, Config, Device
+from flashmoe_science.measure.child import OF_KERNEL
+from flashmoe_science.measure.guards import FOR_GUARDS
 from flashmoe_science.measure.inputs import Tensors, as_tuple
 from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem
@@ -29,9 +33,9 @@ class FunctionCaller:
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
         """A call without arguments that computes on these tensors."""
-        if self.fn is None:
-            return partial(self.contract.plain, self.problem, inputs)
-        return partial(self.contract.call, self.fn, self.problem, inputs)
+        called = self.contract.plain if self.fn is None else partial(self.contract.call, self.fn)
+        call = partial(called, self.problem, inputs)
+        return partial(_by_kernel, call) if use == "exam" else call
 
     def outputs(self, result: Any) -> tuple[Any, ...]:
         """The result of a bound call as a tuple in the contract's order."""
@@ -55,15 +59,16 @@ class KernelCaller:
 
     def loaded(self, inputs: Tensors) -> Tensors:
         """The inputs with the kernel's work at load done, anew at every call."""
-        return inputs if self.kernel.load is None else self.kernel.load(self.problem, inputs)
+        return inputs if self.kernel.load is None else _by_kernel(self.kernel.load, self.problem, inputs)
 
     def bind_given(self, given: Any, use: Use) -> Callable[[], Any]:
         """A call on what the contract's ``for_kernel`` gave."""
         tensors = given if use == "exam" else self.contract.timed_inputs(given)
         if use not in self._calls:
             by_user = self.user_call() if use == "eager" else None
-            self._calls[use] = by_user or self.contract.planned(self.kernel, self.config, tensors)
-        return partial(self._calls[use], tensors)
+            self._calls[use] = by_user or _by_kernel(self.contract.planned, self.kernel, self.config, tensors)
+        call = partial(self._calls[use], tensors)
+        return partial(_by_kernel, call) if use == "exam" else call
 
     def user_call(self) -> Callable[[Any], Any] | None:
         """The public function, where it would run this very kernel and config."""
@@ -74,6 +79,18 @@ class KernelCaller:
 
 
 Caller = FunctionCaller | KernelCaller
+T = TypeVar("T")
+
+
+def _by_kernel(call: Callable[..., T], *given: Any) -> T:
+    """The result of a kernel's own code; that memory ran out in it, and not in the harness's, is noted on the error. No timed
+    call takes this way."""
+    try:
+        return call(*given)
+    except torch.OutOfMemoryError as error:
+        if FOR_GUARDS not in getattr(error, "__notes__", ()):
+            error.add_note(OF_KERNEL)
+        raise
 
 
 def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.measure.inputs import kind_of, same_bits
+from flashmoe_science.measure.inputs import in_parts, kind_of, same_bits
 
 _LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
 _MORE = 256  # repetitions at the most, where they take little time
@@ -91,5 +91,6 @@ def _distance(right: Outputs, outputs: Outputs) -> float:
     """The largest difference; infinite where the two cannot be compared."""
     if [one.shape for one in right] != [one.shape for one in outputs]:
         return math.inf
-    away = [(one.double() - other.double()).abs().nan_to_num(nan=math.inf) for one, other in zip(right, outputs, strict=True)]
-    return max((float(one.max()) for one in away if one.numel()), default=0.0)
+    parts = (part for pair in zip(right, outputs, strict=True) if pair[0].numel() for part in in_parts(*pair))
+    away = ((one.double() - other.double()).abs().nan_to_num(nan=math.inf).max() for one, other in parts)
+    return max(map(float, away), default=0.0)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal, TypeVar, get_args
 
 from flashmoe_science.ops.attention.problem import features as features_of
@@ -120,7 +120,7 @@ class AttentionProblem(Problem):
 
     def scores(self) -> int:
         """Query-key pairs that the mask leaves, over all batches and query heads. A boolean mask's tensor hides none here."""
-        return self.heads * sum(count * pairs for count, pairs in self._over_sequences(visible_pairs))
+        return self.heads * _over_sequences(self, visible_pairs)
 
     def flops(self) -> int:
         """Multiplications and additions of the two matrix products, masked pairs not counted (exactly, not halved)."""
@@ -135,7 +135,7 @@ class AttentionProblem(Problem):
         width, features = DTYPE_BYTES[self.dtype], self.features
         rows_k = self.batch * self.seqlen_k
         if features != PLAIN:
-            rows_k = sum(count * keys for count, keys in self._over_sequences(visible_keys))
+            rows_k = _over_sequences(self, visible_keys)
         of_kv = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if features.fp8_cache else width)
         of_bias = {"boolean": self.scores() // self.heads, "additive": self.scores() // self.batch * width}
         return self.queries() * self.heads * self.head_dim * width + of_kv + of_bias.get(features.bias, 0)
@@ -145,15 +145,6 @@ class AttentionProblem(Problem):
         if self.features.lengths != "packed":
             return self.batch * self.seqlen_q
         return sum(one.queries for one in self.sequence_lengths())
-
-    def _over_sequences(self, count: Callable[[SequenceLengths, Features, bool, int], int]) -> Iterator[tuple[int, int]]:
-        """How many sequences are alike, and what ``count`` says of one of them."""
-        alike_ones: Mapping[SequenceLengths, int] = {SequenceLengths(self.seqlen_q, self.seqlen_k): self.batch}
-        if self.features.lengths != "equal":
-            alike_ones = Counter(self.sequence_lengths())
-        for one, alike in alike_ones.items():
-            offset = one.keys - one.queries if self.mask != "causal-topleft" else 0
-            yield alike, count(one, self.features, self.causal, offset)
 
     def exponentials(self) -> int:
         """Exponentials: one for each score."""
@@ -279,6 +270,19 @@ def parse_as(kind: type[P], text: str, grammar: str) -> P:
 
 
 P = TypeVar("P", bound=AttentionProblem)
+
+
+@lru_cache(maxsize=4096)  # a judged run asks for the same problem's scores and bytes some ten times
+def _over_sequences(problem: AttentionProblem, count: Callable[[SequenceLengths, Features, bool, int], int]) -> int:
+    """The sum of what ``count`` says of each sequence; once of those that are alike."""
+    alike_ones: Mapping[SequenceLengths, int] = {SequenceLengths(problem.seqlen_q, problem.seqlen_k): problem.batch}
+    if problem.features.lengths != "equal":
+        alike_ones = Counter(problem.sequence_lengths())
+    aligned = problem.mask != "causal-topleft"
+    return sum(
+        alike * count(one, problem.features, problem.causal, one.keys - one.queries if aligned else 0)
+        for one, alike in alike_ones.items()
+    )
 
 
 @cache

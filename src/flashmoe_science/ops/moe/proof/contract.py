@@ -237,8 +237,8 @@ class MoEContract(SharedContract):
         cap = cap_of(reference[0], inputs["x"].dtype, problem.dim, problem.hidden, problem.top_k)
         if (activation := activation_of(problem)).w8a8:
             scheme = moe_scheme(oracle_tensors(problem, inputs, torch.float64), activation).to(inputs["x"].dtype)
-            size = (scheme - reference[0]).abs()
-            cap = Errors(cap.max + 1.1 * size.max().item(), 1.1 * size.square().mean().sqrt().item(), 1.1 * size.mean().item())
+            cost = Errors.of(scheme - reference[0])
+            cap = Errors(cap.max + 1.1 * cost.max, 1.1 * cost.rms, 1.1 * cost.mean)
         return (cap,)
 
     def mistakes(self, problem: MoEProblem, inputs: Inputs) -> Iterator[Mistake]:
@@ -295,8 +295,8 @@ class MoEContract(SharedContract):
 def cap_of(reference: torch.Tensor, dtype: torch.dtype, *terms: int) -> Errors:
     """The cap on a result of sums of so many ``terms``, one after another."""
     relative = 16 * unit_roundoff(dtype) + 4 * sum(map(math.sqrt, terms)) * 2.0**-24
-    typical = relative * reference.square().mean().sqrt().item()
-    return Errors(relative * reference.abs().max().item(), typical, typical)
+    sizes = Errors.of(reference)
+    return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
 
 
 def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
