@@ -72,7 +72,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
     ) -> tuple[Outcome, Rows]:
         monkeypatch.setattr(kernels, "ours", lambda: (subject,))
         monkeypatch.setattr(kernels, "PEERS", rivals)
-        request = Request(kernel=subject.name, against=("all",), quick=True, command=("flashmoe", "prove"))
+        request = Request(kernel=(subject.name,), against=("all",), quick=True, command=("flashmoe", "prove"))
         request, rows = replace(request, **asked), Rows()
         group = Group("custom", "attention", problems)
         return KernelsRun(Session(CPU, rows, request, lambda *step: None), group).run(), rows

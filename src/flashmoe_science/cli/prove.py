@@ -39,7 +39,7 @@ _LABELS = {
     "stopped": "stopped",
     "left_out": "left out",
 }
-_PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
+_PASSED_ON = ("quick", "full", "draw", "seed")  # options that a Request has by the same name
 _WITH_RESUME = ("resume", "budget", "as_json")
 
 
@@ -53,7 +53,9 @@ def prove(
             "serving, quick, cpu, or the text of a problem.",
         ),
     ] = None,
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Measure only this kernel of the package.")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option("--kernel", help="Measure only this kernel of the package; may be repeated.")
+    ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option("--against", metavar="KERNEL", help='A rival or a function; may be repeated; "all" is every peer.'),
@@ -120,6 +122,7 @@ def prove(
         asked = given | {"budget": budget or given["budget"]}
     request = Request(
         targets=tuple(asked["targets"] or ()),
+        kernel=tuple(asked["kernel"] or ()),
         against=tuple(asked["against"] or ()),
         watchdog_s=asked["watchdog"],
         budget_s=None if asked["budget"] is None else seconds_of_budget(asked["budget"]),

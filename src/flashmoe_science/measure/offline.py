@@ -32,10 +32,10 @@ _TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the full
 _WATCHDOG_S = 300.0
 
 
-def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
-    """Ours that can be built without a GPU: the one named, or all."""
+def kernels_to_build(names: Sequence[str]) -> tuple[AnyKernel, ...]:
+    """Ours that can be built without a GPU: those named, or all."""
     every = (kernel for op in OPERATIONS for kernel in op.ours())
-    return tuple(kernel for kernel in every if kernel.plan is not None and name in (None, kernel.name))
+    return tuple(kernel for kernel in every if kernel.plan is not None and (not names or kernel.name in names))
 
 
 class OfflineRun:

@@ -37,7 +37,7 @@ class Request:
     """
 
     targets: tuple[str, ...] = ()
-    kernel: str | None = None
+    kernel: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
     quick: bool = False
     full: bool = False
@@ -60,7 +60,7 @@ class Request:
             )
         if self.draw is not None and not 1 <= self.draw <= _MAX_DRAW:
             raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MAX_DRAW} problems")
-        if self.functions and self.kernel is not None:
+        if self.functions and self.kernel:
             raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
         for word in self.against:
             if ":" in word:
@@ -234,20 +234,19 @@ def of_kernel(kernel: AnyKernel) -> Entry:
 
 
 def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that
+    """The kernels of the package that a run is about, and what they are compared with: those named, else all of ours that
     this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
     kernel, or it can serve none of the problems here; no rival is left."""
     op = operation(group.op)
-    if request.kernel is None:
+    if not request.kernel:
         supported = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
         kernels = supported or [kernel_named(op.fallback(), op.name)]
     else:
-        kernels = [kernel_named(request.kernel, op.name)]
-        reasons = [of_kernel(kernels[0]).cannot(problem, device) for problem in group.problems]
-        if all(reasons):
-            raise ValueError(
-                f"kernel {request.kernel!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}"
-            )
+        kernels = [kernel_named(name, op.name) for name in dict.fromkeys(request.kernel)]
+        for one in kernels:
+            reasons = [of_kernel(one).cannot(problem, device) for problem in group.problems]
+            if all(reasons):
+                raise ValueError(f"kernel {one.name!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}")
     subjects = tuple(map(of_kernel, kernels))
     return subjects, rivals_of(group.op, (), request, device, subjects)
 

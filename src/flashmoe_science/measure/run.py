@@ -30,7 +30,7 @@ class Plan:
         ops = {group.op for group in self.groups}
         self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
         # Without a GPU a kernel of ours that is named is built, and there is nothing of it to time.
-        self.timed = () if request.functions or (self.to_build and request.kernel is not None) else self.groups
+        self.timed = () if request.functions or (self.to_build and request.kernel) else self.groups
         for group in self.timed:
             subjects_and_rivals(request, group, self.bench.gpu)
         self.found: list[str] = []  # what a run without a GPU found, in words

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import Entry, Request, groups, of_kernel, rivals_of
+from flashmoe_science.measure.request import Entry, Request, groups, of_kernel, rivals_of, subjects_and_rivals
 from flashmoe_science.operations import kernel_named, operation, parse_problem
 
 H200 = gpu_named("h200")
@@ -75,3 +76,13 @@ def test_named_rivals_may_be_ours_or_functions(tmp_path: Path, monkeypatch: pyte
     assert [one.origin for one in found] == ["ours", "candidate"]
     assert found[0].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200).config
     assert found[1].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == found[1]
+
+
+def test_several_kernels_of_ours_are_subjects_by_their_names() -> None:
+    named = ("fwd_triton", "fwd_gluon_sm90", "fwd_triton")
+    problem = "attn b1 h16 q4096 d128 bf16"
+    request = Request(targets=(problem,), kernel=named, against=("sdpa",))
+    group = groups(request, H200)[0]
+    assert [one.name for one in subjects_and_rivals(request, group, H200)[0]] == ["fwd_triton", "fwd_gluon_sm90"]
+    with pytest.raises(ValueError, match="'short_gluon' can serve none of the problems here"):
+        subjects_and_rivals(replace(request, kernel=("fwd_triton", "short_gluon")), group, H200)
