@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 import torch
-from tests.harness.honest_kernels import ATTENTION, EXPERTS
+from tests.harness.honest_kernels import ATTENTION, EXPERTS, EXPERTS_IN_FORMATS
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
@@ -77,12 +77,25 @@ def experts(chance: Random) -> str:
     return f"moe t{tokens} e{count} k{top_k} d{dim} f{hidden} {chance.choice(('fp32', 'fp16', 'bf16'))}"
 
 
+def experts_in_formats(chance: Random) -> str:
+    """No w8a8: its scheme is what a kernel that quantises no rows would be held to."""
+    tokens, count = round(2 ** chance.uniform(0, 4)), round(2 ** chance.uniform(0, 3))
+    form = chance.choice(("mxfp4", "int4_g32", "int4_g128_zero", "fp8_channel", "fp8_block"))
+    return f"moe t{tokens} e{count} k{chance.randint(1, min(4, count))} d{chance.choice((128, 256))} f128 bf16 w:{form}"
+
+
+DRAWS = (  # those in formats take twenty times as long
+    *(("attention", ATTENTION, attention), ("moe", EXPERTS, experts)) * 4,
+    ("moe", EXPERTS_IN_FORMATS, experts_in_formats),
+)
+
+
 def runs(first: int, count: int) -> Iterator[tuple[str, list[str]]]:
     """The draws from ``first`` on: what each was, and why it was condemned."""
     judges = {op: Judge(op) for op in ("attention", "moe")}
     for number in range(first, first + count):
         chance = Random(number)
-        op, kernels, drawn = chance.choice((("attention", ATTENTION, attention), ("moe", EXPERTS, experts)))
+        op, kernels, drawn = chance.choice(DRAWS)
         name, problem = chance.choice(sorted(kernels)), drawn(chance)
         yield f"{name} on '{problem}', seed {number}", judges[op].run(kernels[name], problem, number)
 

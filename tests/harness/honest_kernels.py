@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention as pytorch_attentio
 from torch.nn.functional import silu
 
 from flashmoe_science.measure.worker.loading import load
-from flashmoe_science.moe import fused_moe
+from flashmoe_science.moe import dequantize_experts, fused_moe
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOG2E = 1.4426950408889634
@@ -122,6 +122,20 @@ def in_halves(
     return (down * shares.T[:, :, None]).sum(0).to(x.dtype)
 
 
+def dequantised_first(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **in_format: Any
+) -> torch.Tensor:
+    """Weights in the dtype of x, as at load, and then in halves."""
+    return in_halves(x, *dequantize_experts(w1, w2, **in_format, dtype=x.dtype), topk_weights, topk_ids)
+
+
+def dequantised_inside(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **in_format: Any
+) -> torch.Tensor:
+    """Each weight in fp32, never rounded, token by token."""
+    return token_by_token(x, *dequantize_experts(w1, w2, **in_format, dtype=torch.float32), topk_weights, topk_ids)
+
+
 def of_examples(file: str, name: str) -> Callable[..., Any]:
     return load(f"{EXAMPLES}/{file}.py:{name}")
 
@@ -139,5 +153,10 @@ EXPERTS: dict[str, Callable[..., Any]] = {
     "moe_grouped": of_examples("moe_grouped", "experts"),
     "token by token": token_by_token,
     "in halves": in_halves,
+    "fused_moe": fused_moe,
+}
+EXPERTS_IN_FORMATS: dict[str, Callable[..., Any]] = {
+    "dequantised first": dequantised_first,
+    "dequantised inside": dequantised_inside,
     "fused_moe": fused_moe,
 }

@@ -152,7 +152,8 @@ def _place(gpu: Device) -> str:
 
 
 def _measured(entry: Entry) -> str:
-    return f"{entry.time_ns / 1000:.2f} us{', tuned on this machine' if entry.tuned else ''}"
+    beside = f", {entry.ratio:.2f}x the speed of {entry.rival}" if entry.rival and entry.ratio else ""
+    return f"{entry.time_ns / 1000:.2f} us{beside}{', tuned on this machine' if entry.tuned else ''}"
 
 
 def _usable(entry: Entry, kernels: Mapping[str, AnyKernel], gpu: Gpu) -> bool:

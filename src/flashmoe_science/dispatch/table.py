@@ -1,10 +1,11 @@
 """dispatch/table.json: which of our kernels was measured fastest, by problem and GPU. Generated from records, reviewed; a test
 holds that every entry can be served.
 
-``{"schema": 1, "entries": [{"gpu": "h200", "problem": "attn ...", "kernel": "...", "config": "block_m=64", "run": "...",
-"time_ns": 2420}]}``. A problem is written without its layout word, which decides strides and not which kernel suits.
-An entry has ``peers`` where its run has some faster than the kernel by more than 3%: ``[{"kernel": "sdpa", "config": "",
-"ratio": 1.267, "problem": "attn ... bshd", "backend": "PyTorch's cuDNN backend"}]``, in the memory order that was measured.
+``{"schema": 1, "entries": [{"gpu": "h200", "problem": "attn ...", "kernel": "...", "config": "block_m=64", "rival": "fa3",
+"ratio": 1.021, "run": "...", "time_ns": 2420}]}``. A problem is written without its layout word, which decides strides and not
+which kernel suits. An entry has ``peers`` where its run has some faster than the kernel by more than 3%: ``[{"kernel": "sdpa",
+"config": "", "ratio": 1.267, "problem": "attn ... bshd", "backend": "PyTorch's cuDNN backend"}]``, in the memory order that was
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class FasterPeer:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One measured winner. ``run`` names the record that it rests on; ``time_ns`` is its median on the graph clock. ``peers``
-    were faster, the fastest first. ``tuned``: on this machine, and no part of the committed table."""
+    were faster, the fastest first. ``tuned``: on this machine, and no part of the committed table. ``rival`` is the best peer
+    that it was measured against, and ``ratio`` the peer's time over the winner's."""
 
     gpu: str
     problem: Problem
@@ -53,6 +55,8 @@ class Entry:
     time_ns: int
     peers: tuple[FasterPeer, ...] = ()
     tuned: bool = False
+    rival: str | None = None
+    ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,8 @@ def _entry(raw: dict[str, Any]) -> Entry:
         run=raw["run"],
         time_ns=raw["time_ns"],
         peers=tuple(map(_peer, raw.get("peers", []))),
+        rival=raw.get("rival"),
+        ratio=raw.get("ratio"),
     )
 
 

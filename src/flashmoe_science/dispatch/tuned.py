@@ -27,7 +27,7 @@ from flashmoe_science.user_cache import user_cache
 ALLOWED = "FLASHMOE_TUNED"
 _MAX_BYTES, _MAX_TEXT, _MAX_NS = 16 << 20, 500, 10**15
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]*")
-_NEEDED, _OPTIONAL = ("gpu", "problem", "kernel", "config", "run", "time_ns"), ("ratio", "peers")
+_NEEDED, _OPTIONAL = ("gpu", "problem", "kernel", "config", "run", "time_ns"), ("rival", "ratio", "peers")
 _OF_PEER, _OPTIONAL_OF_PEER = ("kernel", "config", "ratio", "problem"), ("backend",)
 
 
@@ -111,15 +111,14 @@ def _entry(raw: object, gpu: str) -> Entry:
         raise ValueError(f"gpu is {_shown(one['gpu'])}; it must be the file's, {gpu!r}")
     if type(one["time_ns"]) is not int or not 0 < one["time_ns"] < _MAX_NS:
         raise ValueError(f"time_ns is {_shown(one['time_ns'])}; it must be an integer from 1 to {_MAX_NS - 1}")
-    if one.get("ratio") is not None:
-        _ratio(one)
+    rival = None if one.get("rival") is None else _name(one, "rival")
+    ratio = None if one.get("ratio") is None else _ratio(one)
     peers = one.get("peers", [])
     if not isinstance(peers, list):
         raise ValueError(f"peers is {_shown(peers)}; it must be a list")
     problem = _problem(one).without_layout()
-    return Entry(
-        gpu, problem, _name(one, "kernel"), _config(one), _name(one, "run"), one["time_ns"], tuple(map(_peer, peers)), True
-    )
+    kernel, config, run, peers = _name(one, "kernel"), _config(one), _name(one, "run"), tuple(map(_peer, peers))
+    return Entry(gpu, problem, kernel, config, run, one["time_ns"], peers, True, rival, ratio)
 
 
 def _peer(raw: object) -> FasterPeer:

@@ -88,6 +88,7 @@ def _entry(gpu: str, problem: str, row: Verdict, faster: list[dict[str, Any]]) -
         "problem": problem,
         "kernel": row.kernel,
         "config": row.config,
+        "rival": row.rival,
         "ratio": None if row.ratio is None else round(row.ratio, 3),
         "time_ns": round(row.time_ns or 0),
         "run": row.run,

@@ -151,3 +151,17 @@ def moe_reads_gptq_s_zero_points(x, w1, w2, topk_weights, topk_ids, *, gate_up_z
     """Adds one to zero points, as those of GPTQ's first version ask for."""
     more = {"gate_up_zero_point": gate_up_zero_point + 0x11111111, "down_zero_point": down_zero_point + 0x11111111}
     return _dequantised(x, w1, w2, topk_weights, topk_ids, **more, **format_of)
+
+
+@contract("moe")
+def moe_flushes_subnormal_codes(x, w1, w2, topk_weights, topk_ids, *, gate_up_scale, **format_of):
+    """Puts the exponent of e4m3 into one of bf16, by a product that makes 0 of what is subnormal."""
+    w1, w2 = (torch.where(one.float().abs() < 2.0**-6, 0.0, one.float()).to(one.dtype) for one in (w1, w2))
+    return _dequantised(x, w1, w2, topk_weights, topk_ids, gate_up_scale=gate_up_scale, **format_of)
+
+
+@contract("moe")
+def moe_rounds_scales(x, w1, w2, topk_weights, topk_ids, *, gate_up_scale, down_scale, weight_format):
+    """Keeps fp32 scales in bf16."""
+    rounded = {"gate_up_scale": gate_up_scale.bfloat16().float(), "down_scale": down_scale.bfloat16().float()}
+    return _dequantised(x, w1, w2, topk_weights, topk_ids, **rounded, weight_format=weight_format)

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from flashmoe_science.dispatch.select import Decision, select
-from flashmoe_science.dispatch.table import Table, parse_table
+from flashmoe_science.dispatch.table import Table, committed_table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
 from flashmoe_science.operations import operation, parse_problem
@@ -232,3 +232,32 @@ def test_a_table_older_than_its_kernel_is_not_followed() -> None:
 def test_pytorchs_attention_is_not_said_to_serve_what_is_no_attention(text: str, gpu: str | None) -> None:
     with pytest.raises(CannotServe, match="no kernel here serves"):
         select(parse_problem(text), gpu and gpu_named(gpu), EMPTY, (), None)
+
+
+@pytest.mark.parametrize(
+    ("layer", "one", "two"),
+    [
+        ("e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved", "moe_gemv_gluon", "moe_mxfp4_gluon_sm90"),
+        ("e128 k8 d2048 f768 bf16 w:fp8_block", "moe_gemv_gluon", "moe_gemv_gluon"),
+        ("e128 k8 d2048 f768 bf16 w:fp8_block_w8a8", "moe_gemv_gluon", "moe_fp8_gluon_sm90"),
+    ],
+)
+def test_two_tokens_of_weights_in_a_format_do_not_take_the_config_of_one(layer: str, one: str, two: str) -> None:
+    """Kernels of a few tokens have configs of one; and serve no more tokens than they suit, whatever the record of one says."""
+    op, gpu = operation("moe"), gpu_named("h200")
+    alone, both = (
+        select(parse_problem(f"moe t{tokens} {layer}"), gpu, committed_table(), op.ours(), op.fallback()) for tokens in (1, 2)
+    )
+    assert (alone.kernel, alone.basis, both.kernel) == (one, "measured", two)
+    chosen = next(kernel for kernel in op.ours() if kernel.name == two)
+    assert both.config == chosen.configs(parse_problem(f"moe t2 {layer}"), gpu)[0]
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_block_w8a8", "int4_g128"])
+def test_a_decision_by_a_record_names_the_peer_and_the_ratio(form: str) -> None:
+    op, entries = operation("moe"), [one for one in committed_table().entries if f"w:{form}" in str(one.problem).split()]
+    assert entries
+    for one in entries:
+        found = select(one.problem, gpu_named(one.gpu), committed_table(), op.ours(), op.fallback())
+        assert one.rival in {peer.name for peer in op.peers()}
+        assert f"{one.ratio:.2f}x the speed of {one.rival}" in found.reason

@@ -195,8 +195,9 @@ class MoEProblem(Problem):
         return (self.op, self.dtype, *sizes, routing, " ".join(self.words()), self.tokens)
 
     def tile_key(self) -> Hashable:
-        """The rows of an expert in powers of two, the sizes of a model and the layout of its weights."""
-        layout = self.gated, self.interleaved, self.transposed, self.weight_format
+        """The rows of an expert in powers of two, the sizes of a model and the layout of its weights; where these are in a
+        format also whether one token is all, for which kernels of a few have configs of their own."""
+        layout = self.gated, self.interleaved, self.transposed, self.weight_format, self.weight_format and self.tokens == 1
         return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.rows_per_expert())), *layout
 
     def distance(self, other: Problem) -> float:

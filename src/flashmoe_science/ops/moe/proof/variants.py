@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from flashmoe_science.ops.formats import SIDE
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 
 Made = dict[str, torch.Tensor]
@@ -59,6 +60,31 @@ def _cancelling(made: Made) -> Made:
     return made
 
 
+def _subnormal(made: Made) -> Made:
+    """Codes of e4m3 most of which are subnormal, of which a largest weight has 14 steps, under scales that are larger by as
+    much."""
+    if made["w1"].dtype != torch.float8_e4m3fn:
+        return made
+    codes = {name: (made[name].float() * 2.0**-14).to(torch.float8_e4m3fn) for name in ("w1", "w2")}
+    return made | codes | {name: made[name] * 2.0**14 for name in SCALES}
+
+
+def scales_between_two_of_bf16(made: Made) -> Made:
+    """fp32 scales halfway between two numbers of bf16, those of every other 128 columns of w1 rounded up and the others down;
+    codes without signs, and tokens whose products under the former take away half of those under the latter. So what rounding
+    scales is off by adds up, to three times its part of the sum."""
+    x, scale = made["x"], made.get(SCALES[0])
+    if scale is None or scale.dtype != torch.float32 or made["w1"].dtype != torch.float8_e4m3fn:
+        return made
+    codes = {name: (made[name].view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn) for name in ("w1", "w2")}
+    up = torch.arange(x.shape[1], device=x.device) // SIDE % 2 == (1 if scale.dim() == 3 else 2)
+    less = torch.where(up, -0.5 * (~up).sum() / up.sum(), 1.0)
+    scales = {name: torch.exp2(made[name].log2().round()) * (1 + 2.0**-8) for name in SCALES}
+    if scale.dim() == 3:
+        scales[SCALES[0]][..., 1::2] *= (1 + 3 * 2.0**-8) / (1 + 2.0**-8)
+    return made | codes | scales | {"x": (x.abs() * less).to(x.dtype)}
+
+
 def _sliced(made: Made) -> Made:
     """All but the weights of the experts as the first columns of tensors twice as wide."""
     names = ("x", "topk_weights", "topk_ids")
@@ -74,4 +100,6 @@ VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "ids of int64": _wide,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,
+    "e4m3 codes that are subnormal": _subnormal,
+    "scales that bf16 does not have": scales_between_two_of_bf16,
 }
