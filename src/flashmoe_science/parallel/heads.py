@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.parallel.agree import waiting
 from flashmoe_science.parallel.layout import Cut
 
@@ -49,6 +50,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, given: list[int], taken: list[int]) -> torch.Tensor:
         ctx.call = group, given, taken
         received = x.new_empty(sum(taken), *x.shape[1:])
+        if is_explaining():
+            return received
         with waiting(group, "exchanging heads with the others"):
             dist.all_to_all_single(received, x.contiguous(), taken, given, group=group)
         return received
