@@ -37,7 +37,7 @@ def context_attention(
     *,
     group: object,
     layout: str = "head_tail",
-    exchange: str = "keys",
+    exchange: str = "auto",
     seqlen: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
