@@ -43,7 +43,8 @@ class Ways(NamedTuple):
             return "keys", "which the workspace copies"
         if uneven := [f"{one.shape[-2]} of {name}" for name, one in zip("qkv", self.qkv, strict=True) if one.shape[-2] % ranks]:
             return "keys", f"as {ranks} ranks do not divide the heads, {uneven[0]}"
-        if self.received("heads") < self.received("keys"):
+        heads, keys = (one.shape[-2] for one in self.qkv[:2])
+        if ranks * keys > heads + keys and self.received("heads") < self.received("keys"):  # the same but for windows
             return "heads", "as a rank receives fewer bytes so"
         return "keys", "as by heads a rank receives no fewer bytes"
 
@@ -52,7 +53,7 @@ class Ways(NamedTuple):
         q, k, v = (one[..., 0, :, :].numel() * one.element_size() for one in self.qkv)  # of a token
         if way == "keys":
             return received_by_keys(self.cut, self.needed, k + v)
-        return received_by_heads(self.cut, q + k + v, q * self.qkv[2].shape[-1] // self.qkv[0].shape[-1])
+        return received_by_heads(self.cut, q + k + v, v * self.qkv[0].shape[-2] // self.qkv[2].shape[-2])
 
     def cost(self, way: str, known: bool) -> Cost:
         """Of a forward's exchanges; ``known``: that the time is."""
