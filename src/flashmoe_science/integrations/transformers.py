@@ -13,6 +13,7 @@ what ``fused_moe`` does not compute is refused.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -87,6 +88,14 @@ def experts_forward(
         ValueError: the module computes what ``fused_moe`` does not.
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
+    return served(experts, hidden_states, top_k_index, top_k_weights, fused_moe)
+
+
+def served(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    moe: Callable[..., torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """``experts_forward`` by a function with the arguments of ``fused_moe``."""
     layout = _layout(*_described(experts))
     (first, of_first), (down, of_down) = (
         _weight(experts, name + layout.codes, layout.transposed) for name in (layout.first, "down_proj")
@@ -97,7 +106,7 @@ def experts_forward(
     form = _format(experts, layout, down.dtype) if in_format else {}
     dtype = hidden_states.dtype
     as_given = in_format or dtype == down.dtype
-    out = fused_moe(
+    out = moe(
         hidden_states if as_given else hidden_states.to(down.dtype),
         first.detach() if in_format else first,
         down.detach() if in_format else down,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_science.ops.attention.front.lengths import CHECK
+from flashmoe_science.ops.explain import is_explaining
 
 
 @contextmanager
@@ -24,8 +25,8 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 def compares(x: object) -> bool:
     """Whether ranks compare the arguments of a call of ``x``: not on a GPU, which they would wait for, but with
-    FLASHMOE_CHECK=1."""
-    return CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu"
+    FLASHMOE_CHECK=1; not of a call that is explained."""
+    return not is_explaining() and (CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu")
 
 
 def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None, compare: bool = True) -> None:

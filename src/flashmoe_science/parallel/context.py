@@ -12,16 +12,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_float, check_table, checked_scale
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.calls import is_plain, needs_grad
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agree, compares
 from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
+from flashmoe_science.parallel.ways import Ways, Window
 
 _NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
 
@@ -33,7 +37,7 @@ def context_attention(
     *,
     group: object,
     layout: str = "head_tail",
-    exchange: str = "keys",
+    exchange: str = "auto",
     seqlen: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -58,7 +62,8 @@ def context_attention(
         group: a ProcessGroup or a 1-D DeviceMesh.
         layout: how the sequence is cut: "head_tail", which gives ranks equal work under a causal mask, or "contiguous".
         exchange: "keys": each rank fetches the keys that its queries need. "heads" (Ulysses): ranks exchange their shards for
-            all tokens of a share of the heads, of which N ranks must have a multiple, and the results back.
+            all tokens of a share of the heads, of which N ranks must have a multiple, and the results back. "auto": "heads" if
+            N ranks have such a multiple, a rank receives fewer bytes so and there is no workspace. ``explain`` tells the bytes.
         seqlen: tokens of the whole sequence; None where all chunks have as many. No padding is needed.
         softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. Of a window only the keys near it are fetched.
         s_aux: [heads], a learned sink, the same on every rank. Its gradient is this rank's part; like those of other parameters
@@ -67,8 +72,8 @@ def context_attention(
         max_seqlen: no document is longer; by default ``seqlen``.
         deterministic: the gradients too have equal bits in equal calls, on a GPU by a backward of ours, or the call is refused.
             With False PyTorch's may serve them, on a GPU with a mask of a chunk's queries by its keys.
-        workspace: with ``exchange="keys"``, copies keys and values between GPUs of one host in place of messages, those that
-            only the later chunk needs while the earlier one is computed. Gradients go back by messages.
+        workspace: copies keys and values between GPUs of one host in place of messages, those that only the later chunk needs
+            while the earlier one is computed. Gradients go back by messages. Not for ``exchange="heads"``.
 
     Returns:
         out in the shape of q with the width of v.
@@ -88,18 +93,18 @@ def context_attention(
     except (TypeError, ValueError) as error:
         refused = error
     agree(ranks, facts, refused, checked)
-    if exchange == "heads":
-        return _by_heads(q, k, v, call, cut)
-    keys = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
-    of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, keys, workspace)
-    whole, queries = _new_output(q, k, v, call), q.split(cut.sizes(), -3)
-    parts = queries if whole is None else whole.split(cut.sizes(), -3)
-    found = []
-    for n, (chunk, needed) in enumerate(zip(cut.own(), keys[cut.group.rank()], strict=True)):
-        if workspace is not None:
-            workspace.wait(needed)
-        found.append(_attend(chunk, needed, queries[n], of_k[n], of_v[n], call, None if whole is None else parts[n]))
-    return torch.cat(found, -3) if whole is None else whole
+    needed = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
+    ways = Ways((q, k, v), cut, needed, workspace)
+    by = _by_heads if ways.chosen(exchange)[0] == "heads" else _by_keys
+    try:
+        if q.is_meta and is_explaining():
+            raise Explained(
+                Decision("context_attention", Config(), "tensors on meta, for which no kernel is chosen", "modelled")
+            )
+        return by(q, k, v, call, cut, needed)
+    except Explained as found:
+        window = None if cu_seqlens is not None else _window(options)
+        raise Explained(ways.explained(found.decision, exchange, window)) from None
 
 
 class _Call(NamedTuple):
@@ -119,9 +124,13 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1) if x.dim() == 4 else x
 
 
+def _window(options: Options) -> Window:
+    return options.window_left, 0 if options.mask == "causal" else options.window_right
+
+
 def _keys(chunk: range, seqlen: int, options: Options) -> range:
     """The keys that a chunk of queries needs."""
-    left, right = options.window_left, 0 if options.mask == "causal" else options.window_right
+    left, right = _window(options)
     first = 0 if left is None else max(0, chunk.start - left)
     return range(first, seqlen if right is None else min(seqlen, chunk.stop + right))
 
@@ -158,7 +167,22 @@ def _attend(
     return found if out is None or found is out else out.copy_(found)
 
 
-def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> torch.Tensor:
+def _by_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, needed: list[list[range]]
+) -> torch.Tensor:
+    """The attention of this rank's chunks, each to the keys that it needs."""
+    of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, needed, call.workspace)
+    whole, queries = _new_output(q, k, v, call), q.split(cut.sizes(), -3)
+    parts = queries if whole is None else whole.split(cut.sizes(), -3)
+    found = []
+    for n, (chunk, keys) in enumerate(zip(cut.own(), needed[cut.group.rank()], strict=True)):
+        if call.workspace is not None:
+            call.workspace.wait(keys)
+        found.append(_attend(chunk, keys, queries[n], of_k[n], of_v[n], call, None if whole is None else parts[n]))
+    return torch.cat(found, -3) if whole is None else whole
+
+
+def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, _: list[list[range]]) -> torch.Tensor:
     """The attention of all tokens in this rank's share of the heads, as this rank's tokens in all heads."""
     sinks, heads, whole = call.sinks, q.shape[-2] // cut.group.size(), range(cut.seqlen)
     call = call._replace(sinks=None if sinks is None else sinks.narrow(0, cut.group.rank() * heads, heads))
@@ -189,8 +213,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     for name, one in (("k", k), ("v", v)):
         if one.shape[:-2] != q.shape[:-2]:
             raise ValueError(f"{name} has shape {tuple(one.shape)} and q {tuple(q.shape)}; they must have the same tokens")
-    if call.exchange not in ("keys", "heads"):
-        raise ValueError(f"exchange is {call.exchange!r}; it must be one of keys, heads")
+    if call.exchange not in ("auto", "keys", "heads"):
+        raise ValueError(f"exchange is {call.exchange!r}; it must be one of auto, keys, heads")
     ranks = cut.group.size()
     if call.workspace is not None:
         _check_workspace(call.workspace, k, v, call, cut)
@@ -212,8 +236,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
 def _check_workspace(workspace: object, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> None:
     if not isinstance(workspace, ContextWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be a ContextWorkspace or None")
-    if call.exchange != "keys":
-        raise ValueError(f"workspace is given and exchange is {call.exchange!r}; it must be 'keys'")
+    if call.exchange == "heads":
+        raise ValueError("workspace is given and exchange is 'heads'; it must be 'keys' or 'auto'")
     if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(cut.group):
         raise ValueError(f"workspace is of a group of ranks {ranks}, and group is another")
     if (size := sum(sizes_of([_tokens_first(k), _tokens_first(v)], cut))) > workspace.max_bytes:

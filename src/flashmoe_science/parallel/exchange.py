@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.parallel.agree import agree, compares, waiting
 from flashmoe_science.parallel.copies import ContextWorkspace
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of, process_group
@@ -69,15 +70,17 @@ class _Fetch(torch.autograd.Function):
         ctx: Any, held: Cut, wanted: list[list[range]], workspace: ContextWorkspace | None, *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = held, wanted
-        joined = [_joined(ranges) for ranges in wanted]
-        own = joined[held.group.rank()]
+        in_order = [joined(ranges) for ranges in wanted]
+        own = in_order[held.group.rank()]
         buffers = [[shard.new_empty(len(one), *shard.shape[1:]) for one in own] for shard in shards]
-        if workspace is not None:
+        if is_explaining():
+            pass
+        elif workspace is not None:
             workspace.start(shards, held, own, buffers)
         else:
             chunks = [shard.contiguous().split(held.sizes()) for shard in shards]
             _move(
-                held.group, held.chunks, joined,
+                held.group, held.chunks, in_order,
                 lambda n, rows: [_rows(of[n], rows) for of in chunks],
                 lambda n, rows: [_rows(of[n], rows) for of in buffers],
             )  # fmt: skip
@@ -107,7 +110,7 @@ class _Fetch(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _joined(ranges: list[range]) -> list[range]:
+def joined(ranges: list[range]) -> list[range]:
     """The ranges in order, those that overlap or touch as one."""
     found: list[range] = []
     for one in sorted(ranges, key=lambda each: each.start):

@@ -28,6 +28,7 @@ from flashmoe_science.ops.launch import (
     workspace_bytes,
 )
 from flashmoe_science.ops.moe.call import Rows
+from flashmoe_science.parallel.cost import PUSHED, Link
 from flashmoe_science.parallel.symmetric import Symmetric
 from flashmoe_science.parallel.transport import Sizes, Transport
 
@@ -190,8 +191,7 @@ class Peers(Transport):
         RuntimeError: PyTorch cannot map the ranks' memory into each other's.
     """
 
-    start: float | None = 20e-6  # two barriers
-    rate = 300e9  # 335e9 of what is pushed, and the last sum
+    link: Link | None = PUSHED
     sends = True
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:

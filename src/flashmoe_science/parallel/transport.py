@@ -12,6 +12,7 @@ from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.moe.call import Rows
 from flashmoe_science.ops.moe.pytorch import weighted_sums
 from flashmoe_science.parallel.agree import waiting
+from flashmoe_science.parallel.cost import MESSAGES, Link
 
 # ``torch.distributed`` renames them in 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,12 +36,10 @@ class Sizes(NamedTuple):
 
 
 class Transport(ABC):
-    """``start``, ``rate``: seconds that a forward's exchanges take at least, and bytes a second received beyond, on the device,
-    between two GPUs of one host; None where not known. ``sends``: whether it has ``sent``, by which an exact result receives
-    the rows that it sums, and no others."""
+    """``link``: what a forward's exchanges take on the device, between two GPUs of one host; None where not known. ``sends``:
+    whether it has ``sent``, by which an exact result receives the rows that it sums, and no others."""
 
-    start: float | None
-    rate: float
+    link: Link | None
     sends = False
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
@@ -82,11 +81,9 @@ class Transport(ABC):
 class Collectives(Transport):
     """By the collectives of torch.distributed."""
 
-    rate = 230e9  # NCCL 2.28
-
     def __init__(self, group: dist.ProcessGroup, sizes: Sizes) -> None:
         super().__init__(group, sizes)
-        self.start = 70e-6 if "nccl" in dist.get_backend(group) else None  # three collectives
+        self.link = MESSAGES if "nccl" in dist.get_backend(group) else None
 
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool

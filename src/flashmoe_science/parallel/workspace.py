@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.moe.call import DTYPES
 from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.cost import Cost
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.symmetric import is_on_one_host, why_no_symmetric
 from flashmoe_science.parallel.transport import Collectives, Sizes, Transport
@@ -81,26 +82,18 @@ class ExpertWorkspace:
         """The first expert of this rank."""
         return self.rank * self.local_experts
 
-    def bytes_received(self, combine: Combine) -> int:
-        """Bytes that a rank receives of others in a forward: tokens and their routing, then results."""
+    def cost(self, combine: Combine) -> Cost:
+        """Of a forward: tokens and their routing, then results. The host takes longer over an eager call of few tokens."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
         results = row if combine == "reduced" else self.top_k * row
         if combine == "exact" and self.transport.sends:
             results //= self.ranks  # the rows of a rank's experts, where choices are even
-        return (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
-
-    def seconds(self, combine: Combine) -> float | None:
-        """What a forward's exchanges take on GPUs of one host, predicted from two H200 in a graph; None where not known. The
-        host takes longer over an eager call of few tokens."""
-        start, rate = self.transport.start, self.transport.rate
-        return None if start is None else start + self.bytes_received(combine) / rate
+        received = (self.ranks - 1) * self.max_tokens * (row + 2 * self.top_k * wide + results)
+        return Cost.by(self.transport.link, received)
 
     def __repr__(self) -> str:
-        last, costs = self.first_expert + self.local_experts - 1, []
-        for combine in get_args(Combine):
-            seconds = self.seconds(combine)
-            time = "" if seconds is None else f" in some {1e3 * seconds:.2f} ms"
-            costs.append(f"{combine}: {self.bytes_received(combine) / 1e6:.1f} MB received{time}")
+        last = self.first_expert + self.local_experts - 1
+        costs = (f"{combine}: {self.cost(combine)}" for combine in get_args(Combine))
         return (
             f"ExpertWorkspace(rank {self.rank} of {self.ranks}, experts {self.first_expert} to {last} of {self.experts}; "
             f"at most {self.max_tokens} tokens a rank, hidden={self.hidden}, top_k={self.top_k}, {self.dtype}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from flashmoe_science import fused_moe, route
-from flashmoe_science.parallel import ExpertWorkspace, expert_parallel_moe
+from flashmoe_science import flash_attn_func, fused_moe, route
+from flashmoe_science.parallel import ExpertWorkspace, context_attention, expert_parallel_moe, shard
 
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 32, 16, 2, 6  # tokens of a rank
 
@@ -37,9 +38,45 @@ class Layer(nn.Module):
         return fused_moe(*given) if self.workspace is None else expert_parallel_moe(*given, workspace=self.workspace)
 
 
+class Block(nn.Module):
+    """Attention of sequences that the ranks of a group share, then experts on the ranks of a mesh; of whole ones without."""
+
+    def __init__(self, group: DeviceMesh | None = None, mesh: DeviceMesh | None = None) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(2)
+        self.qkv, self.layer = nn.Parameter(torch.randn(3 * DIM, DIM, generator=draw) * 0.2), Layer(mesh)
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = (x @ self.qkv.T).view(*x.shape[:2], 3, 2, DIM // 2).unbind(2)
+        attend = flash_attn_func if self.group is None else partial(context_attention, group=self.group)
+        out: torch.Tensor = self.layer((x + attend(*qkv, causal=True).flatten(2)).flatten(0, 1))
+        return out.view(x.shape)
+
+
 def whole(one: Any) -> torch.Tensor:
     gathered: torch.Tensor = one.full_tensor() if isinstance(one, DTensor) else one
     return gathered
+
+
+def block_faults(group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with attention, experts and FSDP2 on the same ranks: each of two sequences is on half of them."""
+    rank, half = group.rank(), group.size() // 2
+    context, mesh = (init_device_mesh("cpu", (2, half), mesh_dim_names=("fsdp", name)) for name in ("cp", "ep"))
+    x = torch.randn(2, half * TOKENS, DIM, generator=torch.Generator().manual_seed(3))
+    plain, block = Block(), Block(context["cp"], mesh["ep"])
+    fully_shard(block.layer, mesh=mesh["fsdp"])
+    fully_shard(block, mesh=mesh._flatten("all"))
+    right = plain(x)
+    right.square().sum().backward()
+    out = block(shard(x[rank // half, None], 1, block.group))
+    out.square().sum().backward()
+    near = torch.allclose(out, shard(right[rank // half, None], 1, block.group), atol=1e-5)
+    wrong = [] if near else ["the result of a block is not one process's"]
+    pairs = [(group.size(), block.qkv, plain.qkv)]  # FSDP2 takes the mean of its ranks' gradients
+    pairs += [(2, one, of_all) for one, of_all in zip(block.layer.experts, plain.layer.experts, strict=True)]
+    same = [torch.allclose(ranks * whole(one.grad), of_all.grad, atol=1e-4) for ranks, one, of_all in pairs]
+    return wrong if all(same) else [*wrong, f"gradients of a block are one process's: {same}"]
 
 
 def faults(group: dist.ProcessGroup, folder: str) -> list[str]:
@@ -63,4 +100,5 @@ def faults(group: dist.ProcessGroup, folder: str) -> list[str]:
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     right = plain(x).chunk(ranks)[rank]
+    wrong += block_faults(group)
     return wrong + ([] if torch.equal(other(own), right) else ["a checkpoint on another mesh gives another result"])

@@ -90,7 +90,7 @@ def implementations(
     ring: dict[str, Any] = {"capturable": False, "context": _as_context_parallel(group, inputs["q"].device), "launches": "nccl"}
     rings = {"enable_gqa": 1, "repeated heads": shared} if shared > 1 else {"sdpa": 1}
     return [
-        made("context_attention", "messages", _ours(problem, inputs, group)),
+        made("context_attention", "messages", _ours(problem, inputs, group, exchange="keys")),
         made("context_attention", "copies", _ours(problem, inputs, group, copies=on_gpu), no_gpu),
         made("context_attention", "heads", _ours(problem, inputs, group, exchange="heads"), no_heads),
         made(ONE_GPU, "flash_attn_func", _whole(problem, inputs, "flash_attn_func"), single_gpu=True),

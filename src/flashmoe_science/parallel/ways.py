@@ -1,0 +1,84 @@
+"""Which exchange serves a call of context attention, and what either costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.parallel.copies import ContextWorkspace
+from flashmoe_science.parallel.cost import (
+    COPIES,
+    FLOPS,
+    MESSAGES,
+    MISFIT,
+    Cost,
+    in_time,
+    pairs,
+    received_by_heads,
+    received_by_keys,
+)
+from flashmoe_science.parallel.layout import Cut
+
+Window = tuple[int | None, int | None]  # how many keys a query sees before it and after it; None: all
+
+
+class Ways(NamedTuple):
+    """This rank's tensors, how the sequence is cut, and the keys that each chunk of each rank needs."""
+
+    qkv: Sequence[torch.Tensor]
+    cut: Cut
+    needed: list[list[range]]
+    workspace: ContextWorkspace | None
+
+    def chosen(self, exchange: str) -> tuple[str, str]:
+        """The exchange, "keys" or "heads", and why."""
+        ranks = len(self.cut.chunks)
+        if exchange != "auto":
+            return exchange, "asked for by name"
+        if self.workspace is not None:
+            return "keys", "which the workspace copies"
+        if uneven := [f"{one.shape[-2]} of {name}" for name, one in zip("qkv", self.qkv, strict=True) if one.shape[-2] % ranks]:
+            return "keys", f"as {ranks} ranks do not divide the heads, {uneven[0]}"
+        heads, keys = (one.shape[-2] for one in self.qkv[:2])
+        if ranks * keys > heads + keys and self.received("heads") < self.received("keys"):  # the same but for windows
+            return "heads", "as a rank receives fewer bytes so"
+        return "keys", "as by heads a rank receives no fewer bytes"
+
+    def received(self, way: str) -> int:
+        """Bytes that a rank receives at most in a forward."""
+        q, k, v = (one[..., 0, :, :].numel() * one.element_size() for one in self.qkv)  # of a token
+        if way == "keys":
+            return received_by_keys(self.cut, self.needed, k + v)
+        return received_by_heads(self.cut, q + k + v, v * self.qkv[0].shape[-2] // self.qkv[2].shape[-2])
+
+    def cost(self, way: str, known: bool) -> Cost:
+        """Of a forward's exchanges; ``known``: that the time is."""
+        link = COPIES if way == "keys" and self.workspace is not None else MESSAGES
+        return Cost.by(link if known else None, self.received(way))
+
+    def explained(self, decision: Decision, exchange: str, window: Window | None) -> Decision:
+        """The decision with the bytes of either exchange, and their times where records of such GPUs tell them.
+
+        Args:
+            window: None where it depends on documents.
+        """
+        q, (way, why) = self.qkv[0], self.chosen(exchange)
+        known = q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
+        words = {one: str(self.cost(one, known)) for one in MISFIT}
+        if known and window is not None and q.element_size() == 2:
+            off = f"calls of two GPUs on record are up to {100 * MISFIT[way]:.0f}% off"
+            words[way] += f", attention{in_time(self.seconds(way, window))}; {off}"
+        (other,) = MISFIT.keys() - {way}
+        reason = f"{decision.reason}; exchange is {way!r}, {why}: {words[way]}"
+        return replace(decision, reason=reason, others=(*decision.others, (f"exchange {other!r}", words[other])))
+
+    def seconds(self, way: str, window: Window) -> float:
+        """Of attention in 16 bits on the rank that has the most to compute."""
+        seqlen, (q, _, v) = self.cut.seqlen, self.qkv
+        of_ranks = [sum(pairs(chunk, seqlen, *window) for chunk in chunks) for chunks in self.cut.chunks]
+        most = max(of_ranks) if way == "keys" else sum(of_ranks) / len(of_ranks)
+        return 2 * most * (q.shape[-1] + v.shape[-1]) * q[..., 0, :, 0].numel() / FLOPS
