@@ -54,7 +54,8 @@ def prove(
         ),
     ] = None,
     kernel: Annotated[
-        list[str] | None, typer.Option("--kernel", help="Measure only this kernel of the package; may be repeated.")
+        list[str] | None,
+        typer.Option("--kernel", metavar="KERNEL", help="Measure only this kernel of the package; may be repeated."),
     ] = None,
     against: Annotated[
         list[str] | None,
