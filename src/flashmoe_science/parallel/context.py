@@ -21,11 +21,11 @@ from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.calls import is_plain, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.choose import Exchanges, Window
 from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
-from flashmoe_science.parallel.ways import Ways, Window
 
 _NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
 
@@ -94,8 +94,8 @@ def context_attention(
         refused = error
     agree(ranks, facts, refused, checked)
     needed = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
-    ways = Ways((q, k, v), cut, needed, workspace)
-    by = _by_heads if ways.chosen(exchange)[0] == "heads" else _by_keys
+    exchanges = Exchanges((q, k, v), cut, needed, workspace)
+    by = _by_heads if exchanges.chosen(exchange)[0] == "heads" else _by_keys
     try:
         if q.is_meta and is_explaining():
             raise Explained(
@@ -104,7 +104,7 @@ def context_attention(
         return by(q, k, v, call, cut, needed)
     except Explained as found:
         window = None if cu_seqlens is not None else _window(options)
-        raise Explained(ways.explained(found.decision, exchange, window)) from None
+        raise Explained(exchanges.explained(found.decision, exchange, window)) from None
 
 
 class _Call(NamedTuple):

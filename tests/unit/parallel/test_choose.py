@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flashmoe_science import explain
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.parallel import context_attention
+from flashmoe_science.parallel.choose import Exchanges
 from flashmoe_science.parallel.cost import MISFIT, pairs
 from flashmoe_science.parallel.layout import Cut, cut
-from flashmoe_science.parallel.ways import Ways
 
 RUNS = Path(__file__).parents[3] / "evidence/runs"
 RECORDS = RUNS / "h100/20261126T132449Z-context.jsonl", RUNS / "h200/20261126T094832Z-context.jsonl"
@@ -100,9 +100,9 @@ def test_calls_on_record_take_what_is_predicted(monkeypatch: pytest.MonkeyPatch)
         counts = problem.heads, problem.heads_kv, problem.heads_kv
         qkv = [torch.empty(1, problem.seqlen_q // 2, count, 128, dtype=torch.bfloat16, device="meta") for count in counts]
         needed = [[range(chunk.stop) for chunk in chunks] for chunks in held.chunks]
-        ways = Ways(qkv, held, needed, object() if config == "copies" else None)  # type: ignore[arg-type]
+        exchanges = Exchanges(qkv, held, needed, object() if config == "copies" else None)  # type: ignore[arg-type]
         way = "heads" if config == "heads" else "keys"
-        predicted = ways.cost(way, True).seconds + ways.seconds(way, (None, 0))  # type: ignore[operator]
+        predicted = exchanges.cost(way, True).seconds + exchanges.seconds(way, (None, 0))  # type: ignore[operator]
         off[way].append(predicted / seconds - 1)
     assert {way: len(each) for way, each in off.items()} == {"keys": 12, "heads": 6}
     for way, each in off.items():

@@ -26,7 +26,7 @@ from flashmoe_science.parallel.layout import Cut
 Window = tuple[int | None, int | None]  # how many keys a query sees before it and after it; None: all
 
 
-class Ways(NamedTuple):
+class Exchanges(NamedTuple):
     """This rank's tensors, how the sequence is cut, and the keys that each chunk of each rank needs."""
 
     qkv: Sequence[torch.Tensor]
@@ -34,11 +34,11 @@ class Ways(NamedTuple):
     needed: list[list[range]]
     workspace: ContextWorkspace | None
 
-    def chosen(self, exchange: str) -> tuple[str, str]:
+    def chosen(self, asked: str) -> tuple[str, str]:
         """The exchange, "keys" or "heads", and why."""
         ranks = len(self.cut.chunks)
-        if exchange != "auto":
-            return exchange, "asked for by name"
+        if asked != "auto":
+            return asked, "asked for by name"
         if self.workspace is not None:
             return "keys", "which the workspace copies"
         if uneven := [f"{one.shape[-2]} of {name}" for name, one in zip("qkv", self.qkv, strict=True) if one.shape[-2] % ranks]:
@@ -48,37 +48,37 @@ class Ways(NamedTuple):
             return "heads", "as a rank receives fewer bytes so"
         return "keys", "as by heads a rank receives no fewer bytes"
 
-    def received(self, way: str) -> int:
+    def received(self, exchange: str) -> int:
         """Bytes that a rank receives at most in a forward."""
         q, k, v = (one[..., 0, :, :].numel() * one.element_size() for one in self.qkv)  # of a token
-        if way == "keys":
+        if exchange == "keys":
             return received_by_keys(self.cut, self.needed, k + v)
         return received_by_heads(self.cut, q + k + v, v * self.qkv[0].shape[-2] // self.qkv[2].shape[-2])
 
-    def cost(self, way: str, known: bool) -> Cost:
+    def cost(self, exchange: str, known: bool) -> Cost:
         """Of a forward's exchanges; ``known``: that the time is."""
-        link = COPIES if way == "keys" and self.workspace is not None else MESSAGES
-        return Cost.by(link if known else None, self.received(way))
+        link = COPIES if exchange == "keys" and self.workspace is not None else MESSAGES
+        return Cost.by(link if known else None, self.received(exchange))
 
-    def explained(self, decision: Decision, exchange: str, window: Window | None) -> Decision:
+    def explained(self, decision: Decision, asked: str, window: Window | None) -> Decision:
         """The decision with the bytes of either exchange, and their times where records of such GPUs tell them.
 
         Args:
             window: None where it depends on documents.
         """
-        q, (way, why) = self.qkv[0], self.chosen(exchange)
+        q, (exchange, why) = self.qkv[0], self.chosen(asked)
         known = q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
         words = {one: str(self.cost(one, known)) for one in MISFIT}
         if known and window is not None and q.element_size() == 2:
-            off = f"calls of two GPUs on record are up to {100 * MISFIT[way]:.0f}% off"
-            words[way] += f", attention{in_time(self.seconds(way, window))}; {off}"
-        (other,) = MISFIT.keys() - {way}
-        reason = f"{decision.reason}; exchange is {way!r}, {why}: {words[way]}"
+            off = f"calls of two GPUs on record are up to {100 * MISFIT[exchange]:.0f}% off"
+            words[exchange] += f", attention{in_time(self.seconds(exchange, window))}; {off}"
+        (other,) = MISFIT.keys() - {exchange}
+        reason = f"{decision.reason}; exchange is {exchange!r}, {why}: {words[exchange]}"
         return replace(decision, reason=reason, others=(*decision.others, (f"exchange {other!r}", words[other])))
 
-    def seconds(self, way: str, window: Window) -> float:
+    def seconds(self, exchange: str, window: Window) -> float:
         """Of attention in 16 bits on the rank that has the most to compute."""
         seqlen, (q, _, v) = self.cut.seqlen, self.qkv
         of_ranks = [sum(pairs(chunk, seqlen, *window) for chunk in chunks) for chunks in self.cut.chunks]
-        most = max(of_ranks) if way == "keys" else sum(of_ranks) / len(of_ranks)
+        most = max(of_ranks) if exchange == "keys" else sum(of_ranks) / len(of_ranks)
         return 2 * most * (q.shape[-1] + v.shape[-1]) * q[..., 0, :, 0].numel() / FLOPS
