@@ -7,6 +7,7 @@ host. Places of a rank that has fewer tokens than ``max_tokens`` have ids of no 
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from itertools import islice
 from typing import Any, get_args
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.calls import autocast
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Options, Rows, Tensors, checked
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.operator import experts_rows
@@ -68,24 +70,38 @@ def expert_parallel_moe(
     """
     given = (hidden, gate_up_local, down_local, top_k_weights, top_k_ids)
     tensors, options = _agreed(given, workspace, combine, options)
-    (x, gate_up, down, weights, ids), experts = tensors, tensors[1:3]
+    (x, _, _, weights, ids), experts = tensors, tensors[1:3]
     shape, (x, weights, ids) = x.shape, (one.reshape(-1, one.shape[-1]) for one in (x, weights, ids))
-    reduced = combine == "reduced"
-    gathered = _gathered(workspace, x, weights if reduced else weights.detach(), ids)
-    if (rows := _rows(workspace, gathered, experts, options)) is not None:
-        out = workspace.transport.sent(rows, gathered[1] if reduced else None, weights, ids)
-    elif reduced:
-        everyones_x, everyones_weights, local_ids = gathered
-        partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
-        out = _Sum.apply(workspace, partial, len(x))  # type: ignore[no-untyped-call]
-    else:
-        pairs = _pairs(workspace, gathered, experts, options)
-        out = _Combine.apply(workspace, pairs, weights, ids, gathered[1])  # type: ignore[no-untyped-call]
+    try:
+        out = _by_all_ranks(workspace, combine, x, experts, weights, ids, options)
+    except Explained as found:
+        words = f"{found.decision.reason}; tokens and results go by {workspace.transport}: {workspace.cost(combine)}"
+        raise Explained(replace(found.decision, reason=words)) from None
     return unviewed(out, shape)
 
 
+def _by_all_ranks(
+    workspace: ExpertWorkspace, combine: Combine, x: torch.Tensor, experts: Given, weights: torch.Tensor, ids: torch.Tensor,
+    options: dict[str, Any],
+) -> torch.Tensor:  # fmt: skip
+    """[T, H] of this rank's tokens."""
+    reduced = combine == "reduced"
+    gathered = _gathered(workspace, x, weights if reduced else weights.detach(), ids)
+    if (rows := _rows(workspace, gathered, experts, options)) is not None:
+        return workspace.transport.sent(rows, gathered[1] if reduced else None, weights, ids)
+    if reduced:
+        (everyones_x, everyones_weights, local_ids), (gate_up, down) = gathered, experts
+        partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
+        return _Sum.apply(workspace, partial, len(x))  # type: ignore[no-any-return,no-untyped-call]
+    pairs = _pairs(workspace, gathered, experts, options)
+    return _Combine.apply(workspace, pairs, weights, ids, gathered[1])  # type: ignore[no-any-return,no-untyped-call]
+
+
 def _gathered(workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Gathered:
-    """What ``Transport.dispatch`` returns, as part of PyTorch's graph where there is one."""
+    """What ``Transport.dispatch`` returns, as part of PyTorch's graph where there is one. Explaining sends nothing."""
+    if is_explaining():
+        of_all = workspace.ranks * workspace.max_tokens
+        return x.new_empty(of_all, x.shape[1]), weights.new_empty(of_all, weights.shape[1]), ids.new_zeros(of_all, ids.shape[1])
     if torch.is_grad_enabled():
         return _Gather.apply(workspace, x, weights, ids)  # type: ignore[no-any-return,no-untyped-call]
     return workspace.transport.dispatch(x, weights, ids, kept=False)
