@@ -73,7 +73,7 @@ def wrong_losses(leaf: torch.Tensor, dweights: torch.Tensor, options: Options) -
         "load": (losses_triton.bind(leaf.detach(), ids)(leaf.detach(), ids).load, load),
     }
     found = [name for name, (one, right) in pairs.items() if not (one - right).abs().max() <= 2.0**-21 * right.abs().max()]
-    of_all = [backward._by_pytorch(options, one, ids, dweights, *into, load) for one in (leaf.detach().float(), wide)]
+    of_all = [backward._by_pytorch(options, one, ids, dweights, *into, load) for one in (leaf.detach(), wide)]
     plain, right = of_all
     return found + wrong_by(got, right, plain, UNIT[leaf.dtype] * right.abs().max(), "gradient with losses")
 
