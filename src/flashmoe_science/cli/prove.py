@@ -49,8 +49,8 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
-            help="module:function or file.py:function of your own; documents, long, decode, chunked, serving, train, moe, "
-            "moe-formats, moe-train and others (a name that is none lists all), or the text of a problem.",
+            help="module:function or file.py:function of your own; documents, long, decode, serving, train or another suite "
+            "(a name that is none lists them all), or the text of a problem.",
         ),
     ] = None,
     kernel: Annotated[
