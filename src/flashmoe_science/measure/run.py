@@ -14,6 +14,7 @@ from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
 from flashmoe_science.measure.request import Request, groups, subjects_and_rivals
 from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
+from flashmoe_science.operations import OPERATIONS, kernel_named
 from flashmoe_science.store import RunWriter
 
 
@@ -26,6 +27,9 @@ class Plan:
         self.request, self.bench = request, bench_here()
         self.groups = groups(request, self.bench.gpu)
         self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
+        known = {kernel.name for op in OPERATIONS for kernel in op.kernels()}
+        for name in set(request.kernel) - known:
+            kernel_named(name, self.groups[0].op)  # raises, and lists those that there are
         builds = self.bench.gpu is None and not request.functions
         ops = {group.op for group in self.groups}
         self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)

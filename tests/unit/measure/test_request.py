@@ -9,6 +9,7 @@ import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.request import Entry, Request, groups, of_kernel, rivals_of, subjects_and_rivals
+from flashmoe_science.measure.run import Plan
 from flashmoe_science.operations import kernel_named, operation, parse_problem
 
 H200 = gpu_named("h200")
@@ -86,3 +87,8 @@ def test_several_kernels_of_ours_are_subjects_by_their_names() -> None:
     assert [one.name for one in subjects_and_rivals(request, group, H200)[0]] == ["fwd_triton", "fwd_gluon_sm90"]
     with pytest.raises(ValueError, match="'short_gluon' can serve none of the problems here"):
         subjects_and_rivals(replace(request, kernel=("fwd_triton", "short_gluon")), group, H200)
+
+
+def test_a_name_of_no_kernel_is_refused_beside_one_that_is_built() -> None:
+    with pytest.raises(ValueError, match="nope"):
+        Plan(Request(kernel=("fwd_triton", "nope")))
