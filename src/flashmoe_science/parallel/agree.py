@@ -29,14 +29,20 @@ def compares(x: object) -> bool:
     return not is_explaining() and (CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu")
 
 
-def agree(group: dist.ProcessGroup, facts: dict[str, object], refused: Exception | None, compare: bool = True) -> None:
-    """Raise what this rank refuses, or ValueError where another rank refuses or has other facts. Every rank calls it.
+@contextmanager
+def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str, object]]:
+    """A block that checks the arguments of a call, and fills in the facts of them, by name, that all ranks must have alike.
+    Every rank runs it. At its end it raises the TypeError or ValueError by which this rank refuses, or ValueError where another
+    rank refuses or has other facts.
 
     Args:
-        facts: by name.
-        refused: what this rank would raise.
         compare: send both to the other ranks; else this rank's own refusal is all that is known.
     """
+    facts, refused = dict[str, object](), None
+    try:
+        yield facts
+    except (TypeError, ValueError) as error:
+        refused = error
     everyone: list[tuple[dict[str, object], str]] = []
     if compare:
         everyone = [(facts, "")] * group.size()

@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.front.flash import check_dimensions, checked
 from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.calls import is_plain, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
-from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.choose import Exchanges, Window
 from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
@@ -82,26 +82,23 @@ def context_attention(
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
             call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for ever.
     """
-    ranks, checked, refused = process_group(group), compares(q), None
-    facts: dict[str, object] = {}
-    try:
+    ranks, checked = process_group(group), compares(q)
+    with agreed(ranks, checked) as facts:
         options = _options(q, k, v, causal, window_size, softcap, cu_seqlens, deterministic)
         call = _Call(options, softmax_scale, s_aux, cu_seqlens, max_seqlen, exchange, workspace)
         cut = cut_of_shard(q.shape[-3], seqlen, ranks, layout)
         _check_shards(q, k, v, call, cut, checked)
-        facts = _facts(q, k, v, call, layout, seqlen) if checked else {}
-    except (TypeError, ValueError) as error:
-        refused = error
-    agree(ranks, facts, refused, checked)
+        facts |= _facts(q, k, v, call, layout, seqlen) if checked else {}
     needed = [[_keys(chunk, cut.seqlen, options) for chunk in chunks] for chunks in cut.chunks]
     exchanges = Exchanges((q, k, v), cut, needed, workspace)
-    by = _by_heads if exchanges.chosen(exchange)[0] == "heads" else _by_keys
     try:
         if q.is_meta and is_explaining():
             raise Explained(
                 Decision("context_attention", Config(), "tensors on meta, for which no kernel is chosen", "modelled")
             )
-        return by(q, k, v, call, cut, needed)
+        if exchanges.chosen(exchange)[0] == "heads":
+            return _by_heads(q, k, v, call, cut)
+        return _by_keys(q, k, v, call, cut, needed)
     except Explained as found:
         window = None if cu_seqlens is not None else _window(options)
         raise Explained(exchanges.explained(found.decision, exchange, window)) from None
@@ -182,7 +179,7 @@ def _by_keys(
     return torch.cat(found, -3) if whole is None else whole
 
 
-def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, _: list[list[range]]) -> torch.Tensor:
+def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> torch.Tensor:
     """The attention of all tokens in this rank's share of the heads, as this rank's tokens in all heads."""
     sinks, heads, whole = call.sinks, q.shape[-2] // cut.group.size(), range(cut.seqlen)
     call = call._replace(sinks=None if sinks is None else sinks.narrow(0, cut.group.rank() * heads, heads))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashmoe_science.ops.attention.call.checks import check_count
-from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.layout import Cut, process_group
 from flashmoe_science.parallel.symmetric import Symmetric, why_no_symmetric
 
@@ -54,14 +54,12 @@ class ContextWorkspace:
     """
 
     def __init__(self, group: object, max_bytes: int) -> None:
-        self.group, refused = process_group(group), None
-        try:
+        self.group = process_group(group)
+        with agreed(self.group) as facts:
+            facts["max_bytes"] = max_bytes
             check_count(max_bytes, "max_bytes", 1)
             if why := why_no_symmetric(self.group):
                 raise ValueError(f"a ContextWorkspace is asked for, and {why}")
-        except (TypeError, ValueError) as error:
-            refused = error
-        agree(self.group, {"max_bytes": max_bytes}, refused)
         self.max_bytes = max_bytes
         self._memory = Symmetric(self.group, max_bytes)
         self._buffers = [self._memory.of(rank) for rank in range(self.group.size())]

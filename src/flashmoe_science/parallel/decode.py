@@ -13,7 +13,7 @@ from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
 from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.transport import gathered
 from flashmoe_science.serving import flash_attn_with_kvcache
@@ -64,10 +64,10 @@ def context_decode(
             call compares the arguments of all ranks, and all raise; else a rank may raise alone, and others wait for it until
             the time limit of the group.
     """
-    ranks, compare, refused, facts = process_group(group), compares(q), None, dict[str, object]()
-    try:
+    ranks, compare = process_group(group), compares(q)
+    with agreed(ranks, compare) as facts:
         _check(q, cache_seqlens, k_cache, v_cache, k, v)
-        facts = {
+        facts |= {
             "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None, "s_aux is None": s_aux is None,
             "the heads of k_cache": tuple(k_cache.shape[2:]), "the heads of v_cache": tuple(v_cache.shape[2:]),
             "softmax_scale": softmax_scale, "softcap": softcap, "rotary_cos is None": rotary_cos is None,
@@ -89,9 +89,6 @@ def context_decode(
             rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux if rank == 0 else None, kernel=kernel,
             return_softmax_lse=True, **new,
         )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        refused = error
-    agree(ranks, facts, refused, compare)
     wide = torch.promote_types(out.dtype, lse.dtype)
     part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
     (parts,) = gathered(ranks, part)

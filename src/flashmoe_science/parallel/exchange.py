@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from flashmoe_science.ops.explain import is_explaining
-from flashmoe_science.parallel.agree import agree, compares, waiting
+from flashmoe_science.parallel.agree import agreed, compares, waiting
 from flashmoe_science.parallel.copies import ContextWorkspace
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of, process_group
 
@@ -33,15 +33,12 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
         TypeError, ValueError: as ``shard``, or a shard that this rank cannot have. On the CPU, and with FLASHMOE_CHECK=1 in the
             environment, each call compares the arguments of all ranks, and all raise.
     """
-    ranks, compare, refused, facts = process_group(group), compares(x), None, dict[str, object]()
-    try:
+    ranks = process_group(group)
+    with agreed(ranks, compares(x)) as facts:
         found = cut_of_shard(length_of(x, dim), seqlen, ranks, layout)
         shape = x.movedim(dim, 0).shape[1:]
-        facts = {"layout": layout, "seqlen": found.seqlen, "x.dtype": str(x.dtype), "the other dimensions of x": tuple(shape)}
+        facts |= {"layout": layout, "seqlen": found.seqlen, "x.dtype": str(x.dtype), "the other dimensions of x": tuple(shape)}
         facts["x.requires_grad"] = x.requires_grad
-    except (TypeError, ValueError) as error:
-        refused = error
-    agree(ranks, facts, refused, compare)
     ((whole,),) = fetch((x.movedim(dim, 0),), found, [[range(found.seqlen)]] * len(found.chunks))
     return whole.movedim(0, dim)
 

@@ -22,7 +22,7 @@ from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Options, Rows, Tensors, checked
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.operator import experts_rows
-from flashmoe_science.parallel.agree import agree, compares
+from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.transport import of_places, sums_of
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 
@@ -133,19 +133,15 @@ def _agreed(
     compare theirs."""
     if not isinstance(workspace, ExpertWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be an ExpertWorkspace")
-    refused, facts, compare = None, dict[str, object](), compares(given[0])
-    arguments: dict[str, Any] = {}
-    try:
+    compare = compares(given[0])
+    with agreed(workspace.group, compare) as facts:
         bound = _SIGNATURE.bind(*given, **options)
         bound.apply_defaults()
-        arguments = {name: _local(name, one, workspace) for name, one in bound.arguments.items()}
+        arguments: dict[str, Any] = {name: _local(name, one, workspace) for name, one in bound.arguments.items()}
         tensors = tuple(arguments.values())[: len(given)]
         tensors = (autocast(tensors[:3]) or tensors[:3]) + tensors[3:]
         _check_call(tensors, arguments, workspace, combine)
-        facts = _facts(tensors, arguments, combine) if compare else {}
-    except (TypeError, ValueError) as error:
-        refused = error
-    agree(workspace.group, facts, refused, compare)
+        facts |= _facts(tensors, arguments, combine) if compare else {}
     return tensors, dict(islice(arguments.items(), len(given), None))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.moe.call import DTYPES
-from flashmoe_science.parallel.agree import agree
+from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.cost import Cost
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.symmetric import is_on_one_host, why_no_symmetric
@@ -57,13 +57,10 @@ class ExpertWorkspace:
     ) -> None:
         self.group = process_group(group)
         sizes = {"max_tokens": max_tokens, "hidden": hidden, "top_k": top_k, "experts": experts}
-        refused = None
-        try:
+        with agreed(self.group) as facts:
+            facts |= {**sizes, "dtype": str(dtype), "transport": transport}
             _check(sizes, dtype, self.group.size())
             _check_transport(transport, self.group)
-        except (TypeError, ValueError) as error:
-            refused = error
-        agree(self.group, {**sizes, "dtype": str(dtype), "transport": transport}, refused)
         if transport is None:
             transport = "symmetric" if not why_no_symmetric(self.group) and is_on_one_host(self.group) else "collectives"
         self.max_tokens, self.hidden, self.top_k, self.experts, self.dtype = max_tokens, hidden, top_k, experts, dtype
