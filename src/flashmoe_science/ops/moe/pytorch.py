@@ -274,8 +274,11 @@ def _is_laid_out(one: torch.Tensor) -> bool:
 
 
 def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:
-    """Each row and its expert's bias, if there are biases, rounded as the rows are."""
-    return rows if bias is None else rows + bias[experts].to(rows.dtype)
+    """Each row and its expert's bias, if there are biases, rounded as the rows are. A gradient is summed in fp32 on a GPU: that
+    of an index, as transformers has it, is too far off."""
+    if bias is None:
+        return rows
+    return rows + (F.embedding(experts, bias) if isinstance(experts, torch.Tensor) else bias[experts]).to(rows.dtype)
 
 
 def as_multiplied(rows: torch.Tensor, activation: Activation) -> torch.Tensor:

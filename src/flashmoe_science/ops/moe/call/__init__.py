@@ -299,8 +299,6 @@ def _checked_weights(
             raise TypeError(f"{name} has dtype {tensor.dtype} and hidden_states {hidden_states.dtype}; they must be the same")
     if form is not None:
         gate_up_proj, down_proj = codes_of(gate_up_proj), codes_of(down_proj)
-    if hidden_states.device.type not in ("cpu", "cuda") and not is_assumed():
-        raise ValueError(f"hidden_states is on device {hidden_states.device}; it must be on a CPU or a CUDA device")
     if hidden_states.dim() < 1:
         raise ValueError("hidden_states has no dimension; its last one must be the model's")
     for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):

@@ -29,19 +29,14 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
     rows = as_multiplied(x, activation)[order // top_k]
-    both = _add_embedded(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
+    both = add_bias(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
     down = functional.grouped_mm(as_multiplied(activate(both, activation), activation), w2.transpose(1, 2), offs=ends)
-    down = _add_embedded(down, down_bias, by_expert)
+    down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(tokens, top_k)
     weights = topk_weights.to(x.dtype)
     if weights.requires_grad:
         return (down[row_of_pair] * weights[:, :, None]).sum(1)
     return summed(down, row_of_pair, weights)
-
-
-def _add_embedded(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
-    """``add_bias``, whose gradient is summed in fp32 on a GPU. That of an index, as transformers has it, is too far off."""
-    return rows if bias is None else rows + torch.nn.functional.embedding(experts, bias.to(rows.dtype))
 
 
 def summed(rows: torch.Tensor, row_of_pair: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
