@@ -14,7 +14,6 @@ from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
 from flashmoe_science.measure.request import Request, groups, subjects_and_rivals
 from flashmoe_science.measure.session import NOTHING_EARLIER, Earlier, Outcome, Session, Watch
-from flashmoe_science.operations import OPERATIONS, kernel_named
 from flashmoe_science.store import RunWriter
 
 
@@ -27,14 +26,12 @@ class Plan:
         self.request, self.bench = request, bench_here()
         self.groups = groups(request, self.bench.gpu)
         self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
-        known = {kernel.name for op in OPERATIONS for kernel in op.kernels()}
-        for name in set(request.kernel) - known:
-            kernel_named(name, self.groups[0].op)  # raises, and lists those that there are
         builds = self.bench.gpu is None and not request.functions
         ops = {group.op for group in self.groups}
         self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
-        # Without a GPU a kernel of ours that is named is built, and there is nothing of it to time.
-        self.timed = () if request.functions or (self.to_build and request.kernel) else self.groups
+        # Without a GPU kernels of ours that are named are built, and there is nothing of them to time.
+        built = {one.name for one in self.to_build} if request.kernel else set()
+        self.timed = () if request.functions or (built and built >= set(request.kernel)) else self.groups
         for group in self.timed:
             subjects_and_rivals(request, group, self.bench.gpu)
         self.found: list[str] = []  # what a run without a GPU found, in words
