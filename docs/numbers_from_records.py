@@ -234,7 +234,7 @@ class Numbers:
             if lost := [row for row in slower if row.suite == suite]:
                 title = next((title for title, suites in CASES.items() if suite in suites), suite)
                 mean, least = geometric_mean(_intervals(lost)).ratio, lost[0].ratio or 0.0
-                worst = f"{_short(least)}x of {lost[0].rival}: `{lost[0].problem}`"
+                worst = f"{_short(least)}x of {lost[0].rival}: `{lost[0].problem}` ({lost[0].gpu})"
                 lines.append(f"| {title} | {len(lost)} of {all_there} | {_short(mean)}x | {worst} |")
         return "\n".join(lines)
 

@@ -86,7 +86,7 @@ def test_losses_are_counted_by_suite(numbers) -> None:
     )
     first, *_, lost = found.losses().splitlines()
     assert first == "By device time a peer is faster on 2 of 3 problems:"
-    assert lost == "| long prompts, 512 to 16k tokens | 2 of 2 | 0.63x | 0.50x of fa4: `attn b1 h1 q4096 d64 fp16` |"
+    assert lost == "| long prompts, 512 to 16k tokens | 2 of 2 | 0.63x | 0.50x of fa4: `attn b1 h1 q4096 d64 fp16` (h200) |"
     assert "a peer is faster on 1 of 1 problems" in numbers(asked).losses()
     assert numbers(row("attn b1 h1 q64 d64 fp16", 2.0)).losses() == "No peer is faster by device time on any of 1 problem."
 
