@@ -111,6 +111,7 @@ def calls() -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
             decode | {"k": zeros(2, 1, 2, 64), "v": zeros(2, 1, 2, 64)},
         ),
         "fused_moe, a token": (fms.fused_moe, experts(1)),
+        "fused_moe, a token, int4": (fms.fused_moe, experts(1) | fms.quantize_experts(*random_weights(), "int4_g128")),
         "fused_moe": (fms.fused_moe, experts(1024)),
     }
 
@@ -119,6 +120,10 @@ def experts(tokens: int) -> dict[str, Any]:
     weights = {"gate_up_proj": zeros(8, 512, 256), "down_proj": zeros(8, 256, 256)}
     routing = {"top_k_weights": torch.rand(tokens, 2), "top_k_ids": zeros(tokens, 2, dtype=torch.int64)}
     return {"hidden_states": zeros(tokens, 256), **weights, **routing}
+
+
+def random_weights() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(8, 512, 256), torch.rand(8, 256, 256)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ MOST: Counted = {
     "flash_attn_with_kvcache": (["flashmoe_decode_gluon", "flashmoe_merge_triton"], 16),
     "flash_attn_with_kvcache, append": (["flashmoe_split_triton", "flashmoe_merge_triton"], 16),
     "fused_moe, a token": (["flashmoe_moe_gemv_up", "flashmoe_moe_gemv_down"], 14),
+    "fused_moe, a token, int4": (["flashmoe_moe_gemv_up_gluon", "flashmoe_moe_gemv_down_gluon"], 14),
     "fused_moe": (
         ["flashmoe_moe_rows", "flashmoe_moe_up_gluon_sm90", "flashmoe_moe_down_gluon_sm90", "flashmoe_moe_combine"],
         22,

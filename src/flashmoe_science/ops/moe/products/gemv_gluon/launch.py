@@ -10,7 +10,7 @@ import torch
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device
-from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, argument, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import Build, Grid, Pointer, address, allocator, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoELaunch, Shape, activation_of, check_sums_alone, contiguous
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.formats import in_bytes, scales_in_format
@@ -136,9 +136,15 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)
-            of_up = address(gate_up_scale), argument(gate_up_zero_point), argument(gate_up_bias)
-            launch_up(address(x), address(w1), *of_up, chosen, rows)
-            of_down = address(down_scale), argument(down_zero_point), argument(down_bias)
+            # Not by ``argument``: a host waits for each Python call of a token's.
+            zeros_up, zeros_down, bias_up, bias_down = (
+                None if gate_up_zero_point is None else address(gate_up_zero_point),
+                None if down_zero_point is None else address(down_zero_point),
+                None if gate_up_bias is None else address(gate_up_bias),
+                None if down_bias is None else address(down_bias),
+            )
+            launch_up(address(x), address(w1), address(gate_up_scale), zeros_up, bias_up, chosen, rows)
+            of_down = address(down_scale), zeros_down, bias_down
             launch_down(rows, address(w2), *of_down, chosen, address(weights), address(out))
             return out
 
