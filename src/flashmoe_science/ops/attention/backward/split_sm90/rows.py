@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from flashmoe_science.ops.attention.backward.copied import Builds, Start
-from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, sequence_of_tile
+from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS, ROWS_WARPS, Sizes
 from flashmoe_science.ops.attention.call.backward import Saved
 from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
@@ -42,11 +42,7 @@ def flashmoe_bwd_rows_triton(
     inside = row < rows
     place = row
     if cu_seqlens_q is not None:
-        number = sequence_of_tile(cu_seqlens_q, batches, pid % tiles * BLOCK_M // QUERIES, QUERIES)
-        begin = tl.load(cu_seqlens_q + number)
-        end = tl.load(cu_seqlens_q + number + 1, mask=number < batches, other=0)
-        row += begin - (begin // QUERIES + number) * QUERIES
-        inside = row < end
+        row, inside = packed_rows_at(place, pid % tiles * BLOCK_M // QUERIES, cu_seqlens_q, batches, 0, QUERIES)
     mask = inside[:, None] & (dim < DV)[None, :]
     o = tl.load(out + batch * stride_ob + head * stride_oh + row[:, None] * stride_om + dim, mask=mask, other=0.0)
     do = tl.load(dout + batch * stride_dob + head * stride_doh + row[:, None] * stride_dom + dim, mask=mask, other=0.0)
