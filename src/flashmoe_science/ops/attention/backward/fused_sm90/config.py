@@ -8,16 +8,18 @@ from flashmoe_science.ops.attention.backward.split_sm90 import config as split
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.launch import cdiv
 
 KEYS, QUERIES = split.KEYS, split.QUERIES  # of one of two consumers; of a step, and of a program that sums rows
 WIDTH = 64  # columns of the tiles
 TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
+SERVED = ("window", "sinks", "packed")
 THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, ())
+    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, SERVED)
     if refused is None and max(split.widths(problem)) > WIDTH:
         return f"head dimensions up to {WIDTH}, not {max(problem.head_dim, problem.head_dim_v)}"
     return refused
@@ -33,5 +35,6 @@ def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
 
 
 def heads_together(sizes: split.Sizes) -> int:
-    """Heads of keys of a set, whose tiles of keys start in turns."""
-    return max(TOGETHER // sizes.tiles, 2)
+    """Heads of keys of a set, whose tiles of keys start in turns. Of packed sequences one of the mean length counts: each has
+    turns of its own, so that more of its tiles would only wait for each other."""
+    return max(TOGETHER // cdiv(sizes.tiles, sizes.sequences or 1), 2)

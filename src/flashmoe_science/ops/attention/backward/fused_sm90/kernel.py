@@ -27,6 +27,7 @@ from flashmoe_science.ops.attention.backward.fused_sm90.config import QUERIES, T
 from flashmoe_science.ops.attention.backward.fused_sm90.launch import FINISH, FINISH_WARPS, FusedBackwardLauncher, parts_of
 from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS_WARPS, sizes_of
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
+from flashmoe_science.ops.attention.device.sinks_triton import SINKS_WARPS
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.launch import workspace_bytes
 
@@ -35,15 +36,18 @@ NAME = "bwd_fused_gluon_sm90"
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
     """Bytes of what stands between the launches."""
-    return workspace_bytes(parts_of(problem.batch * problem.heads * sizes_of(problem, config).padded))
+    sizes = sizes_of(problem, config)
+    return workspace_bytes(parts_of(sizes.batch * problem.heads * sizes.padded))
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     sizes = sizes_of(problem, config)
-    rows = problem.batch * problem.heads * sizes.padded
-    tiles = problem.batch * problem.heads_kv * sizes.tiles
+    rows = sizes.batch * problem.heads * sizes.padded
+    tiles = sizes.batch * problem.heads_kv * sizes.tiles
+    of_sinks = Launch("^flashmoe_bwd_dsinks_triton$", (problem.heads, 1, 1), 32 * SINKS_WARPS)
     return (
         Launch("^flashmoe_bwd_rows_triton$", (rows // QUERIES, 1, 1), 32 * ROWS_WARPS),
+        *([of_sinks] if problem.features.sinks else []),
         Launch("^flashmoe_bwd_fused_gluon_sm90$", (tiles, 1, 1), THREADS),
         Launch("^flashmoe_bwd_scaled_triton$", (rows // FINISH, 1, 1), 32 * FINISH_WARPS),
     )

@@ -92,6 +92,14 @@ class Sizes(NamedTuple):
         return most * QUERIES // self.block_m
 
     @property
+    def of_band(self) -> tuple[int | None, ...]:
+        """The last integers of kernels over keys and over queries, None for those that a call has no use of."""
+        if not self.band:
+            return (None,) * 5
+        packed = (self.sequences, self.seqlen_q, self.seqlen_k) if self.sequences else (None,) * 3
+        return (self.band, self.begin, *packed)
+
+    @property
     def unit(self) -> int:
         """The fewest steps that a wave may have; it has a multiple of them."""
         return self.band or QUERIES // self.block_m

@@ -10,7 +10,12 @@ from flashmoe_science.ops.attention.backward.copied import Builds, Start
 from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS, ROWS_WARPS, Sizes
 from flashmoe_science.ops.attention.call.backward import Saved
-from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
+from flashmoe_science.ops.attention.device.sinks_triton import (
+    PARTS_AT_ONCE,
+    SINKS_WARPS,
+    flashmoe_bwd_dsinks_triton,
+    sink_gradient,
+)
 from flashmoe_science.ops.attention.device.strided import in_units
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Pointer, stand_in, stride_class, stride_unit
@@ -74,3 +79,11 @@ def bind_rows(
     key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
     build = builds.get(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
     return build.bound((sizes.padded // block_m * sizes.batch * heads, 1, 1), *numbers, *constexprs)
+
+
+def bind_sinks(builds: Builds, of_sinks: Pointer, sizes: Sizes, rows: int) -> Start:
+    """The launch that adds what each program of ``rows`` rows found of the sinks' gradient."""
+    parts = sizes.padded // rows * sizes.batch
+    arguments = (Pointer(torch.float32), of_sinks, parts, PARTS_AT_ONCE)
+    build = builds.get(None, flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
+    return build.bound((sizes.heads_kv * sizes.group, 1, 1), parts, PARTS_AT_ONCE)
