@@ -8,27 +8,27 @@ import triton.language as tl
 from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.device.strided import in_units
 
-SIZES = ("heads", "rows", "padded", "batches")
+SIZES = ("heads", "rows", "padded", "unseen", "batches")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_scaled_triton(
-    sums, turns, dq, cu_seqlens_q, scale, stride_b, stride_h, stride_m, heads, rows, padded, batches,
+    sums, turns, dq, cu_seqlens_q, scale, stride_b, stride_h, stride_m, heads, rows, padded, unseen, batches,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale times the sums, [B, H, padded, WIDTH], of a tile of rows of a head. ``turns``: how many programs added to a
-    tile of QUERIES; where none did no query sees a key, and the sums were never written."""
+    """dQ = scale times the sums, [B, H, padded, WIDTH], of a tile of rows of a head. No program wrote the sums of queries that
+    see no key: the first ``unseen``, or of windows and packed sequences those of tiles that ``turns`` counts none for."""
     if UNIT > 1:
         stride_b, stride_h, stride_m = in_units(stride_b, stride_h, stride_m, UNIT)
     tiles = padded // BLOCK_M
     pid = tl.program_id(0)
     head_all = (pid // tiles).to(tl.int64)
-    place, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64), tl.arange(0, WIDTH)
+    place, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
     row, inside = place, place < rows
     if cu_seqlens_q is not None:
         row, inside = packed_rows_at(place, pid % tiles * BLOCK_M // QUERIES, cu_seqlens_q, batches, rows, QUERIES)
-    mask = inside[:, None] & (dim < D)[None, :]
-    added = tl.load(turns + pid * BLOCK_M // QUERIES) > 0
-    found = tl.load(sums + (head_all * padded + place)[:, None] * WIDTH + dim, mask=mask & added, other=0.0)
-    to = dq + head_all // heads * stride_b + head_all % heads * stride_h + row[:, None] * stride_m + dim
-    tl.store(to, (found * scale).to(dq.dtype.element_ty), mask=mask)
+    inside &= dim < D
+    written = row >= unseen if turns is None else tl.load(turns + pid * BLOCK_M // QUERIES) > 0
+    found = tl.load(sums + (head_all * padded + place) * WIDTH + dim, mask=inside & written, other=0.0)
+    to = dq + head_all // heads * stride_b + head_all % heads * stride_h + row * stride_m + dim
+    tl.store(to, (found * scale).to(dq.dtype.element_ty), mask=inside)

@@ -90,6 +90,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         finish = self._bind_finish(of_dq, sizes, lengths[0])
         parts = parts_of(heads * batch * sizes.padded)
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
+        banded = sizes.band > 0
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = new(*of_dq), new(*of_dk), new(*of_dv)
@@ -106,7 +107,7 @@ class FusedBackwardLauncher(BackwardLauncher):
                 add_sinks(partials, argument(dsinks))
             for start in fused.starts:
                 start(*encoded(fused, (q, k, v, dout, lse, delta, dk, dv, sums)), turns, *lengths, scale)
-            finish(sums, turns, argument(dq), lengths[0], scale)
+            finish(sums, turns if banded else None, argument(dq), lengths[0], scale)
             del memory
             return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, dsinks, None)
 
@@ -134,9 +135,11 @@ class FusedBackwardLauncher(BackwardLauncher):
 
     def _bind_finish(self, of_dq: TensorLike, sizes: Sizes, starts: Pointer | None) -> Start:
         strides, heads = of_dq.strides[:3], sizes.heads_kv * sizes.group
-        numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, sizes.sequences or None)
+        counted = Pointer(torch.int32) if sizes.band else None
+        unseen = None if sizes.band else max(0, -sizes.offset)
+        numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, unseen, sizes.sequences or None)
         constexprs = (of_dq.shape[3], WIDTH, FINISH, stride_unit(strides))
-        pointers = (Pointer(torch.float32), Pointer(torch.int32), Pointer(of_dq.dtype), starts)
+        pointers = (Pointer(torch.float32), counted, Pointer(of_dq.dtype), starts)
         key = (stride_class(strides), constexprs)
         arguments = (*pointers, 0.5, *numbers, *constexprs)
         build = self._builds.get(key, flashmoe_bwd_scaled_triton, arguments, num_warps=FINISH_WARPS)

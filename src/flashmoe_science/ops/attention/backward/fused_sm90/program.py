@@ -85,7 +85,7 @@ class Work(NamedTuple):
     beyond: Any = NONE  # of a window: before it every query sees all of the keys
     begin: Any = NONE  # of a window: query i sees keys from i + begin on
     sequence: Any = NONE
-    first_row: Any = NONE  # of a packed sequence, among a head's sums over rows
+    first_row: Any = NONE  # of a sequence, among a head's sums over rows; None of what is neither
 
 
 @gluon.jit
@@ -120,7 +120,7 @@ def _load(descs, smem, barriers, work):
     state = first_stage()
     for step in range(_steps(work)):
         one, tile = _place(work, step)
-        origin = origin_of(None if work.sequence is None else work.sequence.queries, work.batch, work.head * work.group + one)
+        origin = origin_of(None if work.first_row is None else work.sequence.queries, work.batch, work.head * work.group + one)
         row = tile * _QUERIES
         number = (work.first_head + one) * (work.tiles_m * _QUERIES) + row + _begin(work)
         mbarrier.wait(barriers.queries.empty.index(state.stage), state.phase ^ 1)
@@ -157,7 +157,7 @@ def _half(
             masked |= tile >= work.beyond
         if masked:
             key = work.nth * (2 * _KEYS) + PART * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, layout))
-            if work.sequence is None:
+            if work.first_row is None:
                 last = tile * _QUERIES + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, layout)) + work.offset
                 p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
             else:
@@ -211,7 +211,7 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
     as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
     fence_async_shared()
     barrier()
-    origin = origin_of(None if work.sequence is None else work.sequence.every_key, work.batch, work.head)
+    origin = origin_of(None if work.first_row is None else work.sequence.every_key, work.batch, work.head)
     row = work.nth * (2 * _KEYS) + PART * _KEYS
     tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
     tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
@@ -300,9 +300,12 @@ def flashmoe_bwd_fused_gluon_sm90(
         first_key = nth * (2 * _KEYS)
         band = band_of_keys(sequence, begin, first_key, _QUERIES, 2 * _KEYS)
         tiles_n = (sequence.seqlen_k + 2 * _KEYS - 1) // (2 * _KEYS)
-        beyond = None if begin is None else band.beyond
-        span = (band.high - band.low, band.low, 1, band.whole, beyond, begin, sequence, sequence.first_row)
-        of_keys, seqlen_k, offset = sequence.keys, sequence.seqlen_k, sequence.offset
+        work = Work(
+            head // heads_kv, head % heads_kv, head * group, group, nth, sequence.seqlen_k, sequence.offset, tiles_m, tiles_n,
+            band.high - band.low, band.low, 1, band.whole, None if begin is None else band.beyond, begin, sequence,
+            0 if sequence.first_row is None else sequence.first_row,
+        )  # fmt: skip
+        of_keys = sequence.keys
     else:
         nth = gl.where(rising, tiles_n - 1 - nth, nth)
         first_key = nth * (2 * _KEYS)
@@ -313,11 +316,11 @@ def flashmoe_bwd_fused_gluon_sm90(
             whole = gl.where(first_key + 2 * _KEYS > seqlen_k, tiles_m, gl.minimum(gl.maximum(whole, low), tiles_m))
         else:
             whole = low
+        batch, place = head // heads_kv, head % heads_kv
         start, stride = gl.where(rising, low, tiles_m - 1), gl.where(rising, 1, -1)
         span = (tiles_m - low, start, stride, whole)
+        work = Work(batch, place, head * group, group, nth, seqlen_k, offset, tiles_m, tiles_n, *span)
         of_keys = None
-    batch, place = head // heads_kv, head % heads_kv
-    work = Work(batch, place, head * group, group, nth, seqlen_k, offset, tiles_m, tiles_n, *span)
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
