@@ -20,9 +20,9 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops.attention.backward import copied
+from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes, sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90 import launch
 from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
-from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     BUDGET,

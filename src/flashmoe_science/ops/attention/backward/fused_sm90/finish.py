@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, packed_rows_at
+from flashmoe_science.ops.attention.device.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.device.strided import in_units
 
 SIZES = ("heads", "rows", "padded", "unseen", "batches")

@@ -20,11 +20,11 @@ from flashmoe_science.ops.attention.backward.copied import (
     rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, WIDTH, heads_together
+from flashmoe_science.ops.attention.backward.fused_sm90.config import WIDTH, heads_together
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.config import Sizes, sizes_like
-from flashmoe_science.ops.attention.backward.split_sm90.rows import bind_rows, bind_sinks
+from flashmoe_science.ops.attention.backward.rows import bind_rows, bind_sinks
+from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardLaunch,

@@ -13,18 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.band import (
-    KEYS,
-    NONE,
-    QUERIES,
-    Packed,
-    Sequence,
-    band_of_keys,
-    number_of_sequence,
-    origin_of,
-    seen_alone,
-    sequence_at,
-)
 from flashmoe_science.ops.attention.backward.split_sm90.columns import (
     keep,
     layout_of,
@@ -35,6 +23,18 @@ from flashmoe_science.ops.attention.backward.split_sm90.columns import (
     start_columns,
     start_over_columns,
     wait_for_columns,
+)
+from flashmoe_science.ops.attention.device.band import (
+    KEYS,
+    NONE,
+    QUERIES,
+    Packed,
+    Sequence,
+    band_of_keys,
+    number_of_sequence,
+    origin_of,
+    seen_alone,
+    sequence_at,
 )
 from flashmoe_science.ops.attention.device.softcap import Scales, capped, capped_scales
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates

@@ -21,18 +21,11 @@ from flashmoe_science.ops.attention.backward.copied import (
     rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.split_sm90.config import (
-    KEYS,
-    QUERIES,
-    ROWS,
-    Sizes,
-    second_slices,
-    sizes_like,
-    widths,
-)
+from flashmoe_science.ops.attention.backward.rows import ROWS, bind_rows, bind_sinks
+from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like, widths
+from flashmoe_science.ops.attention.backward.split_sm90.config import second_slices
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.rows import bind_rows, bind_sinks
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     Space,
     Wave,

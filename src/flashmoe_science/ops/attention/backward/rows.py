@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from flashmoe_science.ops.attention.backward.copied import Builds, Start
-from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, packed_rows_at
-from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS, ROWS_WARPS, Sizes
+from flashmoe_science.ops.attention.backward.sizes import Sizes
 from flashmoe_science.ops.attention.call.backward import Saved
+from flashmoe_science.ops.attention.device.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.device.sinks_triton import (
     PARTS_AT_ONCE,
     SINKS_WARPS,
@@ -20,6 +20,7 @@ from flashmoe_science.ops.attention.device.strided import in_units
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Pointer, stand_in, stride_class, stride_unit
 
+ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows, without counters
 SIZES = ("heads", "rows", "padded", "batches")
 
 

@@ -14,12 +14,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.attention.backward.split_sm90 import config
 from flashmoe_science.ops.attention.device.mask import columns_before
 from flashmoe_science.ops.attention.device.tiles import Origin, RaggedOrigin
 from flashmoe_science.ops.gluon_bridge import as_gluon
 
-KEYS, QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
+KEYS, QUERIES = gl.constexpr(64), gl.constexpr(128)  # of a consumer and its tiles of dS; of a tile of sums over rows
 NONE = gl.constexpr(None)  # as a default of what kernels are given
 
 
