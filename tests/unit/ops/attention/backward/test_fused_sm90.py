@@ -71,6 +71,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b2 h6 hk3 q300 k410 d64 bf16 causal",
         "b1 h2 q400 k130 d64 bf16 causal",  # rows that see no key
         "b1 h2 q100 k400 d64 bf16 causal-topleft",  # keys that no query sees
+        "b2 h2 hk1 q200 k300 d64 bf16 causal sinks",
         "b1 h2 hk1 q400 k401 d64 bf16 causal left70",
         "b2 h2 q200 k500 d64 fp16 left70 right60",
         "b1 h5 q700 d64 bf16 causal left300 sinks",  # wider than a tile, more heads than start together

@@ -101,7 +101,8 @@ def _place(work, step):
 
 
 @gluon.jit
-def _begin(work):
+def _first_row(work):
+    """Where a sequence's rows begin among a head's sums over rows."""
     return 0 if work.first_row is None else work.first_row
 
 
@@ -122,7 +123,7 @@ def _load(descs, smem, barriers, work):
         one, tile = _place(work, step)
         origin = origin_of(None if work.first_row is None else work.sequence.queries, work.batch, work.head * work.group + one)
         row = tile * QUERIES
-        number = (work.first_head + one) * (work.tiles_m * QUERIES) + row + _begin(work)
+        number = (work.first_head + one) * (work.tiles_m * QUERIES) + row + _first_row(work)
         mbarrier.wait(barriers.queries.empty.index(state.stage), state.phase ^ 1)
         full = barriers.queries.full.index(state.stage)
         mbarrier.expect(full, descs.q.block_type.nbytes + descs.dout.block_type.nbytes + 8 * QUERIES)
@@ -250,7 +251,7 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
     phase = gl.to_tensor(0)
     for step in range(SLOT, _steps(work), _SLOTS):
         one, tile = _place(work, step)
-        number = (work.first_head + one) * work.tiles_m + tile + _begin(work) // QUERIES
+        number = (work.first_head + one) * work.tiles_m + tile + _first_row(work) // QUERIES
         row, counter, turn = number * QUERIES, turns + number, _turn(work, tile)
         while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
