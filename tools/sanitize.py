@@ -216,7 +216,7 @@ def _gradients(kernel: str, queries: int, keys: int, dim: int = 64, dim_v: int =
     return call
 
 
-def _packed_gradients(left: int = -1) -> Callable[[str], Any]:
+def _packed_gradients(kernel: str, left: int = -1) -> Callable[[str], Any]:
     """Three sequences, one of none, of which the second has more queries than keys."""
     import torch
 
@@ -229,7 +229,7 @@ def _packed_gradients(left: int = -1) -> Callable[[str], Any]:
     def call(device: str) -> Any:
         q, k, v = (one.to(device).requires_grad_() for one in given)
         of_q, of_k = (one.to(device) for one in starts)
-        named = "bwd_gluon_sm90" if device == "cuda" else None
+        named = kernel if device == "cuda" else None
         out = fms.flash_attn_varlen_func(q, k, v, of_q, of_k, 183, 200, causal=True, window_size=(left, -1), kernel=named)
         return torch.autograd.grad(out, (q, k, v), dout.to(device))
 
@@ -302,10 +302,12 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "append_triton paged": partial(_decode, "split_triton", paged=True, appended=20),
     "bwd_triton": partial(_gradients, "bwd_triton", 200, 333),
     "bwd_fused_gluon_sm90": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333),
+    "bwd_fused_gluon_sm90, packed": partial(_packed_gradients, "bwd_fused_gluon_sm90"),
+    "bwd_fused_gluon_sm90, packed, a window": partial(_packed_gradients, "bwd_fused_gluon_sm90", left=70),
     "bwd_gluon_sm90": partial(_gradients, "bwd_gluon_sm90", 300, 333, 128, 128),
     "bwd_gluon_sm90, 192 columns": partial(_gradients, "bwd_gluon_sm90", 200, 333, 192, 128),
-    "bwd_gluon_sm90, packed": _packed_gradients,
-    "bwd_gluon_sm90, packed, a window": partial(_packed_gradients, left=70),
+    "bwd_gluon_sm90, packed": partial(_packed_gradients, "bwd_gluon_sm90"),
+    "bwd_gluon_sm90, packed, a window": partial(_packed_gradients, "bwd_gluon_sm90", left=70),
     "moe_bwd_triton": partial(_moe_gradients, "moe_bwd_triton", 300, 5, 72, 40),
     "moe_bwd_gluon_sm90": partial(_moe_gradients, "moe_bwd_gluon_sm90", 300, 3, 328, 136),
     "moe_gemv_gluon, mxfp4": partial(_moe_in_format, "moe_gemv_gluon", "mxfp4", 5, 3, 96, 64),

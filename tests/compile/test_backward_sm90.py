@@ -53,7 +53,17 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest
     check(KERNEL, text, spills, newest, built)
 
 
-@pytest.mark.parametrize("text", ["b4 h32 q4096 d64 bf16", "b4 h32 hk8 q4096 d64 fp16 causal"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b4 h32 q4096 d64 bf16",
+        "b4 h32 hk8 q4096 d64 fp16 causal",
+        "b2 h32 q8192 d64 bf16 causal left1023 sinks",
+        "b8 h32 q4096 d64 bf16 causal packed",
+        pytest.param("b8 h32 hk8 q4096 d64 fp16 packed", marks=REDUNDANT),
+        pytest.param("b8 h32 q4096 d64 bf16 left100 right100 packed", marks=REDUNDANT),
+    ],
+)
 def test_the_fused_one_builds_without_a_spill(text: str, built: Callable[..., Build]) -> None:
     """The newest assembler's keeps thread numbers in memory, which no loop reads."""
     check(FUSED, text, 0, 16, built)

@@ -2,8 +2,9 @@
 
 What a kernel computes, where it reads and writes, and what waits for what are those of the source. Shared memory begins as NaN.
 Copies take effect at once; one that leaves its tensor other than by the rules of the copy engine is an error. So is a wait that
-does not end, and a barrier with more arrivals or bytes than it counts. Programs run one after another: the first takes most
-tiles of a counter. Layouts, and what a GPU may order otherwise between two barriers, are not seen.
+does not end, and a barrier with more arrivals or bytes than it counts. Programs run one after another, so that none may wait
+for a later one; the first takes most tiles of a counter. Layouts, and what a GPU may order otherwise between two barriers, are
+not seen.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
 from flashmoe_science.ops.launch import Pointer
 
-WAIT_S = 60
+WAIT_S, MOST_READS = 60, 20_000
 _partition = local()  # its threads
 _run = SimpleNamespace()  # of the program that runs: its indices, the grid, the condition of all barriers, what failed
 
@@ -151,6 +152,10 @@ def _store(address: Address, values: Any, mask: Any = True) -> None:
 
 def _atomic_add(address: Address, value: int, sem: str) -> Any:
     old = _load(address)
+    if value == 0:  # in a loop that waits for another number
+        last, times = getattr(_partition, "read", (None, 0))
+        _partition.read = (address.base, address.at, old), times + 1 if last == (address.base, address.at, old) else 0
+        assert times < MOST_READS, "a wait for another program does not end"
     _store(address, old + value)
     return old
 

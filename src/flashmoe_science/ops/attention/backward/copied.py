@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.device.tma import copied_strides
-from flashmoe_science.ops.launch import Build, Encoder
+from flashmoe_science.ops.descriptors import ragged
+from flashmoe_science.ops.launch import Build, Encoder, Pointer
 
 Start = Callable[..., None]
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # with strides
+Lengths = tuple[Pointer | None, ...]  # of cu_seqlens_q, cu_seqlens_k, seqused_k
 
 
 class Bound(NamedTuple):
@@ -64,3 +66,13 @@ def fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
     """The tensors, those that are unfit copied: of an expanded gradient, say, that costs little compared with the products."""
     every = zip(tensors, unfit, strict=True)
     return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]
+
+
+def rows_as_copied(shapes: Iterable[Shape], sequences: int) -> list[Shape]:
+    """Shapes and strides of rows; of packed ``sequences``, where there are any, such as end where a copy says."""
+    return [ragged(shape[1:], strides[1:]) if sequences else (shape, strides) for shape, strides in shapes]
+
+
+def kind_of(lengths: Lengths) -> tuple[bool, ...]:
+    """Which of the lengths a call has not, for the key of a build."""
+    return tuple([one is None for one in lengths])

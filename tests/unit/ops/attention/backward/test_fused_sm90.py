@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from tests.unit import gluon_interpreter
+from tests.unit.ops.attention.backward import traps
 from tests.unit.ops.attention.backward.random_problems import Most, RandomCase, drawn
 
 from flashmoe_science.hardware.gpus import gpu_named
@@ -31,7 +32,9 @@ SMALL, LARGE = Most(3, 4, 4, 300, 400, DIMS), Most(5, 5, 8, 1200, 1300, DIMS)
 def served(number: int, most: Most) -> RandomCase:
     """The random case of a number, with what the kernel serves."""
     case, chance = drawn(number, most), Random(number)
-    return replace(case, problem=replace(case.problem, features=PLAIN, dtype=chance.choice(("bf16", "fp16"))))
+    asked = {name: getattr(case.problem.features, name) for name in ("window_left", "window_right", "lengths", "sinks")}
+    features = replace(PLAIN, **asked)
+    return replace(case, problem=replace(case.problem, features=features, dtype=chance.choice(("bf16", "fp16"))))
 
 
 @pytest.mark.parametrize(
@@ -40,8 +43,8 @@ def served(number: int, most: Most) -> RandomCase:
         ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
         ("b1 h2 q128 d128 bf16", "head dimensions up to 64, not 128"),
         ("b1 h2 q128 d64 dv72 bf16", "head dimensions up to 64, not 72"),
-        ("b1 h2 q128 d64 bf16 causal left7", "window"),
-        ("b1 h2 q128 d64 bf16 packed", "packed"),
+        ("b1 h2 q128 d64 bf16 causal softcap5", "a soft cap"),
+        ("b2 h2 q128 d64 bf16 causal packed prefix9", "a prefix"),
     ],
 )
 def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> None:
@@ -68,6 +71,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b2 h6 hk3 q300 k410 d64 bf16 causal",
         "b1 h2 q400 k130 d64 bf16 causal",  # rows that see no key
         "b1 h2 q100 k400 d64 bf16 causal-topleft",  # keys that no query sees
+        "b2 h2 hk1 q200 k300 d64 bf16 causal sinks",
+        "b1 h2 hk1 q400 k401 d64 bf16 causal left70",
+        "b2 h2 q200 k500 d64 fp16 left70 right60",
+        "b1 h5 q700 d64 bf16 causal left300 sinks",  # wider than a tile, more heads than start together
+        "b1 h2 q300 k200 d40 dv24 fp16 right30",
+        "b3 h2 hk1 q400 d64 bf16 causal bshd sinks packed",
+        "b3 h4 hk2 q300 k400 d64 bf16 packed",
+        "b3 h2 q300 k400 d40 dv64 fp16 left50 right100 packed",
     ],
 )
 def test_the_source_is_right(text: str, uncompiled: None) -> None:
@@ -75,6 +86,28 @@ def test_the_source_is_right(text: str, uncompiled: None) -> None:
 
     problem = parse(f"attnbwd {text}")
     assert examine(KERNEL, KERNEL.configs(problem, H100)[0], problem, CONTRACT, torch.device("cpu")) == []
+
+
+@pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
+@pytest.mark.parametrize("trap", [traps.lowest, traps.unused, traps.tiles, traps.overflow])
+def test_what_others_got_wrong_is_right(trap: traps.Trap, uncompiled: None) -> None:
+    served = [(case, inputs) for case, inputs in trap() if KERNEL.cannot(inputs.problem, H100) is None]
+    assert served
+    assert {case: found for case, inputs in served if (found := traps.complaints(inputs, traps.run(inputs, KERNEL)))} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "seqused"), traps.ODD)
+def test_sequences_may_be_empty(words: str, seqused: bool, uncompiled: None) -> None:
+    inputs = traps.odd_lengths(words, seqused, torch.device("cpu"))
+    assert traps.complaints(inputs, traps.run(inputs, KERNEL)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("words", "seqused"), traps.ODD)
+def test_sequences_may_be_empty_on_a_gpu(words: str, seqused: bool) -> None:
+    inputs = traps.odd_lengths(words, seqused, torch.device("cuda"))
+    assert traps.complaints(inputs, traps.run(inputs, KERNEL)) == []
 
 
 @pytest.mark.slow

@@ -24,6 +24,10 @@ FUSED = (
     "b2 h11 q2000 d64 bf16",
     "b1 h6 hk2 q1500 k1700 d64 fp16 causal",
     "b1 h1 q20000 d64 bf16 causal",  # more tiles of keys than run at once
+    "b9 h16 hk2 q1500 d64 bf16 causal packed sinks",
+    "b7 h11 q1300 d64 fp16 packed",
+    "b2 h7 q3000 d64 bf16 causal left700",
+    "b1 h1 q20000 d64 bf16 left5000 right300",
 )
 TILED = (*SPLIT, "b3 h4 q600 d64 bf16 packed", "b2 h8 hk2 q900 d64 bf16 causal left100 softcap5", "b1 h2 q300 d80 fp32 bias")
 CASES = {"bwd_gluon_sm90": SPLIT, "bwd_fused_gluon_sm90": FUSED, "bwd_triton": TILED}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,9 +20,9 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops.attention.backward import copied
+from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes, sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90 import launch
 from flashmoe_science.ops.attention.backward.split_sm90 import waves as waves_module
-from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes, sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     BUDGET,
@@ -33,7 +32,6 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_in_order,
     waves_of,
 )
-from flashmoe_science.ops.attention.call.backward import BackwardInputs
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
@@ -198,27 +196,8 @@ def test_the_source_is_right_for_random_problems(number: int, uncompiled: None, 
     assert examine(KERNEL, config, case.problem, case.contract, device, case.seed, case.distribution) == []
 
 
-OF_Q, OF_K = (0, 60, 60, 200, 330, 400), (0, 0, 130, 130, 300, 500)  # without queries, without keys; both end before the rows
-
-
-def odd_lengths(words: str, seqused: bool, device: torch.device) -> BackwardInputs:
-    """Packed sequences of which some are empty, with NaN where no sequence uses a row."""
-    text = f"attnbwd b5 h4 hk2 q200 k300 d64 bf16 bshd packed {words}"
-    one, room = parse(text), parse("attnbwd b1 h4 hk2 q450 k520 d64 bf16 bshd")
-    made = CONTRACT.inputs(room, device, torch.Generator(device).manual_seed(3))
-    of_q, of_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in (OF_Q, OF_K))
-    made |= {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
-    made["q"][:, :, 400:] = made["dout"][:, :, 400:] = math.nan
-    unused = [*range(500, 520)]
-    if seqused:
-        made["cache_seqlens"] = torch.tensor((0, 100, 0, 1, 30), dtype=torch.int32, device=device)
-        unused += [*range(100, 130), *range(131, 300), *range(330, 500)]
-    made["k"][:, :, unused] = made["v"][:, :, unused] = math.nan
-    return CONTRACT.for_kernel(one, made)
-
-
 def check_odd_lengths(words: str, seqused: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = odd_lengths(words, seqused, device)
+    inputs = traps.odd_lengths(words, seqused, device)
     for budget in SMALL_BUDGETS:
         monkeypatch.setattr(waves_module, "BUDGET", budget)
         call = CONTRACT.planned(KERNEL, KERNEL.configs(inputs.problem, H100)[0], inputs)
@@ -227,13 +206,8 @@ def check_odd_lengths(words: str, seqused: bool, device: torch.device, monkeypat
         assert traps.complaints(inputs, found) == []
 
 
-ODD = pytest.mark.parametrize(
-    ("words", "seqused"), [("", False), ("causal", True), ("left40 right20", True), ("causal left70", False)]
-)
-
-
 @pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
-@ODD
+@pytest.mark.parametrize(("words", "seqused"), traps.ODD)
 def test_the_source_is_right_where_sequences_are_empty(
     words: str, seqused: bool, uncompiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +215,7 @@ def test_the_source_is_right_where_sequences_are_empty(
 
 
 @pytest.mark.gpu
-@ODD
+@pytest.mark.parametrize(("words", "seqused"), traps.ODD)
 def test_sequences_may_be_empty_on_a_gpu(words: str, seqused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check_odd_lengths(words, seqused, torch.device("cuda"), monkeypatch)
 

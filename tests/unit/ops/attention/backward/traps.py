@@ -219,6 +219,27 @@ def asked() -> dict[str, list[str]]:
     return found
 
 
+OF_Q, OF_K = (0, 60, 60, 200, 330, 400), (0, 0, 130, 130, 300, 500)  # without queries, without keys; both end before the rows
+
+
+def odd_lengths(words: str, seqused: bool, device: torch.device) -> BackwardInputs:
+    """Packed sequences of which some are empty, with NaN where no sequence uses a row."""
+    text = f"attnbwd b5 h4 hk2 q200 k300 d64 bf16 bshd packed {words}"
+    one, room = parse(text), parse("attnbwd b1 h4 hk2 q450 k520 d64 bf16 bshd")
+    made = CONTRACT.inputs(room, device, torch.Generator(device).manual_seed(3))
+    of_q, of_k = (torch.tensor(each, dtype=torch.int32, device=device) for each in (OF_Q, OF_K))
+    made |= {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
+    made["q"][:, :, 400:] = made["dout"][:, :, 400:] = math.nan
+    unused = [*range(500, 520)]
+    if seqused:
+        made["cache_seqlens"] = torch.tensor((0, 100, 0, 1, 30), dtype=torch.int32, device=device)
+        unused += [*range(100, 130), *range(131, 300), *range(330, 500)]
+    made["k"][:, :, unused] = made["v"][:, :, unused] = math.nan
+    return CONTRACT.for_kernel(one, made)
+
+
+ODD = [("", False), ("causal", True), ("left40 right20", True), ("causal left70", False)]  # words and seqused of odd_lengths
+
 TRAPS: tuple[Trap, ...] = (lowest, unseen, unused, expanded, empty, tiles, far, lengths, broadcast, overflow, negative)
 NAMES = [trap.__name__ for trap in TRAPS]
 

@@ -232,6 +232,7 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
     ("rows", "head_dim", "options", "kernel"),
     [
         (1024, 64, Options(), "bwd_fused_gluon_sm90"),
+        (1024, 64, Options(window_right=5), "bwd_gluon_sm90"),
         (1024, 40, Options("causal"), "bwd_fused_gluon_sm90"),
         (512, 64, Options(), "bwd_gluon_sm90"),  # too short
         (1024, 32, Options(), "bwd_gluon_sm90"),  # half of its columns
@@ -248,6 +249,8 @@ def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
     q = torch.empty(2, 16, rows, head_dim, dtype=torch.bfloat16)
     with assume(H200):
         assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
+        with_sinks = Tensors(q, q, q, sinks=torch.zeros(16))
+        assert choose_backward(with_sinks, options._replace(deterministic=True)).kernel == kernel
 
 
 def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:

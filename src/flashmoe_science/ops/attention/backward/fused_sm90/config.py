@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.split_sm90 import config as split
+from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes, suits_fused, widths
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.launch import cdiv
 
-KEYS, QUERIES = split.KEYS, split.QUERIES  # of one of two consumers; of a step, and of a program that sums rows
 WIDTH = 64  # columns of the tiles
 TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
+SERVED = ("window", "sinks", "packed")
 THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, ())
-    if refused is None and max(split.widths(problem)) > WIDTH:
+    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, SERVED)
+    if refused is None and max(widths(problem)) > WIDTH:
         return f"head dimensions up to {WIDTH}, not {max(problem.head_dim, problem.head_dim_v)}"
     return refused
 
@@ -29,9 +30,10 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
     """Whether the fused kernel is the better guess than the split one."""
-    return split.suits_fused(problem)
+    return suits_fused(problem)
 
 
-def heads_together(sizes: split.Sizes) -> int:
-    """Heads of keys of a set, whose tiles of keys start in turns."""
-    return max(TOGETHER // sizes.tiles, 2)
+def heads_together(sizes: Sizes) -> int:
+    """Heads of keys of a set, whose tiles of keys start in turns. Of packed sequences one of the mean length counts: each has
+    turns of its own, so that more of its tiles would only wait for each other."""
+    return max(TOGETHER // cdiv(sizes.tiles, sizes.sequences or 1), 2)

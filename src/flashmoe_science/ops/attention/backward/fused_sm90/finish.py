@@ -5,25 +5,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.device.band import QUERIES, packed_rows_at
 from flashmoe_science.ops.attention.device.strided import in_units
 
-SIZES = ("heads", "rows", "padded", "unseen")
+SIZES = ("heads", "rows", "padded", "unseen", "batches")
 
 
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_scaled_triton(
-    sums, dq, scale, stride_b, stride_h, stride_m, heads, rows, padded, unseen,
+    sums, turns, dq, cu_seqlens_q, scale, stride_b, stride_h, stride_m, heads, rows, padded, unseen, batches,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale times the sums, [B, H, padded, WIDTH], of a tile of rows of a head. The first ``unseen`` rows see no key: no
-    program wrote their sums."""
+    """dQ = scale times the sums, [B, H, padded, WIDTH], of a tile of rows of a head. No program wrote the sums of queries that
+    see no key: the first ``unseen``, or of windows and packed sequences those of tiles that ``turns`` counts none for."""
     if UNIT > 1:
         stride_b, stride_h, stride_m = in_units(stride_b, stride_h, stride_m, UNIT)
     tiles = padded // BLOCK_M
     pid = tl.program_id(0)
     head_all = (pid // tiles).to(tl.int64)
-    row, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (row < rows) & (dim < D)
-    found = tl.load(sums + (head_all * padded + row) * WIDTH + dim, mask=inside & (row >= unseen), other=0.0)
+    place, dim = (pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None], tl.arange(0, WIDTH)[None, :]
+    row, inside = place, place < rows
+    if cu_seqlens_q is not None:
+        row, inside = packed_rows_at(place, pid % tiles * BLOCK_M // QUERIES, cu_seqlens_q, batches, rows, QUERIES)
+    inside &= dim < D
+    written = row >= unseen if turns is None else tl.load(turns + pid * BLOCK_M // QUERIES) > 0
+    found = tl.load(sums + (head_all * padded + place) * WIDTH + dim, mask=inside & written, other=0.0)
     to = dq + head_all // heads * stride_b + head_all % heads * stride_h + row * stride_m + dim
     tl.store(to, (found * scale).to(dq.dtype.element_ty), mask=inside)

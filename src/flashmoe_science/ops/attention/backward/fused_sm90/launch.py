@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.backward.copied import (
     Bound,
     Builds,
-    Shape,
+    Lengths,
     Start,
     encoded,
     encoders,
     fitting,
     is_unfit,
+    kind_of,
+    rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import KEYS, QUERIES, WIDTH, heads_together
+from flashmoe_science.ops.attention.backward.fused_sm90.config import WIDTH, heads_together
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.config import Sizes, sizes_like
-from flashmoe_science.ops.attention.backward.split_sm90.rows import bind_rows
+from flashmoe_science.ops.attention.backward.rows import bind_rows, bind_sinks
+from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardLaunch,
@@ -31,7 +35,8 @@ from flashmoe_science.ops.attention.call.backward import (
     gradients_like,
 )
 from flashmoe_science.ops.attention.call.outputs import TensorLike
-from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
+from flashmoe_science.ops.attention.device.launch import element_pointer
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
 from flashmoe_science.ops.descriptors import template, vector
 from flashmoe_science.ops.launch import (
@@ -49,68 +54,93 @@ _REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a th
 
 
 def parts_of(rows: int) -> list[Part]:
-    """The parts of the workspace of all query heads' rows: log-sum-exp as kernels read it, delta, dQ in fp32, counters."""
-    return [*((one, torch.float32) for one in (rows, rows, rows * WIDTH)), (rows // QUERIES + 1, torch.int32)]
+    """The parts of the workspace of all query heads' rows: log-sum-exp as kernels read it, delta, what tiles add to the sinks'
+    gradient, dQ in fp32, counters."""
+    of_rows = ((one, torch.float32) for one in (rows, rows, rows // QUERIES, rows * WIDTH))
+    return [*of_rows, (rows // QUERIES + 1, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):
-    """The kernels with a config; see BackwardLauncher. Whatever is wanted, all three gradients are computed."""
+    """The kernels with a config; see BackwardLauncher. Whatever is wanted, dQ, dK and dV are computed."""
 
     def __init__(self, inputs: BackwardInputs, config: Config) -> None:
         self._problem, self._config, self._builds = inputs.problem, config, Builds()
         dtype, rows = self._problem.dtype, vector(QUERIES)
-        queries, keys = (template((1, 1, rows, WIDTH), dtype) for rows in (QUERIES, KEYS))
+        outer = (1, 1, 1) if self._problem.features.lengths == "packed" else (1, 1)
+        queries, keys = (template((*outer, rows, WIDTH), dtype) for rows in (QUERIES, KEYS))
         sums = template((QUERIES, WIDTH), "fp32")
         self._templates = (queries, keys, keys, queries, rows, rows, keys, keys, sums)
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
-        sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys)
+        packed = (0, 0) if tensors.cu_seqlens_q is None else (sequences(tensors), options.max_seqlen_q)
+        sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys, *packed)
         of_dq, of_dk, of_dv, *_ = gradients_like(tensors, Wanted())
         assert of_dq is not None
         assert of_dk is not None
         assert of_dv is not None
+        of_sinks = gradients_like(tensors, wanted).dsinks
         unfit = [is_unfit(one) for one in (*tensors[:3], saved.dout)]
-        q, k, v, dout = fitting(unfit, (*tensors[:3], saved.dout))
-        sum_rows = bind_rows(self._builds, saved._replace(dout=dout), sizes, None, Pointer(torch.int32))
-        every = heads * batch * sizes.padded
-        gradients = ((one.shape, one.strides) for one in (of_dk, of_dv))
-        vectors = ((every,), (1,))
-        shapes = (*map(shape_of, (q, k, v, dout)), vectors, vectors, *gradients, ((every, WIDTH), (WIDTH, 1)))
-        fused, finish = self._bind_fused(sizes, shapes), self._bind_finish(of_dq, sizes)
-        take, new = workspace_allocator(tensors.q.is_cuda, parts_of(every)), allocator(tensors.q.is_cuda)
+        given = fitting(unfit, (*tensors[:3], saved.dout))
+        sinks = element_pointer(None if of_sinks is None else tensors.sinks)
+        sum_rows = bind_rows(self._builds, saved._replace(dout=given[3]), sizes, sinks, Pointer(torch.int32))
+        add_sinks = None if sinks is None else bind_sinks(self._builds, sinks, sizes, QUERIES)
+        lengths = tuple(map(element_pointer, tensors[3:6]))
+        fused = self._bind_fused(sizes, given, (of_dk, of_dv), lengths)
+        finish = self._bind_finish(of_dq, sizes, lengths[0])
+        parts = parts_of(heads * batch * sizes.padded)
+        take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
+        banded = sizes.band > 0
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             dq, dk, dv = new(*of_dq), new(*of_dk), new(*of_dv)
-            memory, lse, delta, sums, turns = take()  # kept alive until the last launch
+            dsinks = None if of_sinks is None else new(*of_sinks)
+            memory, lse, delta, partials, sums, turns = take()  # kept alive until the last launch
             out, given_lse, dout, dlse = saved
             q, k, v, dout = fitting(unfit, (*tensors[:3], dout))
-            sum_rows(*map(argument, (out, dout, given_lse, dlse)), None, None, lse, delta, None, turns)
+            lengths = tuple(map(argument, tensors[3:6])) if packed[0] else (None, None, None)
+            numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0])
+            if add_sinks is None:
+                sum_rows(*numbers, None, lse, delta, None, turns)
+            else:
+                sum_rows(*numbers, argument(tensors[9]), lse, delta, partials, turns)
+                add_sinks(partials, argument(dsinks))
             for start in fused.starts:
-                start(*encoded(fused, (q, k, v, dout, lse, delta, dk, dv, sums)), turns, scale)
-            finish(sums, argument(dq), scale)
+                start(*encoded(fused, (q, k, v, dout, lse, delta, dk, dv, sums)), turns, *lengths, scale)
+            finish(sums, turns if banded else None, argument(dq), lengths[0], scale)
             del memory
-            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, None, None)
+            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, dsinks, None)
 
         return launch
 
-    def _bind_fused(self, sizes: Sizes, shapes: tuple[Shape, ...]) -> Bound:
-        masks = sizes.offset < FAR or sizes.seqlen_k % sizes.block_n > 0
+    def _bind_fused(
+        self, sizes: Sizes, given: Sequence[torch.Tensor], gradients: Sequence[TensorLike], lengths: Lengths
+    ) -> Bound:
+        masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
         registers = (_CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS, PRODUCER_REGISTERS)
-        constexprs = (self._config["stages"], masks, *registers)
-        arguments = (*self._templates, Pointer(torch.int32), 0.5, *(1,) * 8, *constexprs)
-        build = self._builds.get(masks, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=_REGISTERS)
+        constexprs = (self._config["stages"], masks, sizes.band > 0, *registers)
+        of_band = sizes.of_band[1:]
+        arguments = (*self._templates, Pointer(torch.int32), *lengths, 0.5, *(1,) * 8, *of_band, *constexprs)
+        key = (masks, *kind_of(lengths))
+        build = self._builds.get(key, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=_REGISTERS)
         heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // QUERIES
         numbers = (sizes.heads_kv, sizes.group, heads, heads_together(sizes))
-        lengths = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset)
-        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *lengths, *constexprs)
-        return Bound([start], encoders(build, self._templates, shapes))
+        fixed = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset, *of_band)
+        start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *fixed, *constexprs)
+        every = heads * sizes.group * sizes.padded
+        vectors, sums = ((every,), (1,)), ((every, WIDTH), (WIDTH, 1))
+        of_given = rows_as_copied(map(shape_of, given), sizes.sequences)
+        of_gradients = rows_as_copied(((one.shape, one.strides) for one in gradients), sizes.sequences)
+        return Bound([start], encoders(build, self._templates, (*of_given, vectors, vectors, *of_gradients, sums)))
 
-    def _bind_finish(self, of_dq: TensorLike, sizes: Sizes) -> Start:
+    def _bind_finish(self, of_dq: TensorLike, sizes: Sizes, starts: Pointer | None) -> Start:
         strides, heads = of_dq.strides[:3], sizes.heads_kv * sizes.group
-        numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, max(0, -sizes.offset))
+        counted = Pointer(torch.int32) if sizes.band else None
+        unseen = None if sizes.band else max(0, -sizes.offset)
+        numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, unseen, sizes.sequences or None)
         constexprs = (of_dq.shape[3], WIDTH, FINISH, stride_unit(strides))
-        arguments = (Pointer(torch.float32), Pointer(of_dq.dtype), 0.5, *numbers, *constexprs)
+        pointers = (Pointer(torch.float32), counted, Pointer(of_dq.dtype), starts)
         key = (stride_class(strides), constexprs)
+        arguments = (*pointers, 0.5, *numbers, *constexprs)
         build = self._builds.get(key, flashmoe_bwd_scaled_triton, arguments, num_warps=FINISH_WARPS)
         return build.bound((sizes.padded // FINISH * heads * sizes.batch, 1, 1), *numbers, *constexprs)

@@ -14,14 +14,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.fused_sm90 import config
-from flashmoe_science.ops.attention.device.tiles import Origin, accumulator_layout, as_matrix, coordinates
+from flashmoe_science.ops.attention.device.band import (
+    KEYS,
+    NONE,
+    QUERIES,
+    Packed,
+    Sequence,
+    band_of_keys,
+    number_of_sequence,
+    origin_of,
+    seen_alone,
+    sequence_at,
+)
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
-SIZES = ("heads_kv", "group", "heads", "together", "seqlen_k", "tiles_m", "tiles_n", "offset")
-_KEYS, _QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
-_HALF = gl.constexpr(config.QUERIES // 2)  # queries of a product
+SIZES = (
+    "heads_kv", "group", "heads", "together", "seqlen_k", "tiles_m", "tiles_n", "offset",
+    "begin", "batches", "total_q", "total_k",
+)  # fmt: skip
+_HALF = gl.constexpr(QUERIES.value // 2)  # queries of a product
 _SLOTS, _HALVES = gl.constexpr(2), gl.constexpr(4)  # slots of dQ, and of dS of half a tile of queries
 
 
@@ -53,7 +66,8 @@ class Barriers(NamedTuple):
 
 class Work(NamedTuple):
     """What a program works on: the ``nth`` tile of keys of a head, and of each query head that shares it ``count`` tiles of
-    queries, from ``start`` on by ``stride``, 1 or -1; from ``whole`` on every query sees all of the keys."""
+    queries, from ``start`` on by ``stride``, 1 or -1; from ``whole`` on every query sees all of the keys. Of windows and packed
+    sequences (band.py) keys, queries and their tiles are a sequence's, ``tiles_m`` excepted."""
 
     batch: Any
     head: Any  # of keys, in its batch
@@ -62,12 +76,16 @@ class Work(NamedTuple):
     nth: Any
     seqlen_k: Any
     offset: Any  # query i sees keys up to i + offset
-    tiles_m: Any
+    tiles_m: Any  # of a head's sums over rows
     tiles_n: Any
     count: Any
     start: Any
     stride: Any
     whole: Any
+    beyond: Any = NONE  # of a window: before it every query sees all of the keys
+    begin: Any = NONE  # of a window: query i sees keys from i + begin on
+    sequence: Any = NONE
+    first_row: Any = NONE  # of a sequence, among a head's sums over rows; None of what is neither
 
 
 @gluon.jit
@@ -83,9 +101,16 @@ def _place(work, step):
 
 
 @gluon.jit
+def _first_row(work):
+    """Where a sequence's rows begin among a head's sums over rows."""
+    return 0 if work.first_row is None else work.first_row
+
+
+@gluon.jit
 def _turn(work, tile):
-    """How many tiles of keys add to dQ of a tile of queries before this one."""
-    last = gl.minimum((tile * _QUERIES + _QUERIES - 1 + work.offset) // (2 * _KEYS), work.tiles_n - 1)
+    """How many tiles of keys add to dQ of a tile of queries before this one: of a rising set those after it that the queries
+    see, each of which has a lower number. Those that a window's left hides from them are all before it."""
+    last = gl.minimum((tile * QUERIES + QUERIES - 1 + work.offset) // (2 * KEYS), work.tiles_n - 1)
     return gl.where(work.stride > 0, last - work.nth, work.nth)
 
 
@@ -96,12 +121,12 @@ def _load(descs, smem, barriers, work):
     state = first_stage()
     for step in range(_steps(work)):
         one, tile = _place(work, step)
-        origin = Origin((work.batch, work.head * work.group + one))
-        row = tile * _QUERIES
-        number = (work.first_head + one) * (work.tiles_m * _QUERIES) + row
+        origin = origin_of(None if work.first_row is None else work.sequence.queries, work.batch, work.head * work.group + one)
+        row = tile * QUERIES
+        number = (work.first_head + one) * (work.tiles_m * QUERIES) + row + _first_row(work)
         mbarrier.wait(barriers.queries.empty.index(state.stage), state.phase ^ 1)
         full = barriers.queries.full.index(state.stage)
-        mbarrier.expect(full, descs.q.block_type.nbytes + descs.dout.block_type.nbytes + 8 * _QUERIES)
+        mbarrier.expect(full, descs.q.block_type.nbytes + descs.dout.block_type.nbytes + 8 * QUERIES)
         tma_load(descs.q, coordinates(origin, row, 0), full, smem.q.index(state.stage))
         tma_load(descs.lse, [number], full, smem.lse.index(state.stage))
         tma_load(descs.dout, coordinates(origin, row, 0), full, smem.dout.index(state.stage))
@@ -121,17 +146,23 @@ def _half(
     stage = step % STAGES
     q = as_matrix(smem.q, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, D]
     dout = as_matrix(smem.dout, stage).slice(HALF * _HALF, _HALF, 0)  # [HALF, DV]
-    zeros = gl.zeros([_KEYS, _HALF], gl.float32, layout)
+    zeros = gl.zeros([KEYS, _HALF], gl.float32, layout)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # [KEYS, HALF]
     dp = warpgroup_mma(as_matrix(smem.v, PART), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     lse = smem.lse.index(stage).slice(HALF * _HALF, _HALF, 0).load(gl.SliceLayout(0, layout))
     p = gl.exp2(s * scale - lse[None, :])
     if MASKS:
-        if tile < work.whole:
-            key = work.nth * (2 * _KEYS) + PART * _KEYS + gl.arange(0, _KEYS, gl.SliceLayout(1, layout))
-            last = tile * _QUERIES + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, layout)) + work.offset
-            p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+        masked = tile < work.whole
+        if work.beyond is not None:
+            masked |= tile >= work.beyond
+        if masked:
+            key = work.nth * (2 * KEYS) + PART * KEYS + gl.arange(0, KEYS, gl.SliceLayout(1, layout))
+            if work.first_row is None:
+                last = tile * QUERIES + HALF * _HALF + gl.arange(0, _HALF, gl.SliceLayout(0, layout)) + work.offset
+                p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
+            else:
+                p = seen_alone(p, key, tile * QUERIES + HALF * _HALF, work.sequence, work.begin)
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     dv = warpgroup_mma(gl.convert_layout(p.to(smem.dout.dtype), operand), dout, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
@@ -165,8 +196,8 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
     """A consumer: KEYS keys."""
     D: gl.constexpr = smem.k.shape[-1]
     DV: gl.constexpr = smem.v.shape[-1]
-    dk = gl.zeros([_KEYS, D], gl.float32, accumulator_layout(D))
-    dv = gl.zeros([_KEYS, DV], gl.float32, accumulator_layout(DV))
+    dk = gl.zeros([KEYS, D], gl.float32, accumulator_layout(D))
+    dv = gl.zeros([KEYS, DV], gl.float32, accumulator_layout(DV))
     log2 = scale * 1.4426950408889634
     mbarrier.wait(barriers.keys, 0)
     k = as_matrix(smem.k, PART).load(gl.DotOperandLayout(0, accumulator_layout(_HALF), 2))
@@ -181,8 +212,8 @@ def _consume(descs, smem, ds_smem, barriers, work, scale, PART: gl.constexpr, MA
     as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
     fence_async_shared()
     barrier()
-    origin = Origin((work.batch, work.head))
-    row = work.nth * (2 * _KEYS) + PART * _KEYS
+    origin = origin_of(None if work.first_row is None else work.sequence.every_key, work.batch, work.head)
+    row = work.nth * (2 * KEYS) + PART * KEYS
     tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
     tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
     tma.store_wait(0)
@@ -220,8 +251,8 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
     phase = gl.to_tensor(0)
     for step in range(SLOT, _steps(work), _SLOTS):
         one, tile = _place(work, step)
-        number = (work.first_head + one) * work.tiles_m + tile
-        row, counter, turn = number * _QUERIES, turns + number, _turn(work, tile)
+        number = (work.first_head + one) * work.tiles_m + tile + _first_row(work) // QUERIES
+        row, counter, turn = number * QUERIES, turns + number, _turn(work, tile)
         while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
         mbarrier.wait(full, phase)
@@ -238,14 +269,17 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_fused_gluon_sm90(
-    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, turns, softmax_scale,
-    heads_kv, group, heads, together, seqlen_k, tiles_m, tiles_n, offset,
-    STAGES: gl.constexpr, MASKS: gl.constexpr, CONSUMER_REGS: gl.constexpr, MULTIPLIER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, turns,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
+    heads_kv, group, heads, together, seqlen_k, tiles_m, tiles_n, offset, begin, batches, total_q, total_k,
+    STAGES: gl.constexpr, MASKS: gl.constexpr, BANDED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+    MULTIPLIER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
     turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
-    first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py)."""
+    first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py). BANDED: of
+    windows and packed sequences all sets rise, through the sequences from the last to the first; a program waits for those of
+    its own sequence. Tiles that no query sees add to none, and none counts them."""
     ticket = turns + heads * group * tiles_m
     number = gl.atomic_add(ticket, 1, sem="relaxed")
     nth_set = number // (tiles_n * together)
@@ -255,29 +289,49 @@ def flashmoe_bwd_fused_gluon_sm90(
     together = gl.minimum(heads - first, together)
     number -= first * tiles_n
     head, nth = first + number % together, number // together
-    nth = gl.where(rising, tiles_n - 1 - nth, nth)
-    first_key = nth * (2 * _KEYS)
-    low = gl.minimum(gl.maximum(first_key - offset, 0) // _QUERIES, tiles_m)
-    whole = tiles_m
-    if MASKS:
-        whole = (gl.maximum(first_key + (2 * _KEYS - 1) - offset, 0) + _QUERIES - 1) // _QUERIES
-        whole = gl.where(first_key + 2 * _KEYS > seqlen_k, tiles_m, gl.minimum(gl.maximum(whole, low), tiles_m))
+    if BANDED:
+        nth = tiles_n - 1 - nth
+        sequence = Sequence(tiles_m, seqlen_k, offset)
+        if cu_seqlens_k is not None:
+            packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
+            sequence = sequence_at(packed, number_of_sequence(cu_seqlens_k, batches, nth, 2 * KEYS), offset, 2 * KEYS)
+            nth -= sequence.first_tile
+            if begin is not None:
+                begin += sequence.diagonal
+        first_key = nth * (2 * KEYS)
+        band = band_of_keys(sequence, begin, first_key, QUERIES, 2 * KEYS)
+        tiles_n = (sequence.seqlen_k + 2 * KEYS - 1) // (2 * KEYS)
+        work = Work(
+            head // heads_kv, head % heads_kv, head * group, group, nth, sequence.seqlen_k, sequence.offset, tiles_m, tiles_n,
+            band.high - band.low, band.low, 1, band.whole, None if begin is None else band.beyond, begin, sequence,
+            0 if sequence.first_row is None else sequence.first_row,
+        )  # fmt: skip
+        of_keys = sequence.keys
     else:
-        whole = low
-    batch, place = head // heads_kv, head % heads_kv
-    start, stride = gl.where(rising, low, tiles_m - 1), gl.where(rising, 1, -1)
-    span = (tiles_m - low, start, stride, whole)
-    work = Work(batch, place, head * group, group, nth, seqlen_k, offset, tiles_m, tiles_n, *span)
+        nth = gl.where(rising, tiles_n - 1 - nth, nth)
+        first_key = nth * (2 * KEYS)
+        low = gl.minimum(gl.maximum(first_key - offset, 0) // QUERIES, tiles_m)
+        whole = tiles_m
+        if MASKS:
+            whole = (gl.maximum(first_key + (2 * KEYS - 1) - offset, 0) + QUERIES - 1) // QUERIES
+            whole = gl.where(first_key + 2 * KEYS > seqlen_k, tiles_m, gl.minimum(gl.maximum(whole, low), tiles_m))
+        else:
+            whole = low
+        batch, place = head // heads_kv, head % heads_kv
+        start, stride = gl.where(rising, low, tiles_m - 1), gl.where(rising, 1, -1)
+        span = (tiles_m - low, start, stride, whole)
+        work = Work(batch, place, head * group, group, nth, seqlen_k, offset, tiles_m, tiles_n, *span)
+        of_keys = None
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
-    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, _QUERIES], lse_desc.layout)
-    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, _QUERIES], lse_desc.layout)
+    lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
+    delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
     dq_smem = gl.allocate_shared_memory(gl.float32, [_SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_KEYS, _HALF], q_desc.dtype)
-    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_HALVES * 2, _KEYS, _HALF], ds_layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, _HALF], q_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [_HALVES * 2, KEYS, _HALF], ds_layout)
     queries_full, queries_empty = make_barriers(STAGES, 2)
     ds_full, ds_empty = make_barriers(_HALVES, 1, 2)
     dq_full, dq_empty = make_barriers(_SLOTS, 1)
@@ -285,10 +339,10 @@ def flashmoe_bwd_fused_gluon_sm90(
     mbarrier.init(keys, count=1)
     fence_async_shared()
     mbarrier.expect(keys, (k_desc.block_type.nbytes + v_desc.block_type.nbytes) * 2)
-    origin = Origin((work.batch, work.head))
+    origin = origin_of(of_keys, work.batch, work.head)
     for part in gl.static_range(2):
-        tma_load(k_desc, coordinates(origin, first_key + part * _KEYS, 0), keys, k_smem.index(part))
-        tma_load(v_desc, coordinates(origin, first_key + part * _KEYS, 0), keys, v_smem.index(part))
+        tma_load(k_desc, coordinates(origin, first_key + part * KEYS, 0), keys, k_smem.index(part))
+        tma_load(v_desc, coordinates(origin, first_key + part * KEYS, 0), keys, v_smem.index(part))
 
     smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, dq_smem)
     sources = Tensors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, dq_desc)

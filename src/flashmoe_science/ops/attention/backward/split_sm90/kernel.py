@@ -11,23 +11,17 @@ scores are computed twice, once for dK and dV and once for dQ, five products are
 
 The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
 wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave. Of a window it has for
-each tile of keys the queries that see it; of packed sequences as many as the longest has (band.py). Of a head whose columns are
-no power of two products leave out most of a tile's rest (columns.py).
+each tile of keys the queries that see it; of packed sequences as many as the longest has (device/band.py). Of a head whose
+columns are no power of two products leave out most of a tile's rest (columns.py).
 """
 
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.backward.split_sm90.config import (
-    ROWS,
-    ROWS_WARPS,
-    configs,
-    sizes_of,
-    suits,
-    supports,
-    threads,
-)
+from flashmoe_science.ops.attention.backward.rows import ROWS, ROWS_WARPS
+from flashmoe_science.ops.attention.backward.sizes import sizes_of
+from flashmoe_science.ops.attention.backward.split_sm90.config import configs, suits, supports, threads
 from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     BUDGET,

@@ -13,18 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.band import (
-    KEYS,
-    NONE,
-    QUERIES,
-    Packed,
-    Sequence,
-    band_of_keys,
-    first_that_sees,
-    number_of_sequence,
-    origin_of,
-    sequence_at,
-)
 from flashmoe_science.ops.attention.backward.split_sm90.columns import (
     keep,
     layout_of,
@@ -36,7 +24,18 @@ from flashmoe_science.ops.attention.backward.split_sm90.columns import (
     start_over_columns,
     wait_for_columns,
 )
-from flashmoe_science.ops.attention.device.mask import columns_before
+from flashmoe_science.ops.attention.device.band import (
+    KEYS,
+    NONE,
+    QUERIES,
+    Packed,
+    Sequence,
+    band_of_keys,
+    number_of_sequence,
+    origin_of,
+    seen_alone,
+    sequence_at,
+)
 from flashmoe_science.ops.attention.device.softcap import Scales, capped, capped_scales
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
@@ -218,11 +217,7 @@ def _step(
             last = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout)) + work.offset
             p = gl.where(gl.minimum(last, work.seqlen_k - 1)[None, :] >= key[:, None], p, 0.0)
         else:
-            first = first_that_sees(key, tile * BLOCK_M, work.sequence, BLOCK_M)  # [KEYS]
-            seen = columns_before(p, first[:, None]) == 0
-            if work.begin is not None:
-                seen &= columns_before(p, (key - work.begin - tile * BLOCK_M + 1)[:, None])
-            p = gl.where(seen, p, 0.0)
+            p = seen_alone(p, key, tile * BLOCK_M, work.sequence, work.begin)
     ds_smem = smem.ds.index(PART * _SLOTS + step % _SLOTS)
     p16 = p.to(smem.dout.dtype)
     if scales.cap is not None:

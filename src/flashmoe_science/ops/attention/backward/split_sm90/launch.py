@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,26 +11,21 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.backward.copied import (
     Bound,
     Builds,
+    Lengths,
     Shape,
-    Start,
     encoded,
     encoders,
     fitting,
     is_unfit,
+    kind_of,
+    rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.split_sm90.config import (
-    KEYS,
-    QUERIES,
-    ROWS,
-    Sizes,
-    second_slices,
-    sizes_like,
-    widths,
-)
+from flashmoe_science.ops.attention.backward.rows import ROWS, bind_rows, bind_sinks
+from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like, widths
+from flashmoe_science.ops.attention.backward.split_sm90.config import second_slices
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
-from flashmoe_science.ops.attention.backward.split_sm90.rows import bind_rows
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     Space,
     Wave,
@@ -51,12 +46,10 @@ from flashmoe_science.ops.attention.call.backward import (
 )
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
 from flashmoe_science.ops.attention.device.launch import element_pointer
-from flashmoe_science.ops.attention.device.sinks_triton import PARTS_AT_ONCE, SINKS_WARPS, flashmoe_bwd_dsinks_triton
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
-from flashmoe_science.ops.descriptors import ragged, template, vector
+from flashmoe_science.ops.descriptors import template, vector
 from flashmoe_science.ops.launch import Pointer, allocator, argument, workspace_allocator
 
-_Lengths = tuple[Pointer | None, ...]  # of cu_seqlens_q, cu_seqlens_k, seqused_k
 _CONSUMER_REGISTERS, _REGISTERS = 240, 168  # of a consumer's thread, and at launch, of three warpgroups
 _REGISTERS_OF_TWO = 128  # at launch of two warpgroups, of which two programs share a processor
 
@@ -92,7 +85,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         q, k, v, dout = fitting(unfit, (*tensors[:3], saved.dout))
         sinks = element_pointer(None if of_sinks is None else tensors.sinks)
         sum_rows = bind_rows(self._builds, saved._replace(dout=dout), sizes, sinks)
-        add_sinks = None if sinks is None else self._bind_sinks(sinks, sizes)
+        add_sinks = None if sinks is None else bind_sinks(self._builds, sinks, sizes, ROWS)
         lengths = tuple(map(element_pointer, tensors[3:6]))
         of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
         of_queries = self._bind_queries(k, lengths, every, sizes, space, each)
@@ -128,23 +121,17 @@ class SplitBackwardLauncher(BackwardLauncher):
 
         return launch
 
-    def _bind_sinks(self, of_sinks: Pointer, sizes: Sizes) -> Start:
-        parts = sizes.padded // ROWS * sizes.batch
-        arguments = (Pointer(torch.float32), of_sinks, parts, PARTS_AT_ONCE)
-        build = self._builds.get(None, flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
-        return build.bound((sizes.heads_kv * sizes.group, 1, 1), parts, PARTS_AT_ONCE)
-
     def _bind_keys(
-        self, given: Sequence[torch.Tensor], lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
+        self, given: Sequence[torch.Tensor], lengths: Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> Bound:
         consumers = self._config["consumers"]
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
         constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS, *self._seconds)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
-        of_band = _of_band(sizes)
+        of_band = sizes.of_band
         cap = 0.5 if self._problem.features.softcap else None
         arguments = (*self._of_keys, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
-        key, options = (masks, space.dk > 0, *_kind(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        key, options = (masks, space.dk > 0, *kind_of(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
         build = self._builds.get(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
         starts, unit = [], sizes.band or 1
@@ -154,18 +141,19 @@ class SplitBackwardLauncher(BackwardLauncher):
             starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *of_band, *constexprs))
         sums = ((sizes.batch * sizes.heads_kv * sizes.group * sizes.padded,), (1,))
         gradients = ((one.shape, one.strides) for one in every[1:3] if one is not None)
-        shapes = (*_rows(map(shape_of, given), sizes), sums, sums, _tiles_of(space, sizes), *_rows(gradients, sizes))
+        rows, of_gradients = (rows_as_copied(some, sizes.sequences) for some in (map(shape_of, given), gradients))
+        shapes = (*rows, sums, sums, _tiles_of(space, sizes), *of_gradients)
         return Bound(starts, encoders(build, self._of_keys, shapes))
 
     def _bind_queries(
-        self, k: torch.Tensor, lengths: _Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
+        self, k: torch.Tensor, lengths: Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> Bound:
         warps = self._config["warps_dq"]
         constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS, self._seconds[0])
-        kept, of_band = Pointer(torch.float32) if space.dq else None, _of_band(sizes)
+        kept, of_band = Pointer(torch.float32) if space.dq else None, sizes.of_band
         arguments = (*self._of_queries, kept, *lengths, 0.5, *(1,) * 10, *of_band, *constexprs)
         options = {"num_warps": warps, "maxnreg": _REGISTERS_OF_TWO if warps == 4 else _REGISTERS}
-        build = self._builds.get((space.dq > 0, *_kind(lengths)), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
+        build = self._builds.get((space.dq > 0, *kind_of(lengths)), flashmoe_bwd_dq_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // QUERIES, sizes.offset)
         starts = []
         for wave in each:
@@ -173,25 +161,8 @@ class SplitBackwardLauncher(BackwardLauncher):
             numbers = (wave.first_head, sizes.queries(wave.first_step) // QUERIES, *keys, wave.tiles)
             starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *of_band, *constexprs))
         assert every.dq is not None
-        shapes = (_tiles_of(space, sizes), *_rows((shape_of(k), (every.dq.shape, every.dq.strides)), sizes))
+        shapes = (_tiles_of(space, sizes), *rows_as_copied((shape_of(k), (every.dq.shape, every.dq.strides)), sizes.sequences))
         return Bound(starts, encoders(build, self._of_queries, shapes))
-
-
-def _of_band(sizes: Sizes) -> tuple[int | None, ...]:
-    """The last integers of both kernels, None for those that a call has no use of."""
-    if not sizes.band:
-        return (None,) * 5
-    packed = (sizes.sequences, sizes.seqlen_q, sizes.seqlen_k) if sizes.sequences else (None,) * 3
-    return (sizes.band, sizes.begin, *packed)
-
-
-def _kind(lengths: _Lengths) -> tuple[bool, ...]:
-    return tuple([one is None for one in lengths])
-
-
-def _rows(shapes: Iterable[Shape], sizes: Sizes) -> list[Shape]:
-    """Shapes and strides of rows; of packed sequences such as end where a copy says."""
-    return [ragged(shape[1:], strides[1:]) if sizes.sequences else (shape, strides) for shape, strides in shapes]
 
 
 def _tiles_of(space: Space, sizes: Sizes) -> Shape:

@@ -12,7 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.band import (
+from flashmoe_science.ops.attention.backward.split_sm90.columns import (
+    keep,
+    load_kept,
+    no_columns,
+    put,
+    scaled,
+    start_columns,
+    wait_for_columns,
+)
+from flashmoe_science.ops.attention.device.band import (
     KEYS,
     NONE,
     QUERIES,
@@ -23,15 +32,6 @@ from flashmoe_science.ops.attention.backward.split_sm90.band import (
     origin_of,
     row_of_space,
     sequence_at,
-)
-from flashmoe_science.ops.attention.backward.split_sm90.columns import (
-    keep,
-    load_kept,
-    no_columns,
-    put,
-    scaled,
-    start_columns,
-    wait_for_columns,
 )
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, reinterpret, tma_load, tma_store

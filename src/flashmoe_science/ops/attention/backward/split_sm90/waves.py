@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
-from flashmoe_science.ops.attention.backward.split_sm90.config import QUERIES, Sizes
+from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes
 from flashmoe_science.ops.launch import Grid, cdiv
 
 BUDGET = 2**30  # bytes of the workspace: it does not depend on the memory that is free, nor the bits on it

@@ -7,14 +7,20 @@ import triton
 import triton.language as tl
 
 from flashmoe_science.ops.attention.backward.copied import Builds, Start
-from flashmoe_science.ops.attention.backward.split_sm90.band import QUERIES, sequence_of_tile
-from flashmoe_science.ops.attention.backward.split_sm90.config import ROWS, ROWS_WARPS, Sizes
+from flashmoe_science.ops.attention.backward.sizes import Sizes
 from flashmoe_science.ops.attention.call.backward import Saved
-from flashmoe_science.ops.attention.device.sinks_triton import sink_gradient
+from flashmoe_science.ops.attention.device.band import QUERIES, packed_rows_at
+from flashmoe_science.ops.attention.device.sinks_triton import (
+    PARTS_AT_ONCE,
+    SINKS_WARPS,
+    flashmoe_bwd_dsinks_triton,
+    sink_gradient,
+)
 from flashmoe_science.ops.attention.device.strided import in_units
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Pointer, stand_in, stride_class, stride_unit
 
+ROWS, ROWS_WARPS = 32, 4  # of a program that sums rows, without counters
 SIZES = ("heads", "rows", "padded", "batches")
 
 
@@ -42,11 +48,7 @@ def flashmoe_bwd_rows_triton(
     inside = row < rows
     place = row
     if cu_seqlens_q is not None:
-        number = sequence_of_tile(cu_seqlens_q, batches, pid % tiles * BLOCK_M // QUERIES, QUERIES)
-        begin = tl.load(cu_seqlens_q + number)
-        end = tl.load(cu_seqlens_q + number + 1, mask=number < batches, other=0)
-        row += begin - (begin // QUERIES + number) * QUERIES
-        inside = row < end
+        row, inside = packed_rows_at(place, pid % tiles * BLOCK_M // QUERIES, cu_seqlens_q, batches, 0, QUERIES)
     mask = inside[:, None] & (dim < DV)[None, :]
     o = tl.load(out + batch * stride_ob + head * stride_oh + row[:, None] * stride_om + dim, mask=mask, other=0.0)
     do = tl.load(dout + batch * stride_dob + head * stride_doh + row[:, None] * stride_dom + dim, mask=mask, other=0.0)
@@ -78,3 +80,11 @@ def bind_rows(
     key = (saved.dlse is None, of_sinks is None, stride_class((*of_out, *of_dout)), constexprs)
     build = builds.get(key, flashmoe_bwd_rows_triton, (*pointers, *numbers, *constexprs), num_warps=ROWS_WARPS)
     return build.bound((sizes.padded // block_m * sizes.batch * heads, 1, 1), *numbers, *constexprs)
+
+
+def bind_sinks(builds: Builds, of_sinks: Pointer, sizes: Sizes, rows: int) -> Start:
+    """The launch that adds what each program of ``rows`` rows found of the sinks' gradient."""
+    parts = sizes.padded // rows * sizes.batch
+    arguments = (Pointer(torch.float32), of_sinks, parts, PARTS_AT_ONCE)
+    build = builds.get(None, flashmoe_bwd_dsinks_triton, arguments, num_warps=SINKS_WARPS, num_stages=1)
+    return build.bound((sizes.heads_kv * sizes.group, 1, 1), parts, PARTS_AT_ONCE)

@@ -14,11 +14,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.attention.backward.split_sm90 import config
+from flashmoe_science.ops.attention.device.mask import columns_before
 from flashmoe_science.ops.attention.device.tiles import Origin, RaggedOrigin
 from flashmoe_science.ops.gluon_bridge import as_gluon
 
-KEYS, QUERIES = gl.constexpr(config.KEYS), gl.constexpr(config.QUERIES)
+KEYS, QUERIES = gl.constexpr(64), gl.constexpr(128)  # of a consumer and its tiles of dS; of a tile of sums over rows
 NONE = gl.constexpr(None)  # as a default of what kernels are given
 
 
@@ -84,6 +84,17 @@ def sequence_of_tile(cu_seqlens, batches, tile, ROWS: tl.constexpr):
 number_of_sequence = as_gluon(sequence_of_tile)
 
 
+@triton.jit
+def packed_rows_at(places, tile, cu_seqlens, batches, end_unowned, ROWS: tl.constexpr):
+    """The rows among all of those at ``places``, which are in tile ``tile`` of ROWS, and which of them their sequence has, or
+    none has: those before ``end_unowned``."""
+    number = sequence_of_tile(cu_seqlens, batches, tile, ROWS)
+    begin = tl.load(cu_seqlens + number)
+    end = tl.load(cu_seqlens + number + 1, mask=number < batches, other=end_unowned)
+    rows = places + (begin - (begin // ROWS + number) * ROWS)
+    return rows, rows < end
+
+
 @gluon.jit
 def _range(cu_seqlens, number, batches, total):
     """The first row of a sequence, and the one past its last."""
@@ -144,6 +155,15 @@ def band_of_keys(sequence, begin, first_key, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 def first_that_sees(key, first_query, sequence, BLOCK_M: gl.constexpr):
     """Of BLOCK_M queries from ``first_query`` on, the first that a window's left does not hide a key from."""
     return gl.where(key < sequence.seqlen_k, key - sequence.offset - first_query, BLOCK_M)
+
+
+@gluon.jit
+def seen_alone(p, key, first_query, sequence, begin):
+    """P, [keys, queries], with 0 where a query, of those from ``first_query`` on, does not see a key."""
+    seen = columns_before(p, first_that_sees(key, first_query, sequence, p.shape[1])[:, None]) == 0
+    if begin is not None:
+        seen &= columns_before(p, (key - begin - first_query + 1)[:, None])
+    return gl.where(seen, p, 0.0)
 
 
 @gluon.jit
