@@ -1,21 +1,21 @@
 """A plugin for pytest that runs others' own tests of experts on this package's functions, and counts what comes of them.
 
-    PYTHONPATH=tools:CLONE/src:CLONE pytest -p expert_tests -c /dev/null --rootdir CLONE --counts FILE CLONE/TESTS
+    PYTHONPATH=tools:CLONE pytest -p expert_tests --of liger -c /dev/null --rootdir CLONE --counts FILE CLONE/TESTS
 
-CLONE is one of a repository, or what its sdist holds. TESTS of Liger: test/transformers/test_fused_moe.py, and test_swiglu.py
-with -k mixtralexperts. Of torchtitan, on a GPU, in torchtitan/experiments/transformers_modeling_backend/tests:
-test_moe_parallelism.py -k "forward or backward". Of SonicMoE, on a GPU, with none of its kernels' packages: tests/moe_test.py.
-References are theirs.
+CLONE is one of the repository; its package is installed. TESTS of liger: test/transformers/test_fused_moe.py, and test_swiglu.py
+with -k mixtralexperts. Of torchtitan, on a GPU: tests/unit_tests/test_compile_moe.py, and with a newer PyTorch than 2.11
+test_moe_parallelism.py -k "forward or backward" of torchtitan/experiments/transformers_modeling_backend/tests. Of sonicmoe, on a
+GPU, with none of its kernels' packages: tests/moe_test.py. References are theirs.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -24,22 +24,27 @@ from flashmoe_science import fused_moe, grouped_moe, route
 pytest_plugins = ["upstream_tests"]
 
 
-def pytest_configure() -> None:
-    """Put our functions in the place of those of the packages that are found."""
-    if find_spec("liger_kernel") is not None:
-        import liger_kernel.ops
-        import liger_kernel.ops.fused_moe
-        import liger_kernel.transformers.swiglu
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--of", choices=("liger", "torchtitan", "sonicmoe"), required=True, help="whose tests they are")
 
-        liger_kernel.ops.LigerFusedMoEFunction = liger_kernel.transformers.swiglu.LigerFusedMoEFunction = _Liger
-        liger_kernel.ops.fused_moe.compute_routing_metadata = _private
-    if find_spec("torchtitan") is not None:
-        from torchtitan.models.common.moe import GroupedExperts
 
-        GroupedExperts.forward = _grouped
-    if find_spec("sonicmoe") is not None:
-        _stand_in("sonicmoe.count_cumsum", count_cumsum=_counts)
-        _stand_in("sonicmoe.functional", moe_TC_softmax_topk_layer=_sonic, enable_quack_gemm=lambda _: nullcontext())
+def pytest_configure(config: pytest.Config) -> None:
+    """Put our functions in the place of the package's."""
+    match config.getoption("--of"):
+        case "liger":
+            import liger_kernel.ops
+            import liger_kernel.ops.fused_moe
+            import liger_kernel.transformers.swiglu
+
+            liger_kernel.ops.LigerFusedMoEFunction = liger_kernel.transformers.swiglu.LigerFusedMoEFunction = _Liger
+            liger_kernel.ops.fused_moe.compute_routing_metadata = _private
+        case "torchtitan":
+            from torchtitan.models.common.moe import GroupedExperts
+
+            GroupedExperts.forward = _grouped
+        case "sonicmoe":
+            _stand_in("sonicmoe.count_cumsum", count_cumsum=_counts)
+            _stand_in("sonicmoe.functional", moe_TC_softmax_topk_layer=_sonic, enable_quack_gemm=lambda _: nullcontext())
 
 
 def _stand_in(name: str, **functions: Any) -> None:

@@ -66,7 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     unittest have parameters that pytest does not know of."""
     random.Random(config.getoption("--seed")).shuffle(items)
     seen = Counter[tuple[object, str]]()
-    kept, left_out = [], []
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
     for item in items:
         function = item.parent, item.function.__name__ if isinstance(item, pytest.Function) else item.name
         seen[function] += 1

@@ -35,7 +35,7 @@ def test_our_experts_are_under_ligers_name(tmp_path: Path) -> None:
         path = tmp_path / "liger_kernel" / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text("def compute_routing_metadata(): ...\n" if name.endswith("moe") else "")
-    rows, done = run_theirs(tmp_path, THEIRS, "expert_tests")
+    rows, done = run_theirs(tmp_path, THEIRS, "expert_tests", "--of", "liger")
     found = Counter(one["kind"] for one in rows)
     assert found == {"passed": 1, "not served": 2, "failed": 1}, done.stdout + done.stderr
     assert [one["line"] for one in rows if one["kind"] == "failed"] == ["AssertionError: wrong"]
@@ -68,5 +68,5 @@ def test_our_experts_are_under_sonicmoes_name(tmp_path: Path) -> None:
     (tmp_path / "sonicmoe" / "__init__.py").write_text("from .count_cumsum import count_cumsum\nfrom .moe import MoE\n")
     (tmp_path / "sonicmoe" / "moe.py").write_text("MoE = None\n")
     (tmp_path / "sonicmoe" / "functional.py").write_text("import quack\n")
-    rows, done = run_theirs(tmp_path, SONIC, "expert_tests")
+    rows, done = run_theirs(tmp_path, SONIC, "expert_tests", "--of", "sonicmoe")
     assert [one["kind"] for one in rows] == ["passed"], done.stdout + done.stderr
