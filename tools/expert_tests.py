@@ -2,10 +2,10 @@
 
     PYTHONPATH=tools:CLONE pytest -p expert_tests --of liger -c /dev/null --rootdir CLONE --counts FILE CLONE/TESTS
 
-CLONE is one of the repository; its package is installed. TESTS of liger: test/transformers/test_fused_moe.py, and test_swiglu.py
-with -k mixtralexperts. Of torchtitan, on a GPU: tests/unit_tests/test_compile_moe.py, and with a newer PyTorch than 2.11
-test_moe_parallelism.py -k "forward or backward" of torchtitan/experiments/transformers_modeling_backend/tests. Of sonicmoe, on a
-GPU, with none of its kernels' packages: tests/moe_test.py. References are theirs.
+CLONE is one of the repository; its package is installed. TESTS of liger: test/transformers/test_fused_moe.py, and with
+-k mixtralexperts test_swiglu.py. Of torchtitan, on a GPU: tests/unit_tests/test_compile_moe.py, and with a newer PyTorch than
+2.11 test_moe_parallelism.py -k "forward or backward" of torchtitan/experiments/transformers_modeling_backend/tests. Of
+sonicmoe, on a GPU, with none of its kernels' packages: tests/moe_test.py. References are theirs.
 """
 
 from __future__ import annotations
