@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put our functions under the names that the tests import."""
     clone = config.getoption("--flash-attention") / "flash_attn"
     two, three = ({one: getattr(module, one) for one in module.__all__} for module in (flash_attn, flash_attn_interface))
-    four = {"flash_attn_func": _dense_4, "flash_attn_varlen_func": _packed_4, "get_scheduler_metadata": lambda **_: None}
+    four = {"flash_attn_func": _dense_4, "flash_attn_varlen_func": _packed_4, "get_scheduler_metadata": _Private}
     four |= {"flash_attn_combine": _private, "_flash_attn_fwd": _forward_4, "_flash_attn_bwd": _backward_4}
     four |= {"_flash_attn_bwd_sparse_mla": _private}
     _module("flash_attn", two).__path__ = [str(clone)]  # where layers.rotary is found
@@ -59,6 +59,15 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 
 def _private(*_: object, **__: object) -> None:
     raise ImportError("a private name of FlashAttention-4's is called")
+
+
+class _Private:
+    """What FlashAttention-4's ``get_scheduler_metadata`` returns, which our functions leave unread."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(f"{name} of the private metadata of FlashAttention-4's scheduler is read")
 
 
 def _of_earlier_names(q: Any, k_cache: Any, v_cache: Any, *arguments: Any, **options: Any) -> Any:

@@ -162,7 +162,7 @@ def _row(report: pytest.TestReport) -> dict[str, Any] | None:
     if report.when != "call" and report.passed:
         return None
     found: dict[str, Any] = dict(report.user_properties)
-    kind, line = found.get("failure", ("failed" if report.failed else report.outcome, "the process ended"))
+    kind, line = found.get("failure", ("failed", "the process ended") if report.failed else (report.outcome, ""))
     if report.skipped:
         kind = "xfailed" if hasattr(report, "wasxfail") else "skipped"
     return {"test": report.nodeid, "kind": kind, "line": line, "served by": found.get("served by", []), "s": report.duration}
