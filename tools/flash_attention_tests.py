@@ -2,9 +2,11 @@
 
     PYTHONPATH=tools pytest -p flash_attention_tests -n 12 --flash-attention CLONE --counts FILE CLONE/tests/test_flash_attn.py
 
-CLONE is one of its repository. Other files, one at a time: hopper/test_flash_attn.py, hopper/test_attn_kvcache.py, and with
---noconftest tests/cute/test_flash_attn.py. Of each test function a sample of its parameters is run, drawn at random. The
-references and the rotary embedding are theirs.
+CLONE is one of its repository. Other files, one at a time: of hopper/ test_flash_attn.py, test_flash_attn_bwd_determinism.py,
+test_torch_compile_and_export.py and test_attn_kvcache.py; with --noconftest of tests/cute/ test_flash_attn.py,
+test_flash_attn_fast.py, test_flash_attn_varlen.py and test_flash_attn_race_condition.py. Of each test function a sample of its
+parameters is run, drawn at random. The references and the rotary embedding are theirs. Their private backwards are the
+gradients of our public functions, whose forward is computed again.
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Put our functions under the names that the tests import."""
     clone = config.getoption("--flash-attention") / "flash_attn"
     two, three = ({one: getattr(module, one) for one in module.__all__} for module in (flash_attn, flash_attn_interface))
-    four = {"flash_attn_func": _dense_4, "flash_attn_varlen_func": _packed_4, "get_scheduler_metadata": lambda **_: None}
-    four |= dict.fromkeys(("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"), _private)
+    four = {"flash_attn_func": _dense_4, "flash_attn_varlen_func": _packed_4, "get_scheduler_metadata": _Private}
+    four |= {"flash_attn_combine": _private, "_flash_attn_fwd": _forward_4, "_flash_attn_bwd": _backward_4}
+    four |= {"_flash_attn_bwd_sparse_mla": _private}
     _module("flash_attn", two).__path__ = [str(clone)]  # where layers.rotary is found
-    _module("flash_attn.cute", {}).__path__ = [str(clone / "cute")]  # and testing
+    _module("flash_attn.cute", four).__path__ = [str(clone / "cute")]  # and testing
     _module("flash_attn.cute.cache_utils", {"JITCache": _private})
     _module("flash_attn.cute.interface", four)
     sys.modules["flash_attn.bert_padding"] = flashmoe_science.bert_padding
     _module("flash_attn.flash_attn_interface", two | {"USE_TRITON_ROCM": False, "_get_block_size_n": None})
-    _module("flash_attn_interface", three | {"flash_attn_with_kvcache": _of_earlier_names})
+    three |= {"flash_attn_with_kvcache": _of_earlier_names, "_flash_attn_backward": _backward_3}
+    _module("flash_attn_interface", three)
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
@@ -55,6 +59,15 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 
 def _private(*_: object, **__: object) -> None:
     raise ImportError("a private name of FlashAttention-4's is called")
+
+
+class _Private:
+    """What FlashAttention-4's ``get_scheduler_metadata`` returns, which our functions leave unread."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> None:
+        raise ImportError(f"{name} of the private metadata of FlashAttention-4's scheduler is read")
 
 
 def _of_earlier_names(q: Any, k_cache: Any, v_cache: Any, *arguments: Any, **options: Any) -> Any:
@@ -118,6 +131,55 @@ def _packed_4(
 
 def _starts(dense: torch.Tensor) -> torch.Tensor:
     return torch.arange(dense.shape[0] + 1, device=dense.device, dtype=torch.int32) * dense.shape[1]
+
+
+def _forward_4(
+    *tensors: Any, window_size_left: int | None = None, window_size_right: int | None = None, **options: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """FlashAttention-4's ``_flash_attn_fwd``."""
+    function = _dense_4 if options.get("cu_seqlens_q") is options.get("page_table") is None else _packed_4
+    return *function(*tensors, window_size=(window_size_left, window_size_right), **options), None, None
+
+
+def _backward_4(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    """FlashAttention-4's ``_flash_attn_bwd``."""
+    made = _gradients(_forward_4, (q, k, v), dout, **options)
+    return tuple(one if into is None else into.copy_(one) for one, into in zip(made, (dq, dk, dv), strict=True))
+
+
+def _backward_3(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *rest: Any,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """FlashAttention-3's ``_flash_attn_backward``, with the window of its test of determinism."""
+    cu_q, cu_k, used_q, used_k, max_q, max_k, _, _, _, scale, causal = rest
+    options |= {"softmax_scale": scale, "causal": causal}
+    if cu_q is None:
+        return *_gradients(flash_attn_interface.flash_attn_func, (q, k, v), dout, **options), None
+    packed = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    options |= packed | {"seqused_q": used_q, "seqused_k": used_k}
+    return *_gradients(flash_attn_interface.flash_attn_varlen_func, (q, k, v), dout, **options), None
+
+
+def _gradients(
+    function: Callable[..., Any], tensors: tuple[torch.Tensor, ...], dout: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in tensors]
+        result = function(*leaves, **options)
+    return torch.autograd.grad(result if isinstance(result, torch.Tensor) else result[0], leaves, dout)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,16 @@
-"""A script of tools/ as a module."""
+"""A script of tools/ as a module, and a run of others' tests by a plugin of tools/."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,3 +29,15 @@ def tool_named() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+def run_theirs(folder: Path, theirs: str, plugin: str, *options: object) -> tuple[list[Any], subprocess.CompletedProcess[str]]:
+    """The lines of --counts of a file of tests that is run by a plugin, with the folder on the path; and what was printed."""
+    file, counts = folder / "test_theirs.py", folder / "counts.jsonl"
+    file.write_text(theirs)
+    fixed = ["-p", plugin, "-c", os.devnull, "-p", "no:cacheprovider", "--counts", str(counts)]
+    command = [sys.executable, "-m", "pytest", *fixed, *map(str, options), str(file)]
+    path = os.pathsep.join((str(TOOLS), str(folder), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert counts.exists(), done.stdout + done.stderr
+    return [json.loads(line) for line in counts.read_text().splitlines()], done

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-from tests.unit.tools.conftest import TOOLS
+from tests.unit.tools.conftest import TOOLS, run_theirs
 
 THEIRS = """
 import pytest, torch, time
@@ -30,6 +30,28 @@ def test_refused(heads):
 def test_private():
     from flash_attn.flash_attn_interface import flash_attn_gpu
 
+def test_gradients():
+    from flash_attn.cute.interface import _flash_attn_fwd, _flash_attn_bwd
+    from flash_attn_interface import _flash_attn_backward
+    q, k, v, g = torch.randn(4, 1, 3, 2, 8).unbind()
+    out, lse, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+    dq = torch.empty_like(q)
+    made = _flash_attn_bwd(q, k, v, out, g, lse, causal=True, dq=dq)
+    assert made[0] is dq
+    others = _flash_attn_backward(g, q, k, v, out, lse, *[None] * 9, 8 ** -0.5, True, window_size=(-1, -1))
+    assert all(torch.equal(one, other) for one, other in zip(made, others))
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    packed = [one[0] for one in (g, q, k, v, out)]
+    parts = _flash_attn_backward(*packed, lse[0], starts, starts, None, None, 2, 2, *[None] * 3, None, True)
+    torch.testing.assert_close(parts[0][0], torch.zeros(2, 8))  # the only key of its sequence
+    assert parts[0][2].abs().max() > 0
+    with pytest.raises(TypeError):
+        _flash_attn_fwd(q, k, v, score_mod=print)
+
+def test_refused_private():
+    from flash_attn.cute.interface import _flash_attn_bwd_sparse_mla
+    _flash_attn_bwd_sparse_mla()
+
 def test_slow():
     time.sleep(30)
 
@@ -39,16 +61,26 @@ def test_wrong():
 
 
 def test_a_sample_is_run_and_its_results_are_counted(tmp_path: Path) -> None:
-    theirs, counts = tmp_path / "test_theirs.py", tmp_path / "counts.json"
-    theirs.write_text(THEIRS)
-    options = ["-p", "flash_attention_tests", "--flash-attention", tmp_path, "--cases", 30, "--limit", 4, "--counts", counts]
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", *map(str, options), str(theirs)]
-    path = os.pathsep.join((str(TOOLS), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
-    assert counts.exists(), done.stdout + done.stderr
-    found = json.loads(counts.read_text())
-    assert found["counts"] == {"passed": 30, "skipped": 0, "xfailed": 0, "not served": 3, "out of time": 1, "failed": 1}
-    reasons = found["not served"]
-    assert sorted(reasons.values()) == [1, 2]
+    rows, done = run_theirs(
+        tmp_path, THEIRS, "flash_attention_tests", "--flash-attention", tmp_path, "--cases", 30, "--limit", 4
+    )
+    kinds = Counter(one["kind"] for one in rows)
+    assert kinds == {"passed": 31, "not served": 4, "out of time": 1, "failed": 1}, done.stdout + done.stderr
+    reasons = Counter(one["line"] for one in rows if one["kind"] == "not served")
+    assert sorted(reasons.values()) == [1, 1, 2]
     assert any("k has N heads and q has N" in one for one in reasons), reasons
-    assert sorted(line for _, line in found["failures"]) == ["AssertionError: wrong", "TimeoutError: 4 seconds have passed"]
+    lines = sorted(one["line"] for one in rows if one["kind"] in ("failed", "out of time"))
+    assert lines == ["AssertionError: wrong", "TimeoutError: 4 seconds have passed"]
+    assert all(one["served by"] == ["sdpa"] for one in rows if "test_many" in one["test"] or "test_gradients" in one["test"])
+
+
+def test_counts_are_printed_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    rows = [
+        {"test": "a.py::one", "kind": "passed", "line": "", "served by": ["bwd_triton"], "s": 1.0},
+        {"test": "a.py::two", "kind": "not served", "line": "TypeError: N", "served by": [], "s": 1.0},
+    ]
+    (tmp_path / "theirs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    command = [sys.executable, str(TOOLS / "upstream_tests.py"), str(tmp_path / "theirs.jsonl")]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "| theirs | 1 | 0 | 1 | 0 | 0 | 0 | 0 | 1 |" in printed
+    assert "not served 1: TypeError: N" in printed
