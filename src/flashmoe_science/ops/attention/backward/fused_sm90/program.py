@@ -96,8 +96,9 @@ def _steps(work):
 
 @gluon.jit
 def _place(work, step):
-    """The head of the group and the tile of queries of a step."""
-    return step % work.group, work.start + step // work.group * work.stride
+    """The head of the group and the tile of queries of a step: a head after the other, so that a tile of queries, and what is
+    summed for it, is in L2 when the next tile of keys comes to it."""
+    return step // work.count, work.start + step % work.count * work.stride
 
 
 @gluon.jit
