@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help prove test test-gpu honest newest-triton test-newest-triton newest-torch test-newest-torch builds digests lint format types imports structure docs check-docs \
-  table check-table check-ratchet archive wheel ci clean
+  table check-table check-records archive wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -96,8 +96,8 @@ check-table: $(STAMP) ## fail if the dispatch table is not what the records supp
 archive: $(STAMP) ## gzip the runs that no verdict, claim or entry of the table rests on into evidence/archive
 	@$(BIN)/python tools/archive_runs.py
 
-check-ratchet: $(STAMP) ## fail if a committed record is a proven regression from what is kept
-	@$(BIN)/flashmoe ratchet
+check-records: $(STAMP) ## check-docs, check-table, and fail if a committed record is a proven regression from what is kept
+	@$(BIN)/python tools/check_records.py
 
 wheel: $(STAMP) ## build the wheel and look inside
 	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .

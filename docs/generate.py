@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import support_matrix
@@ -27,6 +27,7 @@ from picture import picture
 import flashmoe_science
 from flashmoe_science import parallel, proof
 from flashmoe_science.cli.main import COMMANDS
+from flashmoe_science.judge.standing import JudgedRun
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICE = "<!-- Written by docs/generate.py; `make docs` writes it anew. -->\n\n"
@@ -125,10 +126,10 @@ def pages(numbers: Numbers) -> dict[Path, str]:
     return written
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], judged: Sequence[JudgedRun] = ()) -> None:
     if arguments not in ([], ["--check"]):
         sys.exit("usage: python docs/generate.py [--check]")
-    numbers = Numbers.read(ROOT)
+    numbers = Numbers.of(judged, ROOT) if judged else Numbers.read(ROOT)
     written = pages(numbers)
     stale = 0
     for path, content in written.items():

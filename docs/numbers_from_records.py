@@ -86,12 +86,16 @@ class Numbers:
     @classmethod
     def read(cls, root: Path) -> Numbers:
         """The numbers of a checkout. Raises StoreError or ClaimError, in one line, where a file is torn or wrong."""
-        folder, claims = root / "evidence", root / "evidence" / "claims.toml"
-        runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
-        judged = [JudgedRun(run) for run in runs]
+        folder = root / "evidence"
+        return cls.of([JudgedRun(run) for run in (refuse_torn(read_runs(folder)) if folder.is_dir() else [])], root)
+
+    @classmethod
+    def of(cls, judged: Sequence[JudgedRun], root: Path) -> Numbers:
+        """The numbers of a checkout whose runs were read. Raises ClaimError."""
+        claims = root / "evidence" / "claims.toml"
         stand = standing(judged)
         results = [judge_claim(one, stand, judged) for one in read_claims(claims)] if claims.is_file() else []
-        return cls(runs, stand, results, root, judged)
+        return cls([one.run for one in judged], stand, results, root, judged)
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:

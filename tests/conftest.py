@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 # Pytest's workers share the cores among themselves; more threads of torch's, here or in a process that a test starts, fight
-# for them. Set before torch is imported, which reads it once.
+# for them. Inductor compiles here too, not in processes of its own, each of which imports torch. Set before torch is imported,
+# which reads them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 LIMIT_S = 600
 

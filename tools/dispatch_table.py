@@ -19,15 +19,17 @@ from flashmoe_science.measure.promote import entries_of
 from flashmoe_science.store import read_runs, refuse_torn
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table, or say whether it is what the records support. Returns 0, 1 (it is not) or 2 (it could not run)."""
+def main(arguments: Sequence[str] | None = None, judged: Sequence[JudgedRun] = ()) -> int:
+    """Write the table, or say whether it is what the records support. Returns 0, 1 (it is not) or 2 (it could not run).
+
+    ``judged``: the runs of the folder, where they were read."""
     parser = argparse.ArgumentParser(prog="tools/dispatch_table.py", description=__doc__.splitlines()[0])
     parser.add_argument("--evidence", type=Path, default=Path("evidence"), help="folder with run records (evidence)")
     parser.add_argument("--table", type=Path, default=PATH, help="the table to write (the package's)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is not the records'")
     options = parser.parse_args(arguments)
     try:
-        judged = [JudgedRun(run) for run in refuse_torn(read_runs(options.evidence))]
+        judged = judged or [JudgedRun(run) for run in refuse_torn(read_runs(options.evidence))]
         text = entries_as_text(SCHEMA, entries_of(judged, GPUS))
         if not options.check:
             options.table.write_text(text, encoding="utf-8")

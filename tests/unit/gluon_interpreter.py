@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from math import prod
 from threading import Condition, Thread, local
@@ -54,37 +55,32 @@ for _name in ("add", "sub", "mul", "and", "xor", "lshift"):
         setattr(Int, _each, _arithmetic(getattr(int, _each)))
 
 
-class Values(torch.Tensor):
-    """A tensor of a program, which no operation changes."""
+_TO, _TYPE = torch.Tensor.to, SimpleNamespace(layout=None)
+# What a tensor has while programs run, whom no operation changes it. A subclass's operations take three times as long.
+_TENSORS: dict[str, Any] = {
+    **{f"__i{name}__": getattr(torch.Tensor, name) for name in ("add", "sub", "mul")},
+    "__iand__": torch.Tensor.__and__,
+    "__mod__": torch.Tensor.fmod,
+    "__floordiv__": lambda self, other: torch.div(self, other, rounding_mode="trunc"),
+    "split": lambda self: self.unbind(-1),
+    "to": lambda self, dtype, bitcast=False: self.view(dtype) if bitcast else _TO(self, dtype),
+    "type": _TYPE,
+}
 
-    __iadd__, __isub__, __imul__, __iand__ = torch.Tensor.add, torch.Tensor.sub, torch.Tensor.mul, torch.Tensor.__and__  # type: ignore[assignment]
-    __mod__ = torch.Tensor.fmod  # type: ignore[assignment]
-    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Gives Values as PyTorch's own does, whose checks took a fifth of a launch."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = function(*args, **kwargs or {})
-        if type(found) is torch.Tensor:
-            return found.as_subclass(cls)
-        if isinstance(found, tuple) and found and type(found[0]) is torch.Tensor:
-            return tuple(one.as_subclass(cls) for one in found)
-        return found
-
-    def __floordiv__(self, other: Any) -> torch.Tensor:
-        return torch.div(self, other, rounding_mode="trunc")
-
-    def split(self) -> tuple[torch.Tensor, ...]:
-        return self.unbind(-1)
-
-    def to(self, dtype: Any, bitcast: bool = False) -> torch.Tensor:  # type: ignore[override]
-        return self.view(dtype) if bitcast else super().to(dtype)
+@contextmanager
+def _tensors_of_programs() -> Iterator[None]:
+    with ExitStack() as after:
+        for name, value in _TENSORS.items():
+            own = vars(torch.Tensor).get(name)
+            after.callback(setattr, torch.Tensor, name, own) if own else after.callback(delattr, torch.Tensor, name)
+            setattr(torch.Tensor, name, value)
+        yield
 
 
 def _values(tensor: torch.Tensor) -> Any:
     """What a program has of a tensor: of one integer an Int."""
-    return tensor.as_subclass(Values) if tensor.dim() or tensor.is_floating_point() else Int(tensor)
+    return tensor if tensor.dim() or tensor.is_floating_point() else Int(tensor)
 
 
 class Address:
@@ -216,7 +212,7 @@ class Memory:
         return Memory(self.tensor.permute(order))
 
     def load(self, layout: Any) -> torch.Tensor:
-        return self.tensor.clone().as_subclass(Values)
+        return self.tensor.clone()
 
     def store(self, values: torch.Tensor) -> None:
         assert list(values.shape) == self.shape
@@ -441,7 +437,7 @@ class Build:
             Address(one, like.dtype) if isinstance(like, Pointer) and one is not None else Int(one) if type(one) is int else one
             for one, like in zip(arguments, self._like, strict=True)
         ]
-        with _disable_current_modes():
+        with _disable_current_modes(), _tensors_of_programs():
             for program in product(*map(range, grid)):
                 _run.program, _run.grid, _run.changed, _run.failed = program, grid, Condition(), []
                 self._function(*given)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -85,6 +86,32 @@ def patch_the_language_once_a_launch() -> None:
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patch_once
 
 
+def reduce_by_xor_at_once() -> None:
+    """Triton calls the function of an xor for each element; a sort, which every routing has, took half of a script's time."""
+    import numpy as np
+    from triton.language import standard
+    from triton.runtime.interpreter import ReduceOps
+
+    apply = ReduceOps.apply_impl
+
+    def applied(self: Any, given: Any) -> Any:
+        if self.combine_fn is not standard._xor_combine:
+            return apply(self, given)
+        found = np.bitwise_xor.reduce(given[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, given[0].dtype)
+
+    ReduceOps.apply_impl = applied
+
+
+def compute_no_overflow_that_none_hears_of() -> None:
+    """Triton asks after each sum of integers whether it overflowed, and asserts it only where it debugs."""
+    from triton.runtime import interpreter
+
+    interpreter.InterpreterOptions = partial(interpreter.InterpreterOptions, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions()
+    assert not interpreter.interpreter_builder.options.debug
+
+
 def main() -> None:
     import torch
 
@@ -93,6 +120,8 @@ def main() -> None:
     sys.path[0] = str(FOLDER.parents[1])  # scripts import what they share as the tests do
     torch.set_num_threads(1)  # a fork has no other threads
     patch_the_language_once_a_launch()
+    reduce_by_xor_at_once()
+    compute_no_overflow_that_none_hears_of()
     for one in OPERATIONS:
         one.contract(), one.kernels()
     for line in sys.stdin:

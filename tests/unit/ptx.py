@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-Registers = dict[str, torch.Tensor]  # int64, of 32 bits
-_ALL = 0xFFFFFFFF
+Registers = dict[str, torch.Tensor]  # int32 [n, 1], what a program takes as unsigned too; bool of predicates
+_SIGN = -(2**31)  # with its bit turned, signed numbers compare as unsigned ones do
 
 
 def run_block(text: str, given: list[torch.Tensor], dtypes: tuple[torch.dtype, ...], pack: int) -> list[torch.Tensor]:
@@ -22,15 +22,17 @@ def run_block(text: str, given: list[torch.Tensor], dtypes: tuple[torch.dtype, .
     passed: Any = None  # where a branch to the end is taken
     for operation, target, sources in _instructions(text):
         if operation is None:
-            passed = values[target] != 0
+            passed = values[target]
+            if passed.all():
+                break
         else:
-            found = operation(*(values.get(one, one) for one in sources)) & _ALL
+            found = operation(*(values.get(one, one) for one in sources))
             values[target] = torch.where(passed, values[target], found) if passed is not None and target in values else found
     found, first = [], 0
     for dtype in dtypes:
         count = _count(dtype, pack)
-        words = torch.stack(torch.broadcast_tensors(*(values[f"${first + n}"] for n in range(count))), -1)
-        found.append(words.to(torch.uint32).view(dtype).reshape(shape))
+        words = torch.cat(torch.broadcast_tensors(*(values[f"${first + n}"] for n in range(count))), -1)
+        found.append(words.view(dtype).reshape(shape))
         first += count
     return found
 
@@ -40,8 +42,8 @@ def _count(dtype: torch.dtype, pack: int) -> int:
 
 
 def _registers(tensor: torch.Tensor, pack: int) -> list[torch.Tensor]:
-    words = tensor.as_subclass(torch.Tensor).contiguous().view(-1, pack).view(torch.uint32)
-    return list((words.long() & _ALL).unbind(-1))
+    words = tensor.contiguous().view(-1, pack).view(torch.int32)
+    return list(words.mT.unsqueeze(-1).contiguous().unbind())
 
 
 @cache
@@ -55,59 +57,66 @@ def _instructions(text: str) -> list[tuple[Callable[..., Any] | None, str, tuple
             found.append((None, name[1:], ()))
         elif name and not name.startswith(".reg") and not name.endswith(":"):
             target, *sources = (one.strip() for one in operands.split(","))
-            numbers = (int(one, 0) if one[0] in "-0123456789" else one for one in sources)
+            numbers = (_signed(int(one, 0)) if one[0] in "-0123456789" else one for one in sources)
             found.append((_OPERATIONS[name], target, tuple(numbers)))
     return found
 
 
-def _select(a: Any, b: Any, c: Any, table: int) -> Any:
-    """lop3: bit 4a + 2b + c of the table for each bit."""
-    found = 0
-    for n in range(8):
-        if table >> n & 1:
-            one, two, three = (value if n >> at & 1 else ~value for value, at in ((a, 2), (b, 1), (c, 0)))
-            found = found | one & two & three
-    return found
+def _register(number: int) -> torch.Tensor:
+    return torch.tensor([[number]], dtype=torch.int32)
+
+
+def _signed(number: int) -> int:
+    """The number of 32 bits as int32 has it."""
+    return (number - _SIGN) % 2**32 + _SIGN
+
+
+def _select(*given: Any) -> Any:
+    """lop3: bit 4a + 2b + c of the table for each bit: what a = 0 gives, turned where a = 1 gives another."""
+    *inputs, table = given
+    if not inputs:
+        return -table  # all bits, or none
+    first, *others = inputs
+    half = 1 << len(others)
+    low = table % 2**half
+    turned = _select(*others, low ^ table >> half)
+    turned = 0 if type(turned) is int and turned == 0 else first & turned
+    return turned ^ _select(*others, low) if low else turned
 
 
 def _in_two(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """What is computed of two numbers of each register, and rounded once."""
 
     def compute(*given: Any) -> torch.Tensor:
-        numbers = (torch.as_tensor(one).to(torch.uint32).contiguous().view(-1, 1).view(dtype).double() for one in given)
-        return of(*numbers).to(dtype).view(torch.uint32).squeeze(-1).long()
+        words = (one if isinstance(one, torch.Tensor) else _register(one) for one in given)
+        return of(*(one.view(dtype).double() for one in words)).to(dtype).view(torch.int32)
 
     return compute
 
 
-def _fp32(word: Any) -> torch.Tensor:
-    return torch.as_tensor(word).to(torch.uint32).view(torch.float32)
-
-
-def _to_bf16(high: Any, low: Any) -> torch.Tensor:
+def _to_bf16(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Two of fp32, each rounded to bf16, in a register."""
-    one, two = (_fp32(word).bfloat16().view(torch.int16).long() & 0xFFFF for word in (high, low))
-    return one << 16 | two
+    return torch.cat((low, high), -1).view(torch.float32).bfloat16().view(torch.int32)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "mov.b32": lambda a: torch.tensor([a]),
+    "mov.b32": _register,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
     "shl.b32": lambda a, b: a << b,
-    "shr.u32": lambda a, b: a >> b,
+    "shr.u32": lambda a, b: a >> b & _signed(0xFFFFFFFF >> b),
     "lop3.b32": _select,
     "mul.rn.bf16x2": _in_two(torch.bfloat16, torch.mul),
     "mul.rn.f16x2": _in_two(torch.float16, torch.mul),
     "fma.rn.bf16x2": _in_two(torch.bfloat16, lambda a, b, c: a * b + c),
     "fma.rn.f16x2": _in_two(torch.float16, lambda a, b, c: a * b + c),
     "cvt.rn.bf16x2.f32": _to_bf16,
-    "sub.rn.f32": lambda a, b: (_fp32(a) - _fp32(b)).view(torch.uint32).long(),
+    "sub.rn.f32": lambda a, b: (a.view(torch.float32) - b.view(torch.float32)).view(torch.int32),
     "add.u32": lambda a, b: a + b,
     "mul.lo.u32": lambda a, b: a * b,
     "sub.u32": lambda a, b: a - b,
-    "max.u32": lambda a, b: a.clamp(min=b),
-    "setp.lt.u32": lambda a, b: (a < b).long(),
-    "setp.eq.u32": lambda a, b: (a == b).long(),
-    "selp.b32": lambda a, b, condition: torch.where(condition != 0, a, b),
+    "max.u32": lambda a, b: (a ^ _SIGN).clamp(min=b ^ _SIGN) ^ _SIGN,
+    "setp.lt.u32": lambda a, b: (a ^ _SIGN) < (b ^ _SIGN),
+    "setp.eq.u32": lambda a, b: a == b,
+    "selp.b32": lambda a, b, condition: torch.where(condition, a, b),
 }

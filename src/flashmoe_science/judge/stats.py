@@ -209,10 +209,10 @@ def _around(centre: float, resamples: Floats, bound: float, pairs: int, block: i
 def _resampled_medians(logs: Floats, block: int, seed: int) -> Floats:
     """Medians of [RESAMPLES] series made of blocks of ``logs``, which is treated as circular."""
     count = len(logs)
-    starts = np.random.default_rng(seed).integers(0, count, (RESAMPLES, -(-count // block), 1))
-    circle = np.concatenate([logs, logs[: block - 1]])
-    drawn = circle[starts + np.arange(block)].reshape(RESAMPLES, -1)[:, :count]
-    ordered = np.sort(drawn, axis=1)  # a quarter of the time of np.median, and the same bits
+    starts = np.random.default_rng(seed).integers(0, count, (RESAMPLES, -(-count // block)))
+    blocks = np.concatenate([logs, logs[: block - 1]])[np.arange(count)[:, None] + np.arange(block)]  # [count, block]
+    ordered = blocks.take(starts, axis=0).reshape(RESAMPLES, -1)[:, :count]
+    ordered.sort(axis=1)  # a quarter of the time of np.median, and the same bits
     return np.asarray((ordered[:, (count - 1) // 2] + ordered[:, count // 2]) / 2)
 
 

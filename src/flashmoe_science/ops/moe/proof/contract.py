@@ -343,7 +343,8 @@ def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generato
     form, halves, made = FORMATS[str(problem.weight_format)], activation_of(problem).halves, Made()
     for n, (name, weights, split) in enumerate((("w1", w1, halves), ("w2", w2, False))):
         split &= form.in_blocks
-        parts = [quantized(one, form, split) for one in weights]
+        experts = weights[:1] if weights.is_meta else weights  # without memory all are alike, and each takes milliseconds
+        parts = [quantized(one, form, split) for one in experts] * (len(weights) // len(experts))
         codes, scale = torch.stack([one.codes for one in parts]), torch.stack([one.scale for one in parts])
         by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
         scale = (
