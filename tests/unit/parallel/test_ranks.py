@@ -33,6 +33,11 @@ def test_experts_of_transformers_on_ranks_give_what_one_process_gives(tmp_path: 
     run("transformers_ranks", 2, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_of_torchtitan_on_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
+    run("torchtitan_ranks", ranks, tmp_path)
+
+
 def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
     """Start so many processes of a module of this folder, none of which may find anything wrong."""
     command = [sys.executable, "-m", f"tests.unit.parallel.{module}"]
