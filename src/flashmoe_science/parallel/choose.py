@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from flashmoe_science.parallel.cost import (
 )
 from flashmoe_science.parallel.layout import Cut
 
+Exchange = Literal["keys", "heads", "ring"]
 Window = tuple[int | None, int | None]  # how many keys a query sees before it and after it; None: all
 
 
