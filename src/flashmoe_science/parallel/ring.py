@@ -78,12 +78,12 @@ class Ring(NamedTuple):
         q, k, v = (_rows(one, rows) for one, rows in zip(qkv, (part.queries, part.keys, part.keys), strict=True))
         options = self.options._replace(mask="causal" if part.causal else "full", return_lse=True)
         if part.tokens is None:
-            return Tensors(*(one.transpose(1, 2) for one in (q, k, v)), sinks=sinks), options
+            return Tensors(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks=sinks), options
         assert self.cu_seqlens is not None
-        starts = [self.cu_seqlens.clamp(one.start, one.stop) - one.start for one in part.tokens]
+        starts_q, starts_k = (self.cu_seqlens.clamp(one.start, one.stop) - one.start for one in part.tokens)
         most = self.cut.seqlen if self.max_seqlen is None else self.max_seqlen
         options = options._replace(max_seqlen_q=min(most, len(part.queries)), max_seqlen_k=min(most, len(part.keys)))
-        return Tensors(packed_view(q), packed_view(k), packed_view(v), *starts, sinks=sinks), options
+        return Tensors(packed_view(q), packed_view(k), packed_view(v), starts_q, starts_k, sinks=sinks), options
 
 
 def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, ring: Ring) -> torch.Tensor:
@@ -97,14 +97,12 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
         CannotServe: before anything is sent, where gradients are asked for that no kernel computes.
     """
     q, k, v = autocast((q, k, v)) or (q, k, v)
-    me = ring.cut.group.rank()
+    tensors, options = ring.call(ring.parts(ring.cut.group.rank())[0], (q, k, v), sinks)
     if is_explaining():
-        (part, *_) = ring.parts(me)
-        tensors, options = ring.call(part, (q, k, v), sinks)
         attend(tensors, options, ring.softmax_scale)
-    if ring.options.deterministic and needs_grad(q, k, v, sinks):
-        for part in ring.parts(me):
-            choose_backward(*ring.call(part, (q, k, v), sinks))
+    if options.deterministic and needs_grad(q, k, v, sinks):
+        for mask in {options.mask, "full"}:
+            choose_backward(tensors, options._replace(mask=mask))
     out: torch.Tensor = _Ring.apply(q, k, v, sinks, ring)  # type: ignore[no-untyped-call]
     return out
 
@@ -193,7 +191,7 @@ class _Ring(torch.autograd.Function):
         ring, (q, k, v, sinks, out, lse) = ctx.ring, ctx.saved_tensors
         me, ranks = ring.cut.group.rank(), ring.cut.group.size()
         dq = torch.zeros_like(q, dtype=_wide(q))
-        dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(q))
+        dsinks = q.new_zeros(q.shape[-2], dtype=_wide(q))
         block, back, totals = [k.contiguous(), v.contiguous()], None, []
         for step in range(ranks):
             coming = _passed(ring.cut, block, (me - step - 1) % ranks) if step + 1 < ranks else None
@@ -204,7 +202,6 @@ class _Ring(torch.autograd.Function):
                 _rows(dq, part.queries).add_(made[0])
                 found.append((part.keys, made[1:3]))
                 if of_part is not None:
-                    assert dsinks is not None
                     dsinks.add_(made[3])
             totals = [torch.zeros_like(one, dtype=_wide(one)) for one in block] if back is None else back.arrived()
             for keys, gradients in found:
@@ -229,7 +226,9 @@ def _gradients(
     tensors, options = ring.call(part, qkv, sinks)
     packed = part.tokens is not None
     rows = slice(part.queries.start, part.queries.stop)
-    out, dout = (packed_view(one) if packed else one.transpose(1, 2) for one in (_rows(one, part.queries) for one in (out, dout)))
+    out, dout = (
+        packed_view(one) if packed else one.transpose(1, 2) for one in (_rows(one, part.queries) for one in (out, dout))
+    )
     lse = lse[None, ..., rows] if packed else lse[..., rows]
     kernel = choose_backward(tensors, options).kernel
     if kernel == FALLBACK:
