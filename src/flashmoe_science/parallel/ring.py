@@ -155,9 +155,9 @@ def _passed(cut: Cut, sent: list[torch.Tensor], rank: int) -> _Coming:
 
 def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, of_out: torch.Tensor) -> None:
     """Add a part's result [..., tokens, heads, head_dim] and log-sum-exp [..., heads, tokens] to those of the parts before."""
-    both = torch.logaddexp(lse, of_out)
+    both = torch.logaddexp(lse, of_out.to(lse.dtype))
     finite = torch.where(both == -torch.inf, 0.0, both)
-    before, weight = (torch.exp(one - finite).transpose(-1, -2)[..., None] for one in (lse, of_out))
+    before, weight = (torch.exp(one - finite).to(total.dtype).transpose(-1, -2)[..., None] for one in (lse, of_out))
     total.mul_(before).addcmul_(out, weight)
     lse.copy_(both)
 
@@ -169,7 +169,8 @@ class _Ring(torch.autograd.Function):
     ) -> torch.Tensor:
         me, ranks = ring.cut.group.rank(), ring.cut.group.size()
         total = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q))
-        lse = torch.full_like(total[..., 0].transpose(-1, -2), -torch.inf, memory_format=torch.contiguous_format)
+        # In fp64, as an fp32 one of some 8 is off by 5e-7, which is a weight's error, once more in each step.
+        lse = q.new_full((*q.shape[:_TOKENS], q.shape[-2], q.shape[_TOKENS]), -torch.inf, dtype=torch.float64)
         block = [k.contiguous(), v.contiguous()]
         for step in range(ranks):
             coming = _passed(ring.cut, block, (me - step - 1) % ranks) if step + 1 < ranks else None
@@ -235,7 +236,7 @@ def _gradients(
         made = _by_autograd(tensors, options, ring.softmax_scale, out, lse, dout)
     else:
         wanted, rest = [True, True, True, sinks is not None, False], of_features(tensors, options)
-        made = OPERATOR(dout, None, *tensors[:3], out, lse, wanted, options.mask, ring.softmax_scale, kernel, *rest)
+        made = OPERATOR(dout, None, *tensors[:3], out, lse.float(), wanted, options.mask, ring.softmax_scale, kernel, *rest)
     return [*(one[0].transpose(0, 1) if packed else one.transpose(1, 2) for one in made[:3]), *made[3:]]
 
 
@@ -248,8 +249,8 @@ def _by_autograd(
     with torch.enable_grad():
         found, of_found = pytorch_attention(tensors._replace(q=q, k=k, v=v, sinks=sinks), options, scale)  # type: ignore[arg-type]
     assert of_found is not None
-    share = torch.where(lse == -torch.inf, 0.0, torch.exp(of_found.detach() - lse))
-    of_lse = share * ((found.detach() - out).to(lse.dtype) * dout).sum(-1)
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(of_found.detach() - lse)).to(_wide(found))
+    of_lse = share * ((found.detach() - out).to(share.dtype) * dout).sum(-1)
     into = (share[..., None] * dout).to(found.dtype), of_lse.to(of_found.dtype)
     given = [one for one in leaves if one is not None]
     return torch.autograd.grad((found, of_found), given, into, materialize_grads=True)
