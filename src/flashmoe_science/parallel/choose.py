@@ -110,5 +110,5 @@ class Exchanges(NamedTuple):
         seqlen, (q, _, v) = self.cut.seqlen, self.qkv
         of_ranks = [sum(pairs(chunk, seqlen, *window) for chunk in chunks) for chunks in self.cut.chunks]
         most = sum(of_ranks) / len(of_ranks) if exchange == "heads" else max(of_ranks)
-        merged = len(of_ranks) * q[..., 0].numel() * v.shape[-1] if exchange == "ring" else 0
+        merged = (len(of_ranks) - 1) * q[..., 0].numel() * v.shape[-1] if exchange == "ring" else 0
         return 2 * most * (q.shape[-1] + v.shape[-1]) * q[..., 0, :, 0].numel() / FLOPS + merged * MERGE

@@ -40,8 +40,8 @@ class Part(NamedTuple):
     causal: bool
     tokens: tuple[range, range] | None = None
 
-    def has_sinks(self) -> bool:
-        """Of this rank's own keys: whether this part counts the sinks, which count once for each query."""
+    def is_first(self) -> bool:
+        """Of this rank's own keys: whether no part before has these queries. It counts the sinks, which count once."""
         return self.tokens is None or self.tokens[0] == self.tokens[1]
 
 
@@ -59,10 +59,11 @@ class Ring(NamedTuple):
         causal, me = self.options.mask == "causal", self.cut.group.rank()
         own, theirs = (_with_rows(self.cut.chunks[one]) for one in (me, rank))
         if self.cu_seqlens is not None:  # cumulative lengths tell of tokens that follow each other, as those of a chunk do
-            return [
+            pairs = [
                 Part(rows, keys, causal and chunk == other, (chunk, other))
                 for chunk, rows in own for other, keys in theirs if not causal or other.start <= chunk.start
             ]  # fmt: skip
+            return sorted(pairs, key=lambda one: not one.is_first())
         queries, keys = [rows for _, rows in own], [rows for _, rows in theirs]
         if causal and rank != me:
             # All of the queries come after some of the keys, or some of the queries after all of the keys.
@@ -153,8 +154,13 @@ def _passed(cut: Cut, sent: list[torch.Tensor], rank: int) -> _Coming:
         return _Coming(group, taken, sent, dist.batch_isend_irecv(messages))
 
 
-def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, of_out: torch.Tensor) -> None:
-    """Add a part's result [..., tokens, heads, head_dim] and log-sum-exp [..., heads, tokens] to those of the parts before."""
+def _merge(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, of_out: torch.Tensor, first: bool) -> None:
+    """Add a part's result [..., tokens, heads, head_dim] and log-sum-exp [..., heads, tokens] to those of the parts before;
+    ``first``: there are none."""
+    if first:
+        total.copy_(out)
+        lse.copy_(of_out)
+        return
     both = torch.logaddexp(lse, of_out.to(lse.dtype))
     finite = torch.where(both == -torch.inf, 0.0, both)
     before, weight = (torch.exp(one - finite).to(total.dtype).transpose(-1, -2)[..., None] for one in (lse, of_out))
@@ -168,17 +174,18 @@ class _Ring(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, ring: Ring
     ) -> torch.Tensor:
         me, ranks = ring.cut.group.rank(), ring.cut.group.size()
-        total = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=_wide(q))
+        total = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=_wide(q))
         # In fp64, as an fp32 one of some 8 is off by 5e-7, which is a weight's error, once more in each step.
-        lse = q.new_full((*q.shape[:_TOKENS], q.shape[-2], q.shape[_TOKENS]), -torch.inf, dtype=torch.float64)
+        lse = q.new_empty(*q.shape[:_TOKENS], q.shape[-2], q.shape[_TOKENS], dtype=torch.float64)
         block = [k.contiguous(), v.contiguous()]
         for step in range(ranks):
             coming = _passed(ring.cut, block, (me - step - 1) % ranks) if step + 1 < ranks else None
             for part in ring.parts((me - step) % ranks):
-                tensors, options = ring.call(part, (q, *block), sinks if step == 0 and part.has_sinks() else None)
+                first, rows = step == 0 and part.is_first(), part.queries
+                tensors, options = ring.call(part, (q, *block), sinks if first else None)
                 found, of_found = attend(tensors, options, ring.softmax_scale)
                 assert of_found is not None
-                _merge(_rows(total, part.queries), lse[..., part.queries.start : part.queries.stop], found, of_found)
+                _merge(_rows(total, rows), lse[..., rows.start : rows.stop], found, of_found, first)
             if coming is not None:
                 block = coming.arrived()
         out = total.to(q.dtype)
@@ -198,7 +205,7 @@ class _Ring(torch.autograd.Function):
             coming = _passed(ring.cut, block, (me - step - 1) % ranks) if step + 1 < ranks else None
             found = []
             for part in ring.parts((me - step) % ranks):
-                of_part = sinks if step == 0 and part.has_sinks() else None
+                of_part = sinks if step == 0 and part.is_first() else None
                 made = _gradients(ring, part, (q, *block), of_part, out, lse, dout)
                 _rows(dq, part.queries).add_(made[0])
                 found.append((part.keys, made[1:3]))

@@ -55,8 +55,8 @@ def check_mistakes(group: dist.ProcessGroup) -> list[str]:
     def backwards(self: Ring, rank: int, parts: Any = Ring.parts) -> Any:
         return parts(self, (2 * group.rank() - rank) % group.size())
 
-    def added(total: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, of_out: torch.Tensor) -> None:
-        total.add_(out)
+    def added(total: torch.Tensor, lse: torch.Tensor, *of_part: Any, merge: Any = ring._merge) -> None:
+        merge(total, torch.zeros_like(lse), *of_part)
 
     def sinks_each_time(self: Ring, part: Any, qkv: Any, sinks: Any, call: Any = Ring.call) -> Any:
         return call(self, part, qkv, torch.zeros(qkv[0].shape[-2], dtype=qkv[0].dtype))
