@@ -258,6 +258,8 @@ def _by_autograd(
     assert of_found is not None
     share = torch.where(lse == -torch.inf, 0.0, torch.exp(of_found.detach() - lse)).to(_wide(found))
     of_lse = share * ((found.detach() - out).to(share.dtype) * dout).sum(-1)
-    into = (share[..., None] * dout).to(found.dtype), of_lse.to(of_found.dtype)
+    into = (found, (share[..., None] * dout).to(found.dtype)), (of_found, of_lse.to(of_found.dtype))
+    seen = [one for one in into if one[0].requires_grad]  # a log-sum-exp is constant where no document has keys here
+    results, gradients = zip(*seen, strict=True)
     given = [one for one in leaves if one is not None]
-    return torch.autograd.grad((found, of_found), given, into, materialize_grads=True)
+    return torch.autograd.grad(results, given, gradients, materialize_grads=True)

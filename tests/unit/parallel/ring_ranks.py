@@ -29,9 +29,12 @@ PASSED = {name: case._replace(exchange="ring") for name, case in CASES.items() i
     "full, contiguous": Case(37, "contiguous", False, exchange="ring"),
     "full, sinks": Case(37, causal=False, sinks=True, exchange="ring"),
     "packed, sinks": Case(48, documents=(30, 5, 13), sinks=True, softcap=3.0, exchange="ring"),
+    "packed, no document in two chunks": Case(180, documents=(30, 17, 90, 43), heads=(16, 4), exchange="ring"),
+    "packed, short documents": Case(48, causal=False, documents=(3,) * 16, dtype=torch.float32, exchange="ring"),
     "one key head": Case(37, heads=(3, 1), exchange="ring"),
 }
 INTERPRETED = {
+    "packed, no document in two chunks": Case(48, documents=(12, 7, 5, 24), dtype=torch.float32, exchange="ring"),
     "plain": Case(40, dtype=torch.float32, batch=2, exchange="ring"),
     "packed, sinks": Case(48, documents=(30, 5, 13), sinks=True, dtype=torch.float32, exchange="ring"),
 }
