@@ -6,7 +6,7 @@ sequence, so that nothing is merged and nothing is rounded once more. Or shards 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,12 @@ from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.calls import is_plain, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
-from flashmoe_science.parallel.choose import Exchanges, Window
+from flashmoe_science.parallel.choose import Exchange, Exchanges, Window
 from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
+from flashmoe_science.parallel.ring import Ring, ring_attention
 
 _NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
 
@@ -63,7 +64,9 @@ def context_attention(
         layout: how the sequence is cut: "head_tail", which gives ranks equal work under a causal mask, or "contiguous".
         exchange: "keys": each rank fetches the keys that its queries need. "heads" (Ulysses): ranks exchange their shards for
             all tokens of a share of the heads, of which N ranks must have a multiple, and the results back. "auto": "heads" if
-            N ranks have such a multiple, a rank receives fewer bytes so and there is no workspace. ``explain`` tells the bytes.
+            N ranks have such a multiple, a rank receives fewer bytes so and there is no workspace. "ring": keys and values pass
+            from rank to rank, and what queries find is merged in fp32, with other bits than one process's: for memory, as no
+            rank holds all keys, nor keeps any of others for the backward. Not for windows. ``explain`` tells bytes and memory.
         seqlen: tokens of the whole sequence; None where all chunks have as many. No padding is needed.
         softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. Of a window only the keys near it are fetched.
         s_aux: [heads], a learned sink, the same on every rank. Its gradient is this rank's part; like those of other parameters
@@ -96,7 +99,10 @@ def context_attention(
             raise Explained(
                 Decision("context_attention", Config(), "tensors on meta, for which no kernel is chosen", "modelled")
             )
-        if exchanges.chosen(exchange)[0] == "heads":
+        chosen, _ = exchanges.chosen(exchange)
+        if chosen == "ring":
+            return ring_attention(q, k, v, s_aux, Ring(cut, options, softmax_scale, cu_seqlens, max_seqlen))
+        if chosen == "heads":
             return _by_heads(q, k, v, call, cut)
         return _by_keys(q, k, v, call, cut, needed)
     except Explained as found:
@@ -210,8 +216,10 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     for name, one in (("k", k), ("v", v)):
         if one.shape[:-2] != q.shape[:-2]:
             raise ValueError(f"{name} has shape {tuple(one.shape)} and q {tuple(q.shape)}; they must have the same tokens")
-    if call.exchange not in ("auto", "keys", "heads"):
-        raise ValueError(f"exchange is {call.exchange!r}; it must be one of auto, keys, heads")
+    if call.exchange not in ("auto", *get_args(Exchange)):
+        raise ValueError(f"exchange is {call.exchange!r}; it must be one of auto, {', '.join(get_args(Exchange))}")
+    if call.exchange == "ring" and not call.options.window_left is call.options.window_right is None:
+        raise ValueError("exchange is 'ring' and there is a window; it must be 'keys', which receives those near it alone")
     ranks = cut.group.size()
     if call.workspace is not None:
         _check_workspace(call.workspace, k, v, call, cut)
@@ -233,8 +241,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
 def _check_workspace(workspace: object, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> None:
     if not isinstance(workspace, ContextWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be a ContextWorkspace or None")
-    if call.exchange == "heads":
-        raise ValueError("workspace is given and exchange is 'heads'; it must be 'keys' or 'auto'")
+    if call.exchange in ("heads", "ring"):
+        raise ValueError(f"workspace is given and exchange is {call.exchange!r}; it must be 'keys' or 'auto'")
     if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(cut.group):
         raise ValueError(f"workspace is of a group of ranks {ranks}, and group is another")
     if (size := sum(sizes_of([_tokens_first(k), _tokens_first(v)], cut))) > workspace.max_bytes:

@@ -20,6 +20,7 @@ from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.calls import autocast
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Options, Rows, Tensors, checked
+from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, joined
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.operator import experts_rows
 from flashmoe_science.parallel.agree import agreed, compares
@@ -34,7 +35,7 @@ Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, weights an
 
 def expert_parallel_moe(
     hidden: torch.Tensor,
-    gate_up_local: torch.Tensor,
+    gate_up_local: torch.Tensor | Pair,
     down_local: torch.Tensor,
     top_k_weights: torch.Tensor,
     top_k_ids: torch.Tensor,
@@ -52,7 +53,7 @@ def expert_parallel_moe(
     Args:
         hidden: [..., H], at most ``max_tokens`` tokens, in the workspace's dtype.
         gate_up_local, down_local: this rank's experts, laid out as ``fused_moe`` takes them: tensors, or DTensors that are
-            Shard(0) over the workspace's group.
+            Shard(0) over the workspace's group. ``gate_up_local`` may be a pair.
         top_k_weights, top_k_ids: [..., K]; ids are those of all ranks' experts, from 0 to E - 1. Others add nothing.
         workspace: of the layer's sizes.
         combine: "exact": the row of each choice travels and is summed by the token's rank in the order of the choices, as in
@@ -86,18 +87,18 @@ def _by_all_ranks(
 ) -> torch.Tensor:  # fmt: skip
     """[T, H] of this rank's tokens."""
     reduced = combine == "reduced"
-    gathered = _gathered(workspace, x, weights if reduced else weights.detach(), ids)
+    gathered = dispatched(workspace, x, weights if reduced else weights.detach(), ids)
     if (rows := _rows(workspace, gathered, experts, options)) is not None:
         return workspace.transport.sent(rows, gathered[1] if reduced else None, weights, ids)
     if reduced:
         (everyones_x, everyones_weights, local_ids), (gate_up, down) = gathered, experts
         partial = fused_moe(everyones_x, gate_up, down, everyones_weights, local_ids, **options)
-        return _Sum.apply(workspace, partial, len(x))  # type: ignore[no-any-return,no-untyped-call]
+        return Summed.apply(workspace, partial, len(x))  # type: ignore[no-any-return,no-untyped-call]
     pairs = _pairs(workspace, gathered, experts, options)
-    return _Combine.apply(workspace, pairs, weights, ids, gathered[1])  # type: ignore[no-any-return,no-untyped-call]
+    return Combined.apply(workspace, pairs, weights, ids, gathered[1])  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _gathered(workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Gathered:
+def dispatched(workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Gathered:
     """What ``Transport.dispatch`` returns, as part of PyTorch's graph where there is one. Explaining sends nothing."""
     if is_explaining():
         of_all = workspace.ranks * workspace.max_tokens
@@ -111,8 +112,9 @@ def _rows(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, option
     """The rows of all tokens by this rank's experts; None where they cannot go straight to the ranks of their tokens."""
     if torch.is_grad_enabled() or not workspace.transport.sends:
         return None
-    rest = (options[name] for name in _OPTIONAL)
-    return experts_rows((gathered[0], *experts, *gathered[1:], *rest), tuple(options[name] for name in Options._fields))
+    rest, (gate_up, down) = (options[name] for name in _OPTIONAL), experts
+    one = gate_up if isinstance(gate_up, torch.Tensor) else joined(*gate_up)
+    return experts_rows((gathered[0], one, down, *gathered[1:], *rest), tuple(options[name] for name in Options._fields))
 
 
 def _pairs(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, options: dict[str, Any]) -> torch.Tensor:
@@ -138,15 +140,30 @@ def _agreed(
         bound = _SIGNATURE.bind(*given, **options)
         bound.apply_defaults()
         arguments: dict[str, Any] = {name: _local(name, one, workspace) for name, one in bound.arguments.items()}
-        tensors = tuple(arguments.values())[: len(given)]
-        tensors = (autocast(tensors[:3]) or tensors[:3]) + tensors[3:]
-        _check_call(tensors, arguments, workspace, combine)
-        facts |= _facts(tensors, arguments, combine) if compare else {}
+        x, gate_up, *others = tuple(arguments.values())[: len(given)]
+        pair = isinstance(gate_up, tuple)
+        cast = (x, others[0], *gate_up) if pair else (x, others[0], gate_up)
+        x, others[0], *parts = autocast(cast) or cast
+        whole = _whole(parts, others[0], arguments) if pair else parts[0]
+        _check_call((x, whole, *others), arguments, workspace, combine)
+        facts |= _facts((x, whole, *others), arguments, combine) if compare else {}
+        tensors = (x, tuple(parts) if pair else whole, *others)
     return tensors, dict(islice(arguments.items(), len(given), None))
 
 
+def _whole(pair: Any, down: object, arguments: dict[str, Any]) -> torch.Tensor:
+    """A pair of gates and ups as one tensor of their shape, dtype and device, for checks alone."""
+    gate, _ = checked_pair(pair, down, arguments["transposed"], arguments["interleaved"])
+    for name, plain in (("transposed", False), ("weight_format", None)):
+        if arguments[name] != plain:
+            raise ValueError(f"gate_up_local is a pair and {name} is {arguments[name]!r}; it must be {plain}")
+    return gate[:, :1].expand(-1, 2 * gate.shape[1], -1)
+
+
 def _local(name: str, one: object, workspace: ExpertWorkspace) -> Any:
-    """This rank's part of a DTensor; anything else as it is."""
+    """This rank's part of a DTensor, also in a pair; anything else as it is."""
+    if isinstance(one, tuple | list):
+        return tuple(_local(name, each, workspace) for each in one)
     if not isinstance(one, DTensor):
         return one
     ranks = dist.get_process_group_ranks(workspace.group)
@@ -218,7 +235,7 @@ class _Gather(torch.autograd.Function):
         return None, of_x, summed(dweights).to(ctx.dtype) if needs_weights else None, None
 
 
-class _Sum(torch.autograd.Function):
+class Summed(torch.autograd.Function):
     """[T, H], the sums of the ranks' rows [N * max_tokens, H], in fp32 (fp64 of fp64) and in the order of the ranks."""
 
     @staticmethod
@@ -232,7 +249,7 @@ class _Sum(torch.autograd.Function):
         return None, ctx.workspace.transport.gather(dout), None
 
 
-class _Combine(torch.autograd.Function):
+class Combined(torch.autograd.Function):
     """[T, H], of the rows [N * max_tokens * K, H] of all ranks' choices, of which this rank has those of its experts: each goes
     to its token's rank, which sums them as the last launch of ``fused_moe`` does. Back goes the gradient of the sum."""
 

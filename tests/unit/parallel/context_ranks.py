@@ -273,7 +273,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("max_seqlen", (flat,) * 3, {"cu_seqlens": starts * ranks, "max_seqlen": 1.5}),
         ("softcap is -1.0", (q, k, k), {"softcap": -1.0}),
         ("s_aux has shape (3,)", (q, k, k), {"s_aux": torch.zeros(3)}),
-        ("exchange is 'ring'; it must be one of auto, keys, heads", (q, k, k), {"exchange": "ring"}),
+        ("exchange is 'rings'; it must be one of auto, keys, heads, ring", (q, k, k), {"exchange": "rings"}),
         ("workspace is 3; it must be a ContextWorkspace or None", (q, k, k), {"workspace": 3}),
         (f"k has 3 heads; they must be a multiple of {ranks}", (q.repeat(1, 1, 6, 1), three, three), {"exchange": "heads"}),
         # By rank 1 alone.

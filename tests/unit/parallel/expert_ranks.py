@@ -214,6 +214,25 @@ def check_dtensors(group: dist.ProcessGroup) -> list[str]:
     return wrong + refused(lambda: call(x, replicated, down, weights, own.ids), "it must be Shard(0) over ranks")
 
 
+def check_pairs(group: dist.ProcessGroup) -> list[str]:
+    """Gates and ups as two tensors give what one tensor of both gives, whether a copy joins them or a view."""
+    case = CASES["fp32"]
+    own, workspace = own_of(inputs_of(case, group.size()), case, group), case.workspace(group, group.size())
+    wrong = []
+    for combine in get_args(Combine):
+        call = partial(expert_parallel_moe, workspace=workspace, combine=combine)
+
+        def of_pair(x: torch.Tensor, gate_up: torch.Tensor, *rest: Any, call: Any = call) -> torch.Tensor:
+            return call(x, gate_up.chunk(2, 1), *rest)
+
+        whole, pair = (with_gradients(one, own, case) for one in (call, of_pair))
+        wrong += [] if all(map(torch.equal, whole, pair)) else [f"a pair has other bits, {combine}"]
+        with torch.no_grad():
+            copied = call(own.leaves[0], [one.clone() for one in own.leaves[1].chunk(2, 1)], *own.leaves[2:], own.ids)
+        wrong += [] if torch.equal(copied, whole[0]) else [f"a pair without gradients has other bits, {combine}"]
+    return wrong
+
+
 def check_formats(group: dist.ProcessGroup) -> list[str]:
     """Experts in the formats of checkpoints give what they give in one process, those of one row too."""
     wrong, experts, draw = [], 2 * group.size(), torch.Generator().manual_seed(5)
@@ -339,7 +358,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("unexpected keyword argument 'axis'", {"axis": 0}),
         ("activation is 'tanh'", {"activation": "tanh"}),
         ("adapters is given", {"adapters": (None, None)}),
-        ("gate_up_proj is a tuple", {"gate_up_local": (1, 2)}),
+        ("gate_up_proj[0] is a int", {"gate_up_local": (1, 2)}),
+        ("gate_up_local is a pair and transposed is True", {"gate_up_local": own.leaves[1].chunk(2, 1), "transposed": True}),
         (f"activation is relu {theirs} silu on rank 0; {other}", {"activation": "relu" if rank == 1 else "silu"}),
         (f"hidden.requires_grad is True {theirs} False on rank 0; {other}", {"hidden": x.clone().requires_grad_(rank == 1)}),
         (
@@ -366,7 +386,7 @@ def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     results = {
         f"{name}, {combine}": faults(case, group, combine) for name, case in CASES.items() for combine in ("exact", "reduced")
     }
-    checks = [check_faults, check_dtensors, check_formats, check_frozen, check_groups, check_refusals]
+    checks = [check_faults, check_dtensors, check_pairs, check_formats, check_frozen, check_groups, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
     return results | {f"experts, {check.__name__}": check(group) for check in checks}

@@ -14,7 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from tests.unit.parallel import context_ranks, decode_ranks, expert_ranks
+from tests.unit.parallel import context_ranks, decode_ranks, expert_ranks, ring_ranks
 
 
 def main(rank: int, ranks: int, file: str) -> None:
@@ -22,7 +22,7 @@ def main(rank: int, ranks: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     assert group is not None
-    found = context_ranks.found(group) | expert_ranks.found(group) | decode_ranks.found(group)
+    found = context_ranks.found(group) | ring_ranks.found(group) | expert_ranks.found(group) | decode_ranks.found(group)
     if ranks == 4:
         from tests.unit.parallel import sharded_ranks  # it imports FSDP and checkpoints, which take seconds
 

@@ -70,7 +70,10 @@ def sent(case: Case, group: dist.ProcessGroup, combine: str) -> list[str]:
     with torch.no_grad(), mock.patch.object(expert, "experts_rows", rows_of):
         given: dict[str, Any] = {"combine": combine, **biases, **dict(case.options)}
         found = [expert_parallel_moe(*own.leaves[:4], own.ids, workspace=one, **given) for one in (*by, by[0])]
-    wrong = [] if torch.equal(found[0], found[2]) else ["a second call has other bits"]
+        if not case.options:
+            x, gate_up, *rest = own.leaves[:4]
+            found.append(expert_parallel_moe(x, gate_up.chunk(2, 1), *rest, own.ids, workspace=by[0], **given))
+    wrong = [] if all(torch.equal(found[0], one) for one in found[2:]) else ["a second call, or a pair, has other bits"]
     return wrong if torch.equal(found[0], found[1]) else [*wrong, "it has other bits than collectives"]
 
 

@@ -52,7 +52,7 @@ def test_bytes_of_both_exchanges_are_told_and_nothing_is_sent(ranks: int, exchan
     first, *rest = explained(32, 8, device, exchange=exchange).splitlines()
     other = "heads" if exchange == "keys" else "keys"
     assert f"exchange is '{exchange}', asked for by name: {megabytes(exchange, 32, 8, ranks)}" in first
-    assert f"not exchange '{other}': {megabytes(other, 32, 8, ranks)}" in rest[-1]
+    assert f"not exchange '{other}': {megabytes(other, 32, 8, ranks)}" in rest[-2]
     assert ("attention in some" in first) == (device == "meta")  # the CPU's time is not predicted
 
 
@@ -68,6 +68,19 @@ def test_bytes_of_both_exchanges_are_told_and_nothing_is_sent(ranks: int, exchan
 )
 def test_the_exchange_of_fewer_bytes_is_chosen(ranks: int, heads: int, keys: int, options: dict[str, Any], words: str) -> None:
     assert f"exchange is {words}" in explained(heads, keys, **options)
+
+
+@pytest.mark.parametrize(("heads", "keys", "saves"), [(32, 8, True), (32, 32, True), (64, 4, False)])
+def test_a_ring_is_asked_for_by_name_and_its_memory_is_told(ranks: int, heads: int, keys: int, saves: bool) -> None:
+    assert "exchange is 'ring'" not in explained(heads, keys)
+    first, *rest = explained(heads, keys, exchange="ring").splitlines()
+    tokens, token = ranks * S, 2 * 2 * keys * 128  # bytes of a token's keys and values
+    held = (2 * token + 4 * heads * 128) * S
+    assert f"{tokens * token * 7 / 8 / 1e6:.1f} MB received in some" in first
+    assert f"{held / 1e6:.1f} MB held, not for a backward, attention in some" in first
+    assert "no ring is on record" in first
+    assert f"{tokens * token / 1e6:.1f} MB held, also for a backward" in rest[-2]
+    assert (held < tokens * token) == saves == (ranks > 2 + heads / keys)
 
 
 def test_of_documents_no_time_is_predicted(ranks: int) -> None:

@@ -28,9 +28,18 @@ def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path) 
     run("shared_ranks", 2, tmp_path, TRITON_INTERPRET="1")
 
 
+def test_keys_pass_round_our_kernels_as_round_pytorch_s(tmp_path: Path) -> None:
+    run("ring_ranks", 2, tmp_path, TRITON_INTERPRET="1")
+
+
 def test_experts_of_transformers_on_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
     run("transformers_ranks", 2, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_experts_of_torchtitan_on_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
+    run("torchtitan_ranks", ranks, tmp_path)
 
 
 def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
