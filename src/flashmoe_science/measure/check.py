@@ -166,12 +166,12 @@ def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
 
 def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
     """Begin a problem in the oracle. Returns why a function cannot be run on it here, or None. Raises ContractFailed."""
+    if gpu is None and problem.flops() > MAX_CPU_FLOPS:  # before its inputs are made
+        return "too much for a CPU, and there is no GPU here"
     try:
         cannot = oracle.ask("problem", text=str(problem))["cannot"]
     except TooLittleMemory as error:
         return str(error)
-    if cannot is None and gpu is None and problem.flops() > MAX_CPU_FLOPS:
-        return "too much for a CPU, and there is no GPU here"
     return None if cannot is None else str(cannot)
 
 
