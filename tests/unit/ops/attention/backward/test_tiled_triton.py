@@ -26,7 +26,7 @@ def wrong(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return {case: reasons for case, reasons in found.items() if reasons}
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[pytest.mark.slow] * (part > 0)) for part in range(3)])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=[pytest.mark.slow, pytest.mark.redundant]) for part in (1, 2))])
 def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
     texts = SMALL[part::3]
     found = interpreted(CASES, *texts)
