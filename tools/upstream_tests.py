@@ -147,9 +147,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 def _kind(failure: pytest.ExceptionInfo[BaseException]) -> tuple[str, str]:
     line = next(iter(failure.exconly().splitlines()), "")
     refuses = failure.errisinstance((TypeError, ValueError, NotImplementedError))
-    private = failure.errisinstance(ImportError) or re.search(
-        "_OpNamespace|compile_cache", line
-    )  # names that users do not import
+    # Names that users do not import.
+    private = failure.errisinstance(ImportError) or re.search("_OpNamespace|compile_cache", line)
     if private or (refuses and str(failure.traceback[-1].path).startswith(_OURS)):
         return "not served", re.sub(r"\d[\d.]*", "N", line)  # one reason for all sizes
     if failure.errisinstance(torch.OutOfMemoryError):
