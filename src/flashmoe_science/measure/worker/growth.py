@@ -39,9 +39,8 @@ def live_bytes(bench: Bench) -> int:
 def growth(round_of_calls: Callable[[int], None], bench: Bench) -> int:
     """Bytes that each call leaves in use beyond the one before: the least of a few rounds, after one that fills caches."""
     round_of_calls(_CALLS)
-    gc.collect()
-    gc.freeze()  # what lives now is not looked through at each reading
     seen = [live_bytes(bench)]
+    gc.freeze()  # what lives now is not looked through again at each reading
     for _ in range(_ROUNDS):
         round_of_calls(_CALLS)
         seen.append(live_bytes(bench))
