@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.device import band
 from flashmoe_science.ops.attention.device.sm90 import FAR, window_of
-from flashmoe_science.ops.attention.problem import padded_head_dim
+from flashmoe_science.ops.attention.problem import head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
@@ -20,6 +20,14 @@ FUSED = ("window", "sinks", "packed")  # what fused_sm90 serves besides plain pr
 def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V and dO: powers of two, of which copies fill the rest with zeros."""
     return max(padded_head_dim(problem.head_dim), 64), max(padded_head_dim(problem.head_dim_v), 64)
+
+
+def second_slices(problem: AttentionBackwardProblem, consumers: int) -> tuple[int, int]:
+    """Columns of the second slice of the tiles of Q and K, and of V and dO (columns.py), 0 of whole tiles. A lone consumer's
+    two warpgroups have 16 or more each."""
+    least = 32 // consumers
+    of_qk, of_v = (head_parts(max(dim, 64))[1:] for dim in (problem.head_dim, problem.head_dim_v))
+    return max(least, *of_qk) if of_qk else 0, max(least, *of_v) if of_v else 0
 
 
 class Sizes(NamedTuple):
@@ -116,6 +124,15 @@ def sizes_like(
 
 
 def suits_fused(problem: AttentionBackwardProblem) -> bool:
-    """Whether fused_sm90 serves the problem faster: its columns more than half full, and its programs long."""
-    half_full = 32 < max(problem.head_dim, problem.head_dim_v) <= 64
-    return half_full and min(problem.seqlen_q, problem.seqlen_k) >= 1024 and unsupported(problem.features, FUSED) is None
+    """Whether fused_sm90 serves the problem faster (docs/notes/backward.md): its columns more than half full, and its programs
+    long; above 64 columns longer still where tiles of queries come to L2 anew for each head of a group, or are not full."""
+    columns, grouped = max(problem.head_dim, problem.head_dim_v), problem.heads > problem.heads_kv
+    if not 32 < columns <= 128 or unsupported(problem.features, FUSED) is not None:
+        return False
+    if columns <= 64:
+        least = 1024
+    else:
+        least = 4096 if grouped or columns <= 96 else 2048
+        if grouped and problem.features.lengths == "packed":
+            return False
+    return min(problem.seqlen_q, problem.seqlen_k) >= least

@@ -128,23 +128,25 @@ def origin_of(rows, batch, head):
 
 
 @gluon.jit
-def first_in_band(first_key, offset):
-    """The first tile of QUERIES that sees a tile of keys: the first whose dS is in the band."""
-    return gl.maximum(first_key - offset, 0) // QUERIES
+def first_in_band(first_key, offset, UNIT: gl.constexpr):
+    """The first tile of UNIT queries that sees a tile of keys: the first whose dS is in the band."""
+    return gl.maximum(first_key - offset, 0) // UNIT
 
 
 @gluon.jit
-def band_of_keys(sequence, begin, first_key, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The Band of a tile of keys. ``low`` and ``high`` are multiples of QUERIES: a program of dQ reads as many at a time."""
+def band_of_keys(sequence, begin, first_key, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, UNIT: gl.constexpr):
+    """The Band of a tile of keys. ``low`` and ``high`` begin a UNIT of queries: where dS is written, as many as a program of dQ
+    reads at a time."""
     TILES: gl.constexpr = QUERIES // BLOCK_M
-    low = gl.minimum(first_in_band(first_key, sequence.offset), sequence.tiles) * TILES
+    UNITS: gl.constexpr = UNIT // BLOCK_M
+    low = gl.minimum(first_in_band(first_key, sequence.offset, UNIT), sequence.tiles * (QUERIES // UNIT)) * UNITS
     whole = (gl.maximum(first_key + BLOCK_N - 1 - sequence.offset, 0) + BLOCK_M - 1) // BLOCK_M
     high = sequence.tiles * TILES
     whole = gl.where(first_key + BLOCK_N > sequence.seqlen_k, high, whole)
     beyond = high
     if begin is not None:
-        end = (gl.maximum(first_key + BLOCK_N - begin, 0) + QUERIES - 1) // QUERIES
-        high = gl.minimum(high, end * TILES)
+        end = (gl.maximum(first_key + BLOCK_N - begin, 0) + UNIT - 1) // UNIT
+        high = gl.minimum(high, end * UNITS)
         beyond = gl.maximum(first_key + 1 - begin, 0) // BLOCK_M
     high = gl.where(first_key < sequence.seqlen_k, gl.maximum(high, low), low)
     whole = gl.minimum(gl.maximum(whole, low), high)
@@ -182,4 +184,4 @@ def row_of_space(rows, pitch, key, offset, TILES: gl.constexpr, BLOCK_N: gl.cons
     """The row of the workspace where dS of a key begins, of the queries of a program of dQ. ``rows``: where it would be of the
     sequence's first tile of keys, were its band to begin at the first query; ``pitch``: from a tile of keys to the next."""
     nth = key // BLOCK_N
-    return rows + nth * pitch + key % BLOCK_N - first_in_band(nth * BLOCK_N, offset) * (TILES * BLOCK_N)
+    return rows + nth * pitch + key % BLOCK_N - first_in_band(nth * BLOCK_N, offset, QUERIES) * (TILES * BLOCK_N)

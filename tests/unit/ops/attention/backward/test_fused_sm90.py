@@ -25,7 +25,7 @@ from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
 
 H100 = gpu_named("h100")
-DIMS = (64, 64, 8, 40)
+DIMS = (64, 128, 8, 40, 96)
 SMALL, LARGE = Most(3, 4, 4, 300, 400, DIMS), Most(5, 5, 8, 1200, 1300, DIMS)
 
 
@@ -41,8 +41,8 @@ def served(number: int, most: Most) -> RandomCase:
     ("text", "reason"),
     [
         ("b1 h2 q128 d64 fp32", "fp16 and bf16, not fp32"),
-        ("b1 h2 q128 d128 bf16", "head dimensions up to 64, not 128"),
-        ("b1 h2 q128 d64 dv72 bf16", "head dimensions up to 64, not 72"),
+        ("b1 h2 q128 d192 bf16", "head dimensions up to 128, not 192"),
+        ("b1 h2 q128 d128 dv136 bf16", "head dimensions up to 128, not 136"),
         ("b1 h2 q128 d64 bf16 causal softcap5", "a soft cap"),
         ("b2 h2 q128 d64 bf16 causal packed prefix9", "a prefix"),
     ],
@@ -79,6 +79,11 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b3 h2 hk1 q400 d64 bf16 causal bshd sinks packed",
         "b3 h4 hk2 q300 k400 d64 bf16 packed",
         "b3 h2 q300 k400 d40 dv64 fp16 left50 right100 packed",
+        "b2 h4 hk2 q300 k410 d128 bf16 causal",
+        "b1 h9 q150 k130 d96 fp16 bshd",
+        "b1 h2 q260 k130 d72 dv128 bf16 causal sinks",  # rows that see no key, columns of half a tile
+        "b1 h2 hk1 q330 k331 d128 dv64 bf16 causal left70",  # a window that begins within a tile
+        "b3 h4 hk2 q200 k300 d128 bf16 causal packed",
     ],
 )
 def test_the_source_is_right(text: str, uncompiled: None) -> None:

@@ -4,27 +4,42 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, suits_fused, widths
+from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, second_slices, suits_fused, widths
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
 
-WIDTH = 64  # columns of the tiles
-TOGETHER = 256  # tiles of keys of a set of heads: two to an SM, so that a set of heads ends as the next one starts
-THREADS = 512  # two warpgroups of consumers, one that multiplies for dQ, one of the producer and what adds to dQ
+WIDEST = 128  # columns of the tiles
+TOGETHER = 128  # tiles of keys of a set of heads: as many as there are SMs
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
     refused = why_not_on_sm90(problem, device) or unsupported(problem.features, FUSED)
-    if refused is None and max(widths(problem)) > WIDTH:
-        return f"head dimensions up to {WIDTH}, not {max(problem.head_dim, problem.head_dim_v)}"
+    if refused is None and width(problem) > WIDEST:
+        return f"head dimensions up to {WIDEST}, not {max(problem.head_dim, problem.head_dim_v)}"
     return refused
 
 
 def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:
-    return (Config(block_m=QUERIES, consumers=2, stages=2),)
+    return (Config(block_m=QUERIES if width(problem) == 64 else QUERIES // 2, consumers=2, stages=2),)
+
+
+def width(problem: AttentionBackwardProblem) -> int:
+    """Columns of all tiles."""
+    return max(widths(problem))
+
+
+def columns(problem: AttentionBackwardProblem) -> int:
+    """Columns of dQ's sums: what its products give."""
+    second = second_slices(problem, 2)[0]
+    return width(problem) // 2 + second if second else width(problem)
+
+
+def threads(config: Config) -> int:
+    """Two warpgroups of consumers, one of the producer and what adds to dQ; of 64 columns also one that multiplies for it."""
+    return 512 if config["block_m"] == QUERIES else 384
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
@@ -35,4 +50,4 @@ def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
 def heads_together(sizes: Sizes) -> int:
     """Heads of keys of a set, whose tiles of keys start in turns. Of packed sequences one of the mean length counts: each has
     turns of its own, so that more of its tiles would only wait for each other."""
-    return max(TOGETHER // cdiv(sizes.tiles, sizes.sequences or 1), 2)
+    return max(TOGETHER // cdiv(sizes.tiles, sizes.sequences or 1), 1)

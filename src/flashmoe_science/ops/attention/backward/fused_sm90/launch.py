@@ -20,11 +20,11 @@ from flashmoe_science.ops.attention.backward.copied import (
     rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import WIDTH, heads_together
+from flashmoe_science.ops.attention.backward.fused_sm90.config import columns, heads_together, width
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.rows import bind_rows, bind_sinks
-from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like
+from flashmoe_science.ops.attention.backward.sizes import KEYS, Sizes, second_slices, sizes_like
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
     BackwardLaunch,
@@ -50,14 +50,14 @@ from flashmoe_science.ops.launch import (
 )
 
 FINISH, FINISH_WARPS = 64, 4  # rows of a program that scales dQ
-_REGISTERS, _CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS = 128, 208, 72  # of a thread at launch, and of the warpgroups
+_REGISTERS = {64: (128, 208, 72), 128: (168, 240, 0)}  # of a thread at launch, of consumers and of the multiplier, by width
 
 
-def parts_of(rows: int) -> list[Part]:
+def parts_of(rows: int, columns: int, block_m: int) -> list[Part]:
     """The parts of the workspace of all query heads' rows: log-sum-exp as kernels read it, delta, what tiles add to the sinks'
     gradient, dQ in fp32, counters."""
-    of_rows = ((one, torch.float32) for one in (rows, rows, rows // QUERIES, rows * WIDTH))
-    return [*of_rows, (rows // QUERIES + 1, torch.int32)]
+    of_rows = ((one, torch.float32) for one in (rows, rows, rows // block_m, rows * columns))
+    return [*of_rows, (rows // block_m + 1, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):
@@ -65,10 +65,13 @@ class FusedBackwardLauncher(BackwardLauncher):
 
     def __init__(self, inputs: BackwardInputs, config: Config) -> None:
         self._problem, self._config, self._builds = inputs.problem, config, Builds()
-        dtype, rows = self._problem.dtype, vector(QUERIES)
+        dtype, block_m, self._width = self._problem.dtype, config["block_m"], width(self._problem)
+        self._seconds = second_slices(self._problem, config["consumers"])
+        self._columns = columns(self._problem)
+        rows = vector(block_m)
         outer = (1, 1, 1) if self._problem.features.lengths == "packed" else (1, 1)
-        queries, keys = (template((*outer, rows, WIDTH), dtype) for rows in (QUERIES, KEYS))
-        sums = template((QUERIES, WIDTH), "fp32")
+        queries, keys = (template((*outer, tile, self._width), dtype) for tile in (block_m, KEYS))
+        sums = template((block_m, self._width), "fp32")
         self._templates = (queries, keys, keys, queries, rows, rows, keys, keys, sums)
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
@@ -84,11 +87,11 @@ class FusedBackwardLauncher(BackwardLauncher):
         given = fitting(unfit, (*tensors[:3], saved.dout))
         sinks = element_pointer(None if of_sinks is None else tensors.sinks)
         sum_rows = bind_rows(self._builds, saved._replace(dout=given[3]), sizes, sinks, Pointer(torch.int32))
-        add_sinks = None if sinks is None else bind_sinks(self._builds, sinks, sizes, QUERIES)
+        add_sinks = None if sinks is None else bind_sinks(self._builds, sinks, sizes, sizes.block_m)
         lengths = tuple(map(element_pointer, tensors[3:6]))
         fused = self._bind_fused(sizes, given, (of_dk, of_dv), lengths)
         finish = self._bind_finish(of_dq, sizes, lengths[0])
-        parts = parts_of(heads * batch * sizes.padded)
+        parts = parts_of(heads * batch * sizes.padded, self._columns, sizes.block_m)
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
         banded = sizes.band > 0
 
@@ -117,18 +120,18 @@ class FusedBackwardLauncher(BackwardLauncher):
         self, sizes: Sizes, given: Sequence[torch.Tensor], gradients: Sequence[TensorLike], lengths: Lengths
     ) -> Bound:
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
-        registers = (_CONSUMER_REGISTERS, _MULTIPLIER_REGISTERS, PRODUCER_REGISTERS)
-        constexprs = (self._config["stages"], masks, sizes.band > 0, *registers)
+        at_launch, *registers = _REGISTERS[self._width]
+        constexprs = (self._config["stages"], masks, sizes.band > 0, *registers, PRODUCER_REGISTERS, *self._seconds)
         of_band = sizes.of_band[1:]
         arguments = (*self._templates, Pointer(torch.int32), *lengths, 0.5, *(1,) * 8, *of_band, *constexprs)
         key = (masks, *kind_of(lengths))
-        build = self._builds.get(key, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=_REGISTERS)
-        heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // QUERIES
+        build = self._builds.get(key, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=at_launch)
+        heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // sizes.block_m
         numbers = (sizes.heads_kv, sizes.group, heads, heads_together(sizes))
         fixed = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset, *of_band)
         start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *fixed, *constexprs)
         every = heads * sizes.group * sizes.padded
-        vectors, sums = ((every,), (1,)), ((every, WIDTH), (WIDTH, 1))
+        vectors, sums = ((every,), (1,)), ((every, self._columns), (self._columns, 1))
         of_given = rows_as_copied(map(shape_of, given), sizes.sequences)
         of_gradients = rows_as_copied(((one.shape, one.strides) for one in gradients), sizes.sequences)
         return Bound([start], encoders(build, self._templates, (*of_given, vectors, vectors, *of_gradients, sums)))
@@ -138,7 +141,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         counted = Pointer(torch.int32) if sizes.band else None
         unseen = None if sizes.band else max(0, -sizes.offset)
         numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, unseen, sizes.sequences or None)
-        constexprs = (of_dq.shape[3], WIDTH, FINISH, stride_unit(strides))
+        constexprs = (of_dq.shape[3], self._columns, self._width, FINISH, sizes.block_m, stride_unit(strides))
         pointers = (Pointer(torch.float32), counted, Pointer(of_dq.dtype), starts)
         key = (stride_class(strides), constexprs)
         arguments = (*pointers, 0.5, *numbers, *constexprs)

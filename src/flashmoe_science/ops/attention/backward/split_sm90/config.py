@@ -31,14 +31,6 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
     return (Config(block_m=64, consumers=1, stages=2, warps_dq=8, stages_dq=4),)
 
 
-def second_slices(problem: AttentionBackwardProblem, config: Config) -> tuple[int, int]:
-    """Columns of the second slice of the tiles of Q and K, and of V and dO (columns.py), 0 of whole tiles. A lone consumer's
-    two warpgroups have 16 or more each."""
-    least = 32 // config["consumers"]
-    of_qk, of_v = (head_parts(max(dim, 64))[1:] for dim in (problem.head_dim, problem.head_dim_v))
-    return max(least, *of_qk) if of_qk else 0, max(least, *of_v) if of_v else 0
-
-
 def threads(config: Config) -> tuple[int, int]:
     """Threads of a program of the first kernel, which has eight warps of consumers, and of the second; each with a producer's
     warpgroup."""

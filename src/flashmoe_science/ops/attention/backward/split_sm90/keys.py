@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.columns import (
+from flashmoe_science.ops.attention.backward.columns import (
     keep,
     layout_of,
     load_kept,
@@ -342,7 +342,7 @@ def flashmoe_bwd_dkdv_gluon_sm90(
         work = Work(
             head_all // heads_kv, head_all % heads_kv, head_all, group, first_key, seqlen_k, offset, tiles_m, first_step,
             end_step, None, None, place * (end_step - first_step) * band * BLOCK_N,
-            band, begin, sequence, band_of_keys(sequence, begin, first_key, BLOCK_M, BLOCK_N),
+            band, begin, sequence, band_of_keys(sequence, begin, first_key, BLOCK_M, BLOCK_N, QUERIES),
         )  # fmt: skip
         of_keys = sequence.keys
 

@@ -22,8 +22,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     shape_of,
 )
 from flashmoe_science.ops.attention.backward.rows import ROWS, bind_rows, bind_sinks
-from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, sizes_like, widths
-from flashmoe_science.ops.attention.backward.split_sm90.config import second_slices
+from flashmoe_science.ops.attention.backward.sizes import KEYS, QUERIES, Sizes, second_slices, sizes_like, widths
 from flashmoe_science.ops.attention.backward.split_sm90.keys import flashmoe_bwd_dkdv_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_bwd_dq_gluon_sm90
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
@@ -63,7 +62,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         problem = self._problem = inputs.problem
         self._config, self._sm_count = config, gpu.sm_count
         (of_qk, of_v), block_m = widths(problem), config["block_m"]
-        self._seconds = second_slices(problem, config)
+        self._seconds = second_slices(problem, config["consumers"])
         outer = (1, 1, 1) if problem.features.lengths == "packed" else (1, 1)
         q, dout, k, v, dq = (
             template((*outer, *tile), problem.dtype)

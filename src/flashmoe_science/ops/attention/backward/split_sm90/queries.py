@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashmoe_science.ops.attention.backward.split_sm90.columns import (
+from flashmoe_science.ops.attention.backward.columns import (
     keep,
     load_kept,
     no_columns,

@@ -1,0 +1,135 @@
+"""Of 65 to 128 columns: consumers that multiply dS by K themselves, each for half of dQ's columns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from flashmoe_science.ops.attention.backward.columns import start_over_columns
+from flashmoe_science.ops.attention.backward.fused_sm90.work import (
+    PRODUCT,
+    SLOTS,
+    place_of,
+    seen,
+    steps_of,
+    write_keys,
+)
+from flashmoe_science.ops.attention.device.band import KEYS
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix
+
+
+@gluon.constexpr_function
+def _columns_of(part: int, width: int, second: int) -> int:
+    """Columns of dQ that a consumer computes."""
+    return second if part and second else width // 2
+
+
+@gluon.jit
+def _start_dq(step, smem, barriers, PART: gl.constexpr, SECOND: gl.constexpr):
+    """Start dS^T K of a step, [PRODUCT, columns], of both consumers' dS and a consumer's columns, without the scale."""
+    COLUMNS: gl.constexpr = _columns_of(PART, smem.k.shape[-1], SECOND)
+    slot = step % SLOTS
+    mbarrier.wait(barriers.ds.full.index(slot), step // SLOTS & 1)
+    dq = gl.zeros([PRODUCT, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
+    for part in gl.static_range(2):
+        ds = smem.ds.index(slot * 2 + part).permute((1, 0))  # [PRODUCT, KEYS]
+        k = as_matrix(smem.k, part).slice(PART * (smem.k.shape[-1] // 2), COLUMNS, 1)  # [KEYS, columns]
+        dq = warpgroup_mma(ds, k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _put_dq(step, dq, smem, barriers, PART: gl.constexpr):
+    """dQ of a step to its slot, for what adds it in global memory."""
+    slot = step % SLOTS
+    mbarrier.arrive(barriers.ds.empty.index(slot))
+    mbarrier.wait(barriers.dq.empty.index(slot), step // SLOTS & 1 ^ 1)
+    smem.dq.index(slot).slice(PART * (smem.k.shape[-1] // 2), dq.shape[1], 1).store(dq)
+    fence_async_shared()
+    mbarrier.arrive(barriers.dq.full.index(slot))
+
+
+@gluon.jit
+def _start_scores(step, smem, PART: gl.constexpr, SECOND: gl.constexpr):
+    """Start S of a step, [KEYS, PRODUCT]."""
+    STAGES: gl.constexpr = smem.q.shape[0]
+    zeros = gl.zeros([KEYS, PRODUCT], gl.float32, accumulator_layout(PRODUCT))
+    return start_over_columns(as_matrix(smem.k, PART), as_matrix(smem.q, step % STAGES), zeros, SECOND)
+
+
+@gluon.jit
+def _wait_for_queries(step, smem, barriers):
+    STAGES: gl.constexpr = smem.q.shape[0]
+    mbarrier.wait(barriers.queries.full.index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
+def _step(
+    step, after, tile, s, dk, dv, smem, barriers, work, scale, PART: gl.constexpr, SECOND_QK: gl.constexpr,
+    SECOND_V: gl.constexpr, MASKS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV with a tile of queries added, whose dS and dQ go to shared memory, of S; S of the step ``after``.
+
+    Every wait but one has another product running beside it: exponentials run beside dP, dS is made beside dV and stored beside
+    dK, dQ is stored beside the next S. dV is waited for early, as its operand's registers are those of what comes.
+    """
+    STAGES: gl.constexpr = smem.q.shape[0]
+    layout: gl.constexpr = accumulator_layout(PRODUCT)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    stage, slot = step % STAGES, step % SLOTS
+    q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [PRODUCT, D], [PRODUCT, DV]
+    zeros = gl.zeros([KEYS, PRODUCT], gl.float32, layout)
+    dp = start_over_columns(as_matrix(smem.v, PART), dout, zeros, SECOND_V)
+    lse = smem.lse.index(stage).load(gl.SliceLayout(0, layout))
+    p = gl.exp2(s * scale - lse[None, :])
+    if MASKS:
+        p = seen(p, tile, tile * PRODUCT, work, PART)
+    dv = warpgroup_mma(gl.convert_layout(p.to(smem.dout.dtype), operand), dout, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp])
+    delta = smem.delta.index(stage).load(gl.SliceLayout(0, layout))
+    ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+    mbarrier.wait(barriers.ds.empty.index(slot), step // SLOTS & 1 ^ 1)
+    smem.ds.index(slot * 2 + PART).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(barriers.ds.full.index(slot))
+    dq = _start_dq(step, smem, barriers, PART, SECOND_QK)
+    dk, dv = warpgroup_mma_wait(2, [dk, dv])
+    mbarrier.arrive(barriers.queries.empty.index(stage))
+    _wait_for_queries(after, smem, barriers)
+    s = _start_scores(after, smem, PART, SECOND_QK)
+    dq = warpgroup_mma_wait(2 if SECOND_QK else 1, [dq])
+    _put_dq(step, dq, smem, barriers, PART)
+    s = warpgroup_mma_wait(0, [s])
+    return s, dk, dv
+
+
+@gluon.jit
+def consume_wide(
+    descs, smem, barriers, work, scale, PART: gl.constexpr, SECOND_QK: gl.constexpr, SECOND_V: gl.constexpr,
+    MASKS: gl.constexpr,
+):  # fmt: skip
+    """A consumer: KEYS keys. SECOND: columns of the second slice of tiles (columns.py)."""
+    D: gl.constexpr = smem.k.shape[-1]
+    DV: gl.constexpr = smem.v.shape[-1]
+    dk = gl.zeros([KEYS, D], gl.float32, accumulator_layout(D))
+    dv = gl.zeros([KEYS, DV], gl.float32, accumulator_layout(DV))
+    log2 = scale * 1.4426950408889634
+    mbarrier.wait(barriers.keys, 0)
+    last = steps_of(work) - 1
+    if last >= 0:
+        _wait_for_queries(0, smem, barriers)
+    s = warpgroup_mma_wait(0, [_start_scores(0, smem, PART, SECOND_QK)])
+    for step in range(last + 1):
+        _, tile = place_of(work, step)
+        after = gl.minimum(step + 1, last)
+        s, dk, dv = _step(step, after, tile, s, dk, dv, smem, barriers, work, log2, PART, SECOND_QK, SECOND_V, MASKS)
+    if last >= 0:  # dK goes by way of the memory of K, which the other consumer's product for dQ reads too
+        mbarrier.wait(barriers.ds.empty.index(last % SLOTS), last // SLOTS & 1)
+    write_keys(dk * scale, dv, descs, smem, work, PART)
