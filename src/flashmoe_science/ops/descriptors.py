@@ -32,6 +32,12 @@ def vector(elements: int) -> TensorDescriptor:
     return TensorDescriptor(Pointer(torch.float32), [elements], [1], [elements], layout)
 
 
+def matrix(rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor of rows of fp32 numbers that lie one after the other in shared memory, over no tensor in particular."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(Pointer(torch.float32), [rows, columns], [columns, 1], [rows, columns], layout)
+
+
 def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of [..., rows, width] for 8- or 16-bit numbers whose rows end where a copy says.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, second_slices, suits_fused, widths
+from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, suits_fused, widths
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -29,12 +29,6 @@ def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, 
 def width(problem: AttentionBackwardProblem) -> int:
     """Columns of all tiles."""
     return max(widths(problem))
-
-
-def columns(problem: AttentionBackwardProblem) -> int:
-    """Columns of dQ's sums: what its products give."""
-    second = second_slices(problem, 2)[0]
-    return width(problem) // 2 + second if second else width(problem)
 
 
 def threads(config: Config) -> int:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.backward.fused_sm90.config import columns, configs, suits, supports, threads
+from flashmoe_science.ops.attention.backward.fused_sm90.config import configs, suits, supports, threads, width
 from flashmoe_science.ops.attention.backward.fused_sm90.launch import FINISH, FINISH_WARPS, FusedBackwardLauncher, parts_of
 from flashmoe_science.ops.attention.backward.rows import ROWS_WARPS
 from flashmoe_science.ops.attention.backward.sizes import sizes_of
@@ -41,7 +41,7 @@ NAME = "bwd_fused_gluon_sm90"
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
     """Bytes of what stands between the launches."""
     sizes = sizes_of(problem, config)
-    return workspace_bytes(parts_of(sizes.batch * problem.heads * sizes.padded, columns(problem), sizes.block_m))
+    return workspace_bytes(parts_of(sizes.batch * problem.heads * sizes.padded, width(problem), sizes.block_m))
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

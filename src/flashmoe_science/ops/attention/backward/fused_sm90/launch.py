@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import columns, heads_together, width
+from flashmoe_science.ops.attention.backward.fused_sm90.config import heads_together, width
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.rows import bind_rows, bind_sinks
@@ -38,7 +38,7 @@ from flashmoe_science.ops.attention.call.outputs import TensorLike
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
 from flashmoe_science.ops.attention.device.launch import element_pointer
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
-from flashmoe_science.ops.descriptors import template, vector
+from flashmoe_science.ops.descriptors import matrix, template, vector
 from flashmoe_science.ops.launch import (
     Part,
     Pointer,
@@ -67,11 +67,10 @@ class FusedBackwardLauncher(BackwardLauncher):
         self._problem, self._config, self._builds = inputs.problem, config, Builds()
         dtype, block_m, self._width = self._problem.dtype, config["block_m"], width(self._problem)
         self._seconds = second_slices(self._problem, config["consumers"])
-        self._columns = columns(self._problem)
         rows = vector(block_m)
         outer = (1, 1, 1) if self._problem.features.lengths == "packed" else (1, 1)
         queries, keys = (template((*outer, tile, self._width), dtype) for tile in (block_m, KEYS))
-        sums = template((block_m, self._width), "fp32")
+        sums = matrix(32, 128)
         self._templates = (queries, keys, keys, queries, rows, rows, keys, keys, sums)
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:
@@ -91,7 +90,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         lengths = tuple(map(element_pointer, tensors[3:6]))
         fused = self._bind_fused(sizes, given, (of_dk, of_dv), lengths)
         finish = self._bind_finish(of_dq, sizes, lengths[0])
-        parts = parts_of(heads * batch * sizes.padded, self._columns, sizes.block_m)
+        parts = parts_of(heads * batch * sizes.padded, self._width, sizes.block_m)
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
         banded = sizes.band > 0
 
@@ -131,7 +130,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         fixed = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset, *of_band)
         start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *fixed, *constexprs)
         every = heads * sizes.group * sizes.padded
-        vectors, sums = ((every,), (1,)), ((every, self._columns), (self._columns, 1))
+        vectors, sums = ((every,), (1,)), ((every * self._width // 128, 128), (128, 1))
         of_given = rows_as_copied(map(shape_of, given), sizes.sequences)
         of_gradients = rows_as_copied(((one.shape, one.strides) for one in gradients), sizes.sequences)
         return Bound([start], encoders(build, self._templates, (*of_given, vectors, vectors, *of_gradients, sums)))
@@ -141,7 +140,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         counted = Pointer(torch.int32) if sizes.band else None
         unseen = None if sizes.band else max(0, -sizes.offset)
         numbers = (*strides, heads, sizes.seqlen_q, sizes.padded, unseen, sizes.sequences or None)
-        constexprs = (of_dq.shape[3], self._columns, self._width, FINISH, sizes.block_m, stride_unit(strides))
+        constexprs = (of_dq.shape[3], self._width, FINISH, sizes.block_m, stride_unit(strides))
         pointers = (Pointer(torch.float32), counted, Pointer(of_dq.dtype), starts)
         key = (stride_class(strides), constexprs)
         arguments = (*pointers, 0.5, *numbers, *constexprs)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
+    in_turn_of_threads,
     place_of,
     seen,
     steps_of,
@@ -109,6 +110,6 @@ def multiply(smem, barriers, work):
             mbarrier.arrive(barriers.ds.empty.index(place))
             if half == 0:
                 mbarrier.wait(barriers.dq.empty.index(slot), step // SLOTS & 1 ^ 1)
-            smem.dq.index(slot).slice(half * PRODUCT, PRODUCT, 0).store(dq)
+            smem.dq.index(slot * 2 + half).store(in_turn_of_threads(dq))
         fence_async_shared()
         mbarrier.arrive(barriers.dq.full.index(slot))

@@ -72,22 +72,28 @@ def _load(descs, smem, barriers, work):
 
 
 @gluon.jit
-def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr):
+def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr, BLOCK_M: gl.constexpr):
     """Adds what is in a slot to dQ, in global memory, once the tiles of keys before this one have added theirs."""
-    full, empty = barriers.dq.full.index(SLOT), barriers.dq.empty.index(SLOT)
-    BLOCK_M: gl.constexpr = dq_smem.shape[1]
-    phase = gl.to_tensor(0)
+    ROWS: gl.constexpr = dq_smem.shape[1]
+    if BLOCK_M == PRODUCT:  # full with dS of the next step (wide.py)
+        full, phase = barriers.ds.full.index(1 - SLOT), gl.to_tensor(SLOT)
+        if SLOT == 1 and steps_of(work) > 1:
+            mbarrier.wait(full, 0)  # of the first step, whose phase comes before
+    else:
+        full, phase = barriers.dq.full.index(SLOT), gl.to_tensor(0)
+    empty = barriers.dq.empty.index(SLOT)
     for step in range(SLOT, steps_of(work), SLOTS):
         one, tile = place_of(work, step)
         number = (work.first_head + one) * work.tiles_m + tile + first_row_of(work) // BLOCK_M
-        row, counter, turn = number * BLOCK_M, turns + number, _turn(work, tile, BLOCK_M)
+        row, counter, turn = number * (2 * ROWS), turns + number, _turn(work, tile, BLOCK_M)
         while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
         mbarrier.wait(full, phase)
-        if turn == 0:
-            tma_store(dq_desc, [row, 0], dq_smem.index(SLOT))
-        else:
-            tma_add(dq_desc, [row, 0], dq_smem.index(SLOT))
+        for part in gl.static_range(2):
+            if turn == 0:
+                tma_store(dq_desc, [row + part * ROWS, 0], dq_smem.index(SLOT * 2 + part))
+            else:
+                tma_add(dq_desc, [row + part * ROWS, 0], dq_smem.index(SLOT * 2 + part))
         tma_stored()
         barrier()
         gl.atomic_add(counter, 1, sem="release")
@@ -159,7 +165,7 @@ def flashmoe_bwd_fused_gluon_sm90(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [SLOTS] + dq_desc.block_type.shape, dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [SLOTS * 2] + dq_desc.block_type.shape, dq_desc.layout)
     PLACES: gl.constexpr = SLOTS if WIDE else HALVES
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PRODUCT], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [PLACES * 2, KEYS, PRODUCT], ds_layout)
@@ -187,8 +193,8 @@ def flashmoe_bwd_fused_gluon_sm90(
                 (consume_wide, (results, smem, barriers, work, softmax_scale, 0, SECOND_QK, SECOND_V, MASKS)),
                 (consume_wide, (results, smem, barriers, work, softmax_scale, 1, SECOND_QK, SECOND_V, MASKS)),
                 (_load, (sources, smem, barriers, work)),
-                (_relay, (dq_desc, dq_smem, barriers, work, turns, 0)),
-                (_relay, (dq_desc, dq_smem, barriers, work, turns, 1)),
+                (_relay, (dq_desc, dq_smem, barriers, work, turns, 0, BLOCK_M)),
+                (_relay, (dq_desc, dq_smem, barriers, work, turns, 1, BLOCK_M)),
             ],
             [4, 1, 1, 1],
             [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
@@ -200,8 +206,8 @@ def flashmoe_bwd_fused_gluon_sm90(
                 (consume_narrow, (results, smem, barriers, work, softmax_scale, 1, MASKS)),
                 (multiply, (smem, barriers, work)),
                 (_load, (sources, smem, barriers, work)),
-                (_relay, (dq_desc, dq_smem, barriers, work, turns, 0)),
-                (_relay, (dq_desc, dq_smem, barriers, work, turns, 1)),
+                (_relay, (dq_desc, dq_smem, barriers, work, turns, 0, BLOCK_M)),
+                (_relay, (dq_desc, dq_smem, barriers, work, turns, 1, BLOCK_M)),
             ],
             [4, 4, 1, 1, 1],
             [CONSUMER_REGS, MULTIPLIER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],

@@ -15,6 +15,7 @@ from flashmoe_science.ops.attention.backward.columns import start_over_columns
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
+    in_turn_of_threads,
     place_of,
     seen,
     steps_of,
@@ -46,13 +47,10 @@ def _start_dq(step, smem, barriers, PART: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def _put_dq(step, dq, smem, barriers, PART: gl.constexpr):
-    """dQ of a step to its slot, for what adds it in global memory."""
+    """dQ of a step to its slot, which is full with dS of the next: one fence is for both."""
     slot = step % SLOTS
-    mbarrier.arrive(barriers.ds.empty.index(slot))
     mbarrier.wait(barriers.dq.empty.index(slot), step // SLOTS & 1 ^ 1)
-    smem.dq.index(slot).slice(PART * (smem.k.shape[-1] // 2), dq.shape[1], 1).store(dq)
-    fence_async_shared()
-    mbarrier.arrive(barriers.dq.full.index(slot))
+    smem.dq.index(slot * 2 + PART).slice(0, dq.shape[1] // 2, 0).store(in_turn_of_threads(dq))
 
 
 @gluon.jit
@@ -95,16 +93,16 @@ def _step(
     delta = smem.delta.index(stage).load(gl.SliceLayout(0, layout))
     ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
     dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
-    mbarrier.wait(barriers.ds.empty.index(slot), step // SLOTS & 1 ^ 1)
+    mbarrier.wait(barriers.queries.empty.index(stage), step // STAGES & 1 ^ 1)
     smem.ds.index(slot * 2 + PART).store(ds)
     fence_async_shared()
     mbarrier.arrive(barriers.ds.full.index(slot))
     dq = _start_dq(step, smem, barriers, PART, SECOND_QK)
     dk, dv = warpgroup_mma_wait(2, [dk, dv])
-    mbarrier.arrive(barriers.queries.empty.index(stage))
     _wait_for_queries(after, smem, barriers)
     s = _start_scores(after, smem, PART, SECOND_QK)
     dq = warpgroup_mma_wait(2 if SECOND_QK else 1, [dq])
+    mbarrier.arrive(barriers.queries.empty.index(stage))
     _put_dq(step, dq, smem, barriers, PART)
     s = warpgroup_mma_wait(0, [s])
     return s, dk, dv
@@ -131,5 +129,7 @@ def consume_wide(
         after = gl.minimum(step + 1, last)
         s, dk, dv = _step(step, after, tile, s, dk, dv, smem, barriers, work, log2, PART, SECOND_QK, SECOND_V, MASKS)
     if last >= 0:  # dK goes by way of the memory of K, which the other consumer's product for dQ reads too
-        mbarrier.wait(barriers.ds.empty.index(last % SLOTS), last // SLOTS & 1)
+        fence_async_shared()
+        mbarrier.arrive(barriers.ds.full.index((last + 1) % SLOTS))
+        mbarrier.wait(barriers.queries.empty.index(last % smem.q.shape[0]), last // smem.q.shape[0] & 1)
     write_keys(dk * scale, dv, descs, smem, work, PART)
