@@ -125,14 +125,11 @@ def sizes_like(
 
 def suits_fused(problem: AttentionBackwardProblem) -> bool:
     """Whether fused_sm90 serves the problem faster (docs/notes/backward.md): its columns more than half full, and its programs
-    long; above 64 columns longer still where tiles of queries come to L2 anew for each head of a group, or are not full."""
+    long; above 64 columns longer where heads share keys, as each brings its queries to L2 anew."""
     columns, grouped = max(problem.head_dim, problem.head_dim_v), problem.heads > problem.heads_kv
     if not 32 < columns <= 128 or unsupported(problem.features, FUSED) is not None:
         return False
-    if columns <= 64:
-        least = 1024
-    else:
-        least = 4096 if grouped or columns <= 96 else 2048
-        if grouped and problem.features.lengths == "packed":
-            return False
+    if columns > 64 and grouped and problem.features.lengths == "packed":
+        return False
+    least = 1024 if columns <= 64 else 4096 if grouped else 2048
     return min(problem.seqlen_q, problem.seqlen_k) >= least

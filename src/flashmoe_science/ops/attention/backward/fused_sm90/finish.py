@@ -16,9 +16,9 @@ def flashmoe_bwd_scaled_triton(
     sums, turns, dq, cu_seqlens_q, scale, stride_b, stride_h, stride_m, heads, rows, padded, unseen, batches,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, TURNS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale times the sums of 64 rows of a head, [B, H, padded / 64, 64 * WIDTH], which are in another order (work.py). No
-    program wrote the sums of queries that see no key: the first ``unseen``, or of windows and packed sequences those of tiles of
-    TURNS rows that ``turns`` counts none for."""
+    """dQ = scale times the sums of 64 rows of a head, [B, H, padded / 64, 64 * WIDTH], whose order is another (work.py). No
+    program wrote the sums of queries that see no key: the first ``unseen``, or of windows and packed sequences those of tiles
+    of TURNS rows that ``turns`` counts none for."""
     if UNIT > 1:
         stride_b, stride_h, stride_m = in_units(stride_b, stride_h, stride_m, UNIT)
     tiles = padded // BLOCK_M
