@@ -145,6 +145,7 @@ def test_could_not_run_is_said_in_the_first_line(flashmoe: Flashmoe) -> None:
     assert (code, len(lines)) == (ExitCode.COULD_NOT_RUN, 1)
 
 
+@pytest.mark.usefixtures("short_sweep")
 @pytest.mark.parametrize(("name", "code"), [("wrong", ExitCode.WRONG), ("raises", ExitCode.COULD_NOT_RUN)])
 def test_check_ends_as_prove_does(name: str, code: ExitCode, flashmoe: Flashmoe) -> None:
     assert flashmoe("check", f"mine.py:{name}")[0] == code

@@ -112,6 +112,44 @@ def compute_no_overflow_that_none_hears_of() -> None:
     assert not interpreter.interpreter_builder.options.debug
 
 
+def make_each_type_once() -> None:
+    """Triton makes the type of a result, and the constexprs of its shape, at each operation: half of most scripts' time."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    make_type, make_tensor, numpys = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[str, dict[str, Any]] = {}
+    in_numpy: dict[str, Any] = {}
+
+    def type_made(self: Any, element_ty: Any, shape: Any) -> None:
+        key = str(element_ty), tuple(getattr(one, "value", one) for one in shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def tensor_made(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in shapes:
+            make_tensor(self, handle, type)
+            shapes[type.name] = {"shape": self.shape, "numel": self.numel}
+        vars(self).update(shapes[type.name], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_s(given: Any) -> Any:
+        if given.name not in in_numpy:
+            in_numpy[given.name] = numpys(given)
+        return in_numpy[given.name]
+
+    def broadcast_others(self: Any, one: Any, other: Any) -> Any:
+        first, second = one.type, other.type
+        alike = first.is_block() and second.is_block() and first.shape.values == second.shape.values
+        return (one, other) if alike else broadcast(self, one, other)
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = type_made, tensor_made, numpy_s
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_others
+
+
 def main() -> None:
     import torch
 
@@ -122,6 +160,7 @@ def main() -> None:
     patch_the_language_once_a_launch()
     reduce_by_xor_at_once()
     compute_no_overflow_that_none_hears_of()
+    make_each_type_once()
     for one in OPERATIONS:
         one.contract(), one.kernels()
     for line in sys.stdin:

@@ -62,6 +62,7 @@ def _instructions(text: str) -> list[tuple[Callable[..., Any] | None, str, tuple
     return found
 
 
+@cache
 def _register(number: int) -> torch.Tensor:
     return torch.tensor([[number]], dtype=torch.int32)
 
@@ -71,27 +72,37 @@ def _signed(number: int) -> int:
     return (number - _SIGN) % 2**32 + _SIGN
 
 
-def _select(*given: Any) -> Any:
-    """lop3: bit 4a + 2b + c of the table for each bit: what a = 0 gives, turned where a = 1 gives another."""
-    *inputs, table = given
-    if not inputs:
-        return -table  # all bits, or none
-    first, *others = inputs
-    half = 1 << len(others)
+@cache
+def _lop3(table: int) -> Callable[..., Any]:
+    """Of three registers, for each bit, bit 4a + 2b + c of the table."""
+    return eval(f"lambda a, b, c: {_selected('abc', table)}")
+
+
+def _selected(names: str, table: int) -> str:
+    """What a = 0 gives, turned where a = 1 gives another."""
+    if not names:
+        return str(-table)  # all bits, or none
+    half = 1 << len(names) - 1
     low = table % 2**half
-    turned = _select(*others, low ^ table >> half)
-    turned = 0 if type(turned) is int and turned == 0 else first & turned
-    return turned ^ _select(*others, low) if low else turned
+    turned, others = _selected(names[1:], low ^ table >> half), _selected(names[1:], low)
+    turned = turned if turned == "0" else names[0] if turned == "-1" else f"({names[0]} & {turned})"
+    if turned == "0":
+        return others
+    return {"0": turned, "-1": f"~{turned}"}.get(others, f"({turned} ^ {others})")
+
+
+def _two(word: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The two numbers of each register, in fp64. A register keeps them: scales and constants are read several times."""
+    word = word if isinstance(word, torch.Tensor) else _register(word)
+    found = getattr(word, "two", None)
+    if found is None or found[0] is not dtype:
+        found = word.two = dtype, word.view(dtype).double()
+    return found[1]
 
 
 def _in_two(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """What is computed of two numbers of each register, and rounded once."""
-
-    def compute(*given: Any) -> torch.Tensor:
-        words = (one if isinstance(one, torch.Tensor) else _register(one) for one in given)
-        return of(*(one.view(dtype).double() for one in words)).to(dtype).view(torch.int32)
-
-    return compute
+    return lambda *given: of(*[_two(one, dtype) for one in given]).to(dtype).view(torch.int32)
 
 
 def _to_bf16(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -105,7 +116,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "or.b32": lambda a, b: a | b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b & _signed(0xFFFFFFFF >> b),
-    "lop3.b32": _select,
+    "lop3.b32": lambda a, b, c, table: _lop3(table)(a, b, c),
     "mul.rn.bf16x2": _in_two(torch.bfloat16, torch.mul),
     "mul.rn.f16x2": _in_two(torch.float16, torch.mul),
     "fma.rn.bf16x2": _in_two(torch.bfloat16, lambda a, b, c: a * b + c),

@@ -41,6 +41,7 @@ def test_what_no_other_process_finds_is_refused_with_what_to_pass() -> None:
             proof.spec_of(one)
 
 
+@pytest.mark.usefixtures("short_sweep")
 def test_check_returns_what_came_of_every_problem() -> None:
     result = proof.check(f"{FAULTS / 'another_mask.py'}:attention")
     assert not result.passed
@@ -70,6 +71,7 @@ def test_one_problem_and_one_rival_are_taken_as_they_are(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_sweep")
 def test_prove_checks_the_sweep_first_and_still_times_what_is_named(tmp_path: Path) -> None:
     spec = f"{FAULTS / 'another_mask.py'}:attention"
     proved = proof.prove(spec, [SQUARE], against=["sdpa"], quick=True, out=tmp_path)

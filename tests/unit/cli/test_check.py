@@ -56,6 +56,7 @@ def test_the_matrix_says_what_was_covered_and_what_was_not(capsys: pytest.Captur
         assert line in printed
 
 
+@pytest.mark.usefixtures("short_sweep")
 def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     flashmoe: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,7 @@ def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     told = json.loads(out)
     assert code == 1
     assert "mask-top-left" in told["codes"]
-    assert told["counts"]["right"] > 40
+    assert told["counts"]["right"] > 5
     assert told["counts"]["not served"] > 0
     assert told["stopped"] is None
     assert {one["answer"] for one in told["checked"] if one["problem"] == problem} == {"wrong"}

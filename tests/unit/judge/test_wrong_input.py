@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from tests.unit.fabricated import Fabricate
 
-from flashmoe_science.hardware import probe
-
 KNOWN, OTHER, TINY = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16", "attn b1 h2 q16 d16 fp32"
 OUR, FAULT = f"'{KNOWN}' --kernel fwd_triton", Path(__file__).parents[2] / "harness" / "faults" / "crashes.py"
 
@@ -92,7 +90,6 @@ def here(recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_pat
     (folder / "plain").write_text("a file")
     monkeypatch.chdir(folder)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(probe, "current_gpu", lambda *_: None)
 
 
 def refused(flashmoe: Flashmoe, words: str, said: str) -> None:

@@ -138,7 +138,8 @@ def of_every_format() -> Iterator[tuple[str, MoEInputs]]:
         yield f"zeros with a scale of 0, {form}", with_zeros(form, depth)
         if form != "fp8_channel":
             yield f"neighbours 2^20 apart along the depth, {form}", blocks_apart(form, depth)
-        deep = drawn(form, torch.rand(2, 256, 7168) / 100)
+        width = max(32, FORMATS[form].block[1] or 0)  # the least that a format has: each of the columns would show it
+        deep = drawn(form, torch.rand(2, 2 * width, 7168) / 100)
         yield f"one sign, 7168 deep, {form}", changed(deep, x=deep.tensors.x.abs())
     one = drawn("fp8_block", torch.randn(2, 256, 200))
     yield "scales of blocks in bf16", changed(one, gate_up_scale=one.tensors.gate_up_scale.bfloat16())  # type: ignore[union-attr]
@@ -150,7 +151,7 @@ OF_FIRST = ("w1", "gate_up_scale", "gate_up_zero_point")
 
 def drawn(form: str, w1: torch.Tensor) -> MoEInputs:
     """Five tokens by experts whose first weights are these."""
-    one = inputs_of(Case(f"moe t5 e2 k1 d{w1.shape[2]} f128 bf16 w:{form}"), "cpu")
+    one = inputs_of(Case(f"moe t5 e2 k1 d{w1.shape[2]} f{w1.shape[1] // 2} bf16 w:{form}"), "cpu")
     codes, scale, zero_point = quantized(w1, FORMATS[form], halves=form == "fp8_block")
     zeros = {} if zero_point is None else {"gate_up_zero_point": zero_point}
     return changed(one, w1=codes, gate_up_scale=scale, topk_ids=torch.zeros(5, 1, dtype=torch.int32), **zeros)

@@ -20,8 +20,9 @@ GPT_OSS = "moe t{} e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved"
 
 
 @pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
-def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
-    found = interpreted("ops/moe/products/weights_cases.py")
+@pytest.mark.parametrize("tiles", ["in turns", pytest.param("both", marks=pytest.mark.redundant)])
+def test_every_case_is_right_on_the_cpu(interpreted: Interpreter, tiles: str) -> None:
+    found = interpreted("ops/moe/products/weights_cases.py", tiles)
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert set(map(str, CASES)) < set(found)
 

@@ -1,6 +1,7 @@
 """Puts cases to Hopper's kernels of weights in formats on the CPU. Prints one JSON object: by case what is wrong.
 
-Run as a script with TRITON_INTERPRET=1, which the other kernels of a call need.
+Run as a script with TRITON_INTERPRET=1, which the other kernels of a call need. Cases have the tile of four consumers and that
+of two in turns; with the argument ``both``, each has both.
 """
 
 from __future__ import annotations
@@ -161,20 +162,20 @@ def main() -> None:
         inputs, config, gluon_interpreter.by_address(up), gluon_interpreter.by_address(down)
     )
     found: dict[str, list[str]] = {}
-    for case in CASES:
-        if len(sys.argv) > 1 and sys.argv[1] not in str(case):
-            continue
+    both = sys.argv[1:] == ["both"]
+    for number, case in enumerate(CASES):
         launch.current_gpu = lambda device, case=case: replace(H200, sm_count=case.programs)  # type: ignore[misc,type-var]
         inputs = inputs_of(case)
         served, form = kernel_of(inputs), str(inputs.problem.weight_format)
         tile = served.configs(inputs.problem, H200)[0]
         wide = WIDE if case is CASES[3] or inputs.problem.tokens >= 150 else ()
-        tiles = [tile, tile_of(tile["block_m"], 2, form), *(tile_of(tokens, form=form) for tokens in wide)]
+        tiles = [tile, tile_of(tile["block_m"], 2, form)]
+        tiles = [*tiles, *(tile_of(tokens, form=form) for tokens in wide)] if both or wide else [tiles[number % 2]]
         each = dict.fromkeys(Config(**dict(one) | {"num_stages": 3}) for one in tiles)
         found[str(case)] = [one for config in each for one in wrong(inputs, served.run(inputs, config))]
     launch.current_gpu = lambda device: replace(H200, sm_count=3)  # type: ignore[misc,type-var]
     for name, inputs in chain(named(), of_every_format()):
-        if (len(sys.argv) > 1 and sys.argv[1] not in name) or kernel.OF_OTHERS.cannot(inputs.problem, H200):
+        if kernel.OF_OTHERS.cannot(inputs.problem, H200):
             continue
         try:
             found[name] = wrong(inputs, kernel.OF_OTHERS.run(inputs, kernel.OF_OTHERS.configs(inputs.problem, H200)[0]))
