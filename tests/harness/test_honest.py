@@ -15,7 +15,7 @@ def test_no_honest_kernel_is_condemned(capsys: pytest.CaptureFixture[str]) -> No
     assert main(200) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("operation, kernel, problem", [
+@pytest.mark.parametrize(("operation", "kernel", "problem"), [
     ("attention", by_broadcasting, "attn b2 h12 hk1 q3 k40 d256 fp32"),
     ("moe", in_order, "moe t20 e4 k2 d1040 f24 fp32"),
 ])  # fmt: skip
