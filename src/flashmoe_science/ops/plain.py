@@ -9,7 +9,7 @@ import torch
 
 def plain_product(dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The product that the plain maths in ``dtype`` takes. In fp32 on a CPU it adds one product after another, as a loop does:
-    the library there adds up lanes apart, and errs by a half to a quarter of it. Those of GPUs add in order too."""
+    the library there adds up lanes apart, and errs by a half to a quarter of it."""
     return _in_order if dtype == torch.float32 and device.type == "cpu" else torch.matmul
 
 
