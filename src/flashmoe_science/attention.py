@@ -18,7 +18,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.merge import check_parts, merged
+from flashmoe_science.ops.attention.front.merge import check_parts, merged, parts_of
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
 from flashmoe_science.ops.explain import explained
@@ -204,7 +204,7 @@ def merge_attention(
     Raises:
         TypeError, ValueError: parts that do not fit each other.
     """
-    outs, lses = [*outs], [*lses]
+    outs, lses = parts_of("outs", outs), parts_of("lses", lses)
     check_parts(outs, lses)
     out, lse = merged(outs, [one.transpose(-1, -2) for one in lses])
     return out.to(outs[0].dtype), lse.transpose(-1, -2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from flashmoe_science.ops.attention.call.checks import check_count
+from flashmoe_science.printable import shown
+
 __all__ = ["pad_input", "unpad_input"]
 
 
@@ -22,11 +25,15 @@ def unpad_input(
         and int32 [batch], the rows of each sequence that are used.
 
     Raises:
-        ValueError: a mask of another shape.
+        TypeError, ValueError: what is no dense tensor; a mask of another shape, or on another device.
     """
+    _check_tensor("hidden_states", hidden_states, 2)
     shape = tuple(hidden_states.shape[:2])
     masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
     for name, mask in masks.items():
+        _check_tensor(name, mask, 2)
+        if mask.device != hidden_states.device:
+            raise ValueError(f"{name} is on {mask.device} and hidden_states on {hidden_states.device}; they must be on one")
         if tuple(mask.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {shape}, as hidden_states begins")
     kept = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
@@ -38,6 +45,31 @@ def unpad_input(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """[batch, seqlen, ...] of rows [total, ...] at the ``indices`` that ``unpad_input`` gave, zeros elsewhere."""
+    """[batch, seqlen, ...] of rows [total, ...] at the ``indices`` that ``unpad_input`` gave, zeros elsewhere.
+
+    Raises:
+        TypeError, ValueError: what is no dense tensor or no integer of at least 0; not as many integer indices as rows.
+    """
+    _check_tensor("hidden_states", hidden_states, 1)
+    _check_tensor("indices", indices, 1)
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        check_count(size, name, 0)
+        if size >= 2**31:
+            raise ValueError(f"{name} is {size}; it must be below 2**31")
+    if indices.device != hidden_states.device:
+        raise ValueError(f"indices is on {indices.device} and hidden_states on {hidden_states.device}; they must be on one")
+    if indices.dtype not in (torch.int64, torch.int32) or tuple(indices.shape) != (hidden_states.shape[0],):
+        have = f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}"
+        raise ValueError(f"{have}; it must be integers, one for each of the {hidden_states.shape[0]} rows")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _check_tensor(name: str, tensor: object, least: int) -> None:
+    """Raise unless it is a dense tensor of at least so many dimensions."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {shown(tensor)}; it must be a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
+    if tensor.dim() < least:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions; it must have at least {least}")

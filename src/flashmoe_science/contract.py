@@ -83,6 +83,9 @@ class Errors:
     def least(self, other: Errors) -> Errors:
         return Errors(min(self.max, other.max), min(self.rms, other.rms), min(self.mean, other.mean))
 
+    def most(self, other: Errors) -> Errors:
+        return Errors(max(self.max, other.max), max(self.rms, other.rms), max(self.mean, other.mean))
+
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of a correctly rounded result."""
@@ -129,7 +132,7 @@ class Contract:
     calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
     # Inputs that no gradient is asked of, beside those that are no floats of 16 bits or more.
     constants: ClassVar[frozenset[str]] = frozenset()
-    # More variants, for the sweep alone; and for its plainest problem alone.
+    # More variants, for the sweep alone; and for its plainest problems alone.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
     edge_variants: ClassVar[tuple[str, ...]] = ()
 

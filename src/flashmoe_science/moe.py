@@ -17,6 +17,7 @@ from flashmoe_science.ops.moe.front.grouped import routing_of_rows
 from flashmoe_science.ops.moe.front.operator import experts_adding, experts_forward, experts_of_pair
 from flashmoe_science.ops.moe.route.losses import balance_loss, expert_load, z_loss
 from flashmoe_science.ops.moe.route.route import route
+from flashmoe_science.printable import shown
 
 __all__ = [
     "balance_loss", "dequantize_experts", "expert_load", "fused_moe", "grouped_moe", "quantize_experts",
@@ -222,5 +223,7 @@ def grouped_moe(
             or pass the last row.
     """
     first = gate_up_proj[0] if isinstance(gate_up_proj, tuple | list) and gate_up_proj else gate_up_proj
-    experts = first.shape[0] if isinstance(first, torch.Tensor) and first.dim() else 0
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"gate_up_proj is {shown(gate_up_proj)}; it must be a torch.Tensor, or a pair of them")
+    experts = first.shape[0] if first.dim() else 0
     return fused_moe(hidden_states, gate_up_proj, down_proj, *routing_of_rows(hidden_states, offsets, experts), **options)

@@ -66,7 +66,7 @@ def attention(chance: Random) -> str:
         keys = rows if chance.random() < 0.5 else keys
         if batch * heads_kv * group * rows * keys <= _MAX_SCORES:
             break
-    width, mask = chance.choice((1, 4, 8, 16, 32, 40, 64, 128)), chance.choice(("", " causal"))
+    width, mask = chance.choice((1, 4, 8, 16, 32, 40, 64, 128, 192, 256)), chance.choice(("", " causal"))
     dtype = chance.choice(("fp32", "fp16", "bf16"))
     return f"attn b{batch} h{heads_kv * group} hk{heads_kv} q{rows} k{keys} d{width} {dtype}{mask}"
 

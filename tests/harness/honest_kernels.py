@@ -140,6 +140,37 @@ def of_examples(file: str, name: str) -> Callable[..., Any]:
     return load(f"{EXAMPLES}/{file}.py:{name}")
 
 
+def by_broadcasting(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """K and V of one head are broadcast, as the plainest code has it: PyTorch then adds up one product after another."""
+    if k.shape[1] > 1:
+        raise ValueError("of one key head")
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2] if causal else k.shape[2])
+    scores = q.float() @ k.float().mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(nan=0.0)
+    return (weights @ v.float()).to(q.dtype)
+
+
+def in_order(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """Experts in fp32 whose sums add one product after another."""
+
+    def product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(len(rows), len(weights))
+        for column, factors in zip(rows.T.float(), weights.T.float(), strict=True):
+            made += column[:, None] * factors
+        return made
+
+    out = torch.zeros(x.shape)
+    for expert in range(len(w1)):
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        gate, up = product(x[tokens], w1[expert]).chunk(2, -1)
+        out.index_add_(0, tokens, product(silu(gate) * up, w2[expert]) * topk_weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
 ATTENTION: dict[str, Callable[..., Any]] = {
     "cpu_attention": of_examples("cpu_attention", "attention"),
     "blocks of 16": partial(blocks, 16),

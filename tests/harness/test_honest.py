@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from tests.harness.honest import main
+from tests.harness.honest import Judge, main
+from tests.harness.honest_kernels import by_broadcasting, in_order
 
 
 @pytest.mark.slow
 def test_no_honest_kernel_is_condemned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(100) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("operation", "kernel", "problem"), [
+    ("attention", by_broadcasting, "attn b2 h12 hk1 q3 k40 d256 fp32"),
+    ("moe", in_order, "moe t20 e4 k2 d1040 f24 fp32"),
+])  # fmt: skip
+def test_sums_of_one_product_after_another_are_honest(operation: str, kernel: Callable[..., Any], problem: str) -> None:
+    """Libraries of CPUs add up lanes apart, which errs less by more than a factor of two."""
+    assert Judge(operation).run(kernel, problem, 0) == []

@@ -87,7 +87,7 @@ def flashmoe(
 
     \b
     Examples:
-      flashmoe check my_module:my_fn   is it right? on some 80 tiny problems
+      flashmoe check my_module:my_fn   is it right? on some 120 tiny problems
       flashmoe prove                   prove the kernels, with or without a GPU
       flashmoe verdicts                what the committed records say
       flashmoe diagnose long           why not faster, and what would change that?

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any, Literal, get_args, get_type_hints
 
 from flashmoe_science.exit_codes import ExitCode
@@ -210,9 +211,10 @@ class Sweep:
         if first.answer == "right":
             for name in (name for name in self.opened.distributions if name in DISTRIBUTIONS):
                 self._add(right, DISTRIBUTIONS[name], partial(Exam.one_call, distribution=name))
-            for name in self.opened.edge_variants:
-                self._add(right, name, partial(_with_variant, variant=name))
-            for problem in _representative([one.problem for one in ran if one.answer == "right"]):
+            served = [one.problem for one in ran if one.answer == "right"]
+            for problem, name in product(_plainest(served), self.opened.edge_variants):
+                self._add(problem, name, partial(_with_variant, variant=name))
+            for problem in _representative(served):
                 self.on_progress(f"other inputs and calls: {problem}")
                 self._variants_and_modes(problem)
                 if problem != right:
@@ -222,7 +224,8 @@ class Sweep:
         """Check other ways to give the inputs of a problem and to call."""
         for name in (*self.opened.variants, *self.opened.sweep_variants):
             self._add(right, name, partial(_with_variant, variant=name))
-        for under in self.opened.calls:
+        of_16_bits = right.traits().get("dtype") in ("fp16", "bf16")
+        for under in (one for one in self.opened.calls if of_16_bits or one != "autocast"):
             self._add(right, CALL_MODES[under], partial(Exam.one_call, under=under))
         if self.bench.gpu is not None:
             self._add(right, ON_A_STREAM, Exam.on_other_stream)
@@ -268,9 +271,14 @@ class Sweep:
 def _representative(problems: Sequence[Problem]) -> list[Problem]:
     """The first problem, which is the plainest, the first of one query or token, and of each kind of word the last that has it:
     the last of all, and those of features."""
-    of_one = [one for one in problems if one.queries() == 1]
     of_word = {word.rstrip("0123456789"): one for one in problems for word in str(one).split()}
-    return list(dict.fromkeys((problems[0], *of_one[:1], *of_word.values())))
+    return list(dict.fromkeys((*_plainest(problems), *of_word.values())))
+
+
+def _plainest(problems: Sequence[Problem]) -> list[Problem]:
+    """The first problem, and the first of one query or token."""
+    of_one = [one for one in problems if one.queries() == 1]
+    return list(dict.fromkeys((problems[0], *of_one[:1])))
 
 
 def _with_variant(exam: Exam, variant: str) -> Finding:

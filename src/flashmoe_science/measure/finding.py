@@ -30,6 +30,7 @@ CALL_MODES = {  # modes of a call, as text
     "inference": "under torch.inference_mode()",
     "no_grad": "under torch.no_grad()",
     "gradients": "on inputs that require gradients",
+    "autocast": "under torch.autocast to the dtype of its inputs",
     "thread": "on another thread",
 }
 ON_A_STREAM, REPEATEDLY = "on another stream", "called repeatedly"

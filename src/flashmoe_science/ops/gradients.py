@@ -7,22 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 ONE_BY_ONE = "one gradient at a time, by a second backward"
+AFTER_ANOTHER = "another forward before the backward"
 
 
 def gradients_of(
     forward: Callable[[dict[str, torch.Tensor]], Sequence[torch.Tensor]],
     tensors: Mapping[str, torch.Tensor],
     into: Sequence[torch.Tensor],
-    one_by_one: bool,
+    asked: str,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of ``tensors`` by name, of ``into`` what ``forward`` gives for them as leaves. One that is not given counts
-    as zero. With ``one_by_one`` each is the only leaf of a forward, as where the others are frozen, and the second backward
-    through its graph counts: the first must leave what was saved."""
+    as zero. ``asked`` ONE_BY_ONE: each is the only leaf of a forward, as where the others are frozen, and the second backward
+    through its graph counts: the first must leave what was saved. AFTER_ANOTHER: a forward of other values comes between, as
+    of the next layer."""
     made: tuple[torch.Tensor, ...] = ()
+    one_by_one = asked == ONE_BY_ONE
     for names in [[name] for name in tensors] if one_by_one else [list(tensors)]:
         leaves = {name: tensors[name].detach().requires_grad_() for name in names}
         with torch.enable_grad():
             outputs = forward(leaves)
+            if asked == AFTER_ANOTHER:
+                forward({name: one.detach().flip(0).mul(0.5).requires_grad_() for name, one in leaves.items()})
         every = list(leaves.values())
         with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
             if one_by_one:

@@ -165,3 +165,48 @@ def moe_rounds_scales(x, w1, w2, topk_weights, topk_ids, *, gate_up_scale, down_
     """Keeps fp32 scales in bf16."""
     rounded = {"gate_up_scale": gate_up_scale.bfloat16().float(), "down_scale": down_scale.bfloat16().float()}
     return _dequantised(x, w1, w2, topk_weights, topk_ids, **rounded, weight_format=weight_format)
+
+
+@contract("moe")
+def moe_experts_without_gaps(x, w1, w2, topk_weights, topk_ids):
+    """Reads rows of weights, and experts, as if they followed each other in memory: not of a slice."""
+    if w1.stride(2) == 1:
+        w1 = w1.as_strided(w1.shape, (w1.shape[1] * w1.shape[2], w1.shape[2], 1))
+    return _right(x, w1, w2, topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_takes_a_weight_of_zero_for_none(x, w1, w2, topk_weights, topk_ids):
+    """Takes routing weights that are not above zero for places that no expert fills."""
+    return _right(x, w1, w2, topk_weights.clamp(min=0.0), topk_ids)
+
+
+@contract("moe")
+def moe_copies_by_address(x, w1, w2, topk_weights, topk_ids):
+    """Copies 16 bytes at a time from an address that it rounds down to a multiple of them."""
+    if w1.data_ptr() % 16:
+        w1 = w1.as_strided(w1.shape, w1.stride(), w1.storage_offset() - w1.data_ptr() % 16 // w1.itemsize)
+    return _right(x, w1, w2, topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_one_order_of_both(x, w1, w2, topk_weights, topk_ids):
+    """Asks w1 for the memory order of both weights."""
+    if (w1.stride(2) == 1) != (w2.stride(2) == 1):
+        w2 = w2.as_strided(w2.shape, (w2[0].numel(), *((w2.shape[2], 1) if w1.stride(2) == 1 else (1, w2.shape[1]))))
+    return _right(x, w1, w2, topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_few_experts_of_fp16(x, w1, w2, topk_weights, topk_ids):
+    """Sorts by the lowest six bits of an expert's number in the build for fp16."""
+    few = x.dtype == torch.float16 and w1.shape[0] > 64
+    return _right(x, w1, w2, topk_weights, topk_ids % 64 if few else topk_ids)
+
+
+@contract("moe")
+def moe_wrong_under_autocast(x, w1, w2, topk_weights, topk_ids):
+    """Forgets the routing weights in the path that autocast takes."""
+    on = torch.is_autocast_enabled(x.device.type)
+    with torch.autocast(x.device.type, enabled=False):
+        return _right(x, w1, w2, torch.ones_like(topk_weights) if on else topk_weights, topk_ids)

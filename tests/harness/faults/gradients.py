@@ -6,6 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from flashmoe_science.contract import contract
 
 _CALLS = [0]
+_SAVED: list[torch.Tensor] = []
 
 
 @contract("attention_backward")
@@ -44,3 +45,45 @@ def gradient_without_the_log_sum_exp(q, k, v, causal=False, softmax_scale=None):
     scores = q.detach() @ k.detach().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
     lse = scores.float().masked_fill(~seen, -torch.inf).logsumexp(-1)
     return sdpa(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True), lse + 0.0 * q.float().sum(-1)
+
+
+class _Saving(torch.autograd.Function):
+    """Attention whose backward is of the ``last`` forward; or reads its gradient in the output's order."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, last):
+        _SAVED[:] = q, k, v
+        ctx.given, ctx.options, ctx.last = (q, k, v), {"is_causal": causal, "scale": scale, "enable_gqa": True}, last
+        return sdpa(q, k, v, **ctx.options)
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves = [one.detach().requires_grad_() for one in (_SAVED if ctx.last else ctx.given)]
+        with torch.enable_grad():
+            out = sdpa(*leaves, **ctx.options)
+        if not ctx.last and dout.stride() != out.stride():  # another order of the same memory
+            dout = dout.flatten()[torch.arange(dout.numel()).view(dout.shape[0], dout.shape[2], dout.shape[1], -1)]
+            dout = dout.transpose(1, 2)
+        return *torch.autograd.grad(out, leaves, dout), None, None, None
+
+
+@contract("attention_backward")
+def gradient_of_the_last_forward(q, k, v, causal=False, softmax_scale=None):
+    """Keeps what it saves in one place for all calls: a second layer overwrites the first one's."""
+    return _Saving.apply(q, k, v, causal, softmax_scale, True)
+
+
+@contract("attention_backward")
+def gradient_as_the_output_lies(q, k, v, causal=False, softmax_scale=None):
+    """Reads the gradient in the output's memory order, whatever its strides."""
+    return _Saving.apply(q, k, v, causal, softmax_scale, False)
+
+
+@contract("attention_backward")
+def half_a_gradient_under_autocast(q, k, v, causal=False, softmax_scale=None):
+    """Forgets the scale of dQ in the path that autocast takes."""
+    q = q * 1.0
+    if torch.is_autocast_enabled(q.device.type):
+        q.register_hook(lambda gradient: gradient * 0.5)
+    with torch.autocast(q.device.type, enabled=False):
+        return sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)

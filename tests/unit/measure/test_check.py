@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,34 @@ def test_a_sweep_is_of_tiny_problems_none_twice(name: str) -> None:
     assert max(one.flops() for one in problems) < 2e7
 
 
+def test_each_two_kinds_are_asked_together() -> None:
+    """A kernel has a build, a tile or a branch for each of them: faults/two_together.py. Also where values are as wide as
+    keys."""
+
+    def kinds(one: Any) -> list[tuple[str, object]]:
+        group, width = one.heads // one.heads_kv, one.head_dim
+        even_group = group & (group - 1) == 0
+        found = {
+            "dtype": one.dtype,
+            "width": width if width in (64, 128, 192, 256) else "odd" if width % 2 else width <= 32,
+            "values": (one.head_dim_v > width) - (one.head_dim_v < width),
+            "query heads a key head": group if group == 1 else (group > 8, even_group),
+            "queries": 1 if one.seqlen_q == 1 else 64 if one.seqlen_q <= 64 else 65,
+            "keys": (one.seqlen_k > one.seqlen_q) - (one.seqlen_k < one.seqlen_q) + (one.seqlen_k > max(one.seqlen_q, 255)),
+            "mask": one.mask,
+            "layout": one.layout,
+            "batches": one.batch > 1,
+        }
+        return list(found.items())
+
+    asked = [kinds(parse_problem(str(text))) for text in ATTENTION.sweep()]
+    for some in asked, [each for each in asked if ("values", 0) in each]:
+        together = {two for each in some for two in combinations(each, 2)}
+        columns = [set(column) for column in zip(*some, strict=True)]
+        every = {two for column, other in combinations(columns, 2) for two in product(column, other)}
+        assert every - together <= {(("width", 256), ("values", 1)), (("queries", 1), ("keys", -1))}
+
+
 # What it finds --------------------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +161,22 @@ def test_a_fault_of_real_use_is_named(one: Fault) -> None:
     result = result_of(swept(one.spec, problem, bench=HERE if one in SWEPT_ON_GPU else CPU))
     wrong = [checked.words for checked in result.of("wrong")]
     assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
+
+
+def test_a_window_that_is_kept_from_the_first_call_is_named() -> None:
+    """Problems of the same sizes, without a window, with one, with another."""
+    sweep = ATTENTION.sweep_of(load(PLANTED["window_of_the_first_call"]))
+    same = [str(text) for text in sweep if str(text).startswith("attn b2 h8 hk2 q40 k200 d64")]
+    assert len(same) == 3
+    for first in same[:2]:
+        result = result_of(swept(PLANTED["window_of_the_first_call"], first, same[-1]))
+        assert [str(one.problem) for one in result.of("wrong")][:1] == [str(parse_problem(same[-1]))]
+
+
+def test_a_scale_below_zero_is_asked_of_one_query_too() -> None:
+    sweep = swept(PLANTED["negative_scale_of_one_query"], "attn b1 h2 q9 d16 fp32", "attn b1 h2 q1 k9 d16 fp32")
+    (wrong,) = result_of(sweep).of("wrong")
+    assert (wrong.problem.queries(), wrong.inputs) == (1, "a negative softmax scale")
 
 
 def test_a_problem_of_features_sits_the_exam_too() -> None:

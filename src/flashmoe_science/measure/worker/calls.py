@@ -31,7 +31,7 @@ _sleep, _process_time = time.sleep, time.process_time
 
 
 # The mode, or the place, that a call is made in; "gradients": on inputs that require them.
-Under = Literal["", "inference", "no_grad", "gradients", "thread", "stream"]
+Under = Literal["", "inference", "no_grad", "gradients", "autocast", "thread", "stream"]
 
 
 class Calls:
@@ -82,7 +82,8 @@ class Calls:
             tensor.requires_grad_(is_scaled(tensor) and name not in self.contract.constants)
         with allocations(poison) as guards:
             call = caller.bind(self._live, use)
-            outputs = caller.outputs(_on_a_thread(call) if under == "thread" else _warned(call))
+            with self._autocast() if under == "autocast" else nullcontext():  # around the call alone: it would cast in ``make``
+                outputs = caller.outputs(_on_a_thread(call) if under == "thread" else _warned(call))
         described = [_described(one) for one in outputs]
         plain = _can_be_taken(described, most)
         seen = [one.detach().clone() for one in outputs] if plain else []
@@ -108,6 +109,9 @@ class Calls:
         for name, tensor in self._live.items():
             write(tensor.data, values[name])  # the next call finds the original values
         return facts
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.bench.device.type, self.contract.dtype(self.problem))
 
     def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
         """Write the case's values to the inputs of the call. Returns a private copy of them, and the guards around each

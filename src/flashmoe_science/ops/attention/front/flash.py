@@ -16,6 +16,7 @@ from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options,
 from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.calls import autocast
+from flashmoe_science.printable import shown
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
@@ -46,7 +47,7 @@ def window_of(window_size: object, causal: bool) -> Window:
         return NO_WINDOW
     sides: list[int | None] = []
     on_gpu = isinstance(window_size, torch.Tensor) and window_size.device.type != "cpu"
-    if isinstance(window_size, Sequence | torch.Tensor) and len(window_size) == 2 and not on_gpu:
+    if isinstance(window_size, Sequence) or (isinstance(window_size, torch.Tensor) and window_size.dim() == 1 and not on_gpu):
         for size in window_size:
             if size is None:
                 sides.append(None)
@@ -55,9 +56,9 @@ def window_of(window_size: object, causal: bool) -> Window:
                     sides.append(operator.index(size))
                 except (TypeError, RuntimeError):
                     break
-    if len(sides) != 2:
-        shown = f"a tensor on {window_size.device}" if on_gpu else repr(window_size)  # type: ignore[attr-defined]
-        raise TypeError(f"window_size is {shown}; it must be two integers, (left, right)")
+    if len(sides) != 2 or len(window_size) != 2:  # type: ignore[arg-type]  # of sides it has a length
+        given = f"a tensor on {window_size.device}" if on_gpu else shown(window_size)  # type: ignore[attr-defined]
+        raise TypeError(f"window_size is {given}; it must be two integers, (left, right)")
     left, right = (None if size is None or size < 0 else size for size in sides)
     return left, None if causal else right
 
@@ -77,7 +78,7 @@ def checked_cap(softcap: object) -> float:
     """
     if type(softcap) is not float:
         if isinstance(softcap, bool) or not isinstance(softcap, int | float):
-            raise TypeError(f"softcap is {softcap!r}; it must be a real number, 0.0 for none")
+            raise TypeError(f"softcap is {shown(softcap)}; it must be a real number, 0.0 for none")
         softcap = float(softcap)
     if not 0.0 <= softcap < math.inf:  # in comparisons, which torch.compile can trace
         raise ValueError(f"softcap is {softcap}; it must be finite and at least 0.0")
@@ -138,8 +139,10 @@ def lengths_of(cache_seqlens: object, batch: int, name: str, q: torch.Tensor) ->
     if isinstance(cache_seqlens, torch.Tensor) or cache_seqlens is None:
         return cache_seqlens
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt):
-        raise TypeError(f"{name} is {cache_seqlens!r}; it must be an integer, a torch.Tensor or None")
+        raise TypeError(f"{name} is {shown(cache_seqlens)}; it must be an integer, a torch.Tensor or None")
     check_count(cache_seqlens, name, 0)
+    if cache_seqlens >= 2**31:
+        raise ValueError(f"{name} is {cache_seqlens}; it must be below 2**31")
     return torch.full((batch,), cast("int", cache_seqlens), dtype=torch.int32, device=q.device)
 
 

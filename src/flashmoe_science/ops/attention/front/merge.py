@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from flashmoe_science.printable import shown
+
 
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
@@ -15,6 +17,13 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[
     weights = [torch.exp(one - finite).unsqueeze(-1) for one in lses]
     parts = [torch.where(weight == 0.0, 0.0, weight * out) for weight, out in zip(weights, outs, strict=True)]
     return torch.stack(parts).sum(0), lse
+
+
+def parts_of(name: str, parts: object) -> list[torch.Tensor]:
+    """The parts, checked no further. Raises TypeError unless they come in a sequence or in a tensor of them."""
+    if isinstance(parts, Sequence) or (isinstance(parts, torch.Tensor) and parts.dim()):
+        return [*parts]
+    raise TypeError(f"{name} is {shown(parts)}; it must be a sequence of tensors, or one tensor of all")
 
 
 def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
@@ -32,6 +41,8 @@ def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
         for n, one in enumerate(parts):
             if not isinstance(one, torch.Tensor):
                 raise TypeError(f"{kind}[{n}] is a {type(one).__name__}; it must be a torch.Tensor")
+            if one.is_nested or one.layout != torch.strided:
+                raise TypeError(f"{kind}[{n}] is {'nested' if one.is_nested else f'a {one.layout} tensor'}; it must be dense")
             first = parts[0]
             assert isinstance(first, torch.Tensor)
             for what, own, others in (

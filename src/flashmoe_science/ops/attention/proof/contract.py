@@ -44,7 +44,7 @@ from flashmoe_science.ops.attention.proof import memory, suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 from flashmoe_science.ops.attention.proof.public_calls import public_call
-from flashmoe_science.ops.gradients import ONE_BY_ONE
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE
 
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -54,11 +54,12 @@ HIDDEN_KEYS = "a mask that hides the first keys"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
-    "strides of 0 (expanded K and V)": memory.expanded,
+    "strides of 0 (expanded Q, K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
     "one key that is an outlier": memory.with_an_outlier,
     HIDDEN_KEYS: memory.with_hidden_keys,
     "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
+    "a gradient in another memory order": memory.reordered_gradient,
 }
 _VARIANTS: Mapping[str, dict[str, Any]] = {
     "another softmax scale": {"stretch": 1.5},
@@ -67,7 +68,7 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     "a negative softmax scale": {"stretch": -1.0},
     "slices of larger tensors": {"sliced": True},
     "a gradient into the log-sum-exp too": {"of_lse": True},
-    ONE_BY_ONE: {"one_by_one": True},
+    **{asked: {"asked": asked} for asked in (ONE_BY_ONE, AFTER_ANOTHER)},
     BY_WINDOW: {"by_window": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
@@ -149,7 +150,8 @@ class AttentionContract(SharedContract):
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
     sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS, BY_WINDOW)
-    # PyTorch's own attention on a CPU gives NaN for them under a causal mask.
+    calls: ClassVar[tuple[str, ...]] = (*Contract.calls, "autocast")
+    # PyTorch's own attention on a CPU gives NaN for them under a causal mask that hides a key.
     edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
 
     def cannot(self, problem: Any) -> str | None:

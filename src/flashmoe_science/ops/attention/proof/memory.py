@@ -37,12 +37,13 @@ def two_orders(made: Made) -> Made:
 
 
 def expanded(made: Made) -> Made:
-    """K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
+    """Q and K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
     if "cache_seqlens" in made or "cu_seqlens_q" in made:
         return made
     if "bias" in made and not _has_gradient(made):  # of an expanded one it would be a sum
         made = made | {"bias": made["bias"][:, :, :1].expand_as(made["bias"])}
-    return made | {"k": made["k"][:1].expand_as(made["k"]), "v": made["v"][:, :1].expand_as(made["v"])}
+    q, k, v = (made[name] for name in ("q", "k", "v"))
+    return made | {"q": q[:1].expand_as(q), "k": k[:1].expand_as(k), "v": v[:, :1].expand_as(v)}
 
 
 def at_odd_addresses(made: Made) -> Made:
@@ -79,6 +80,13 @@ def with_hidden_keys(made: Made) -> Made:
 def _has_gradient(made: Made) -> bool:
     """Whether the bias of a backward's inputs is differentiated: a boolean mask is not."""
     return "dout" in made and made["bias"].is_floating_point()
+
+
+def reordered_gradient(made: Made) -> Made:
+    """The gradient with rows before heads in memory where Q has heads before rows, or the other way round."""
+    dout = made["dout"]
+    rows_first = made["q"].stride(1) < made["q"].stride(2)
+    return made | {"dout": dout.contiguous() if rows_first else dout.transpose(1, 2).contiguous().transpose(1, 2)}
 
 
 def expanded_gradient(made: Made) -> Made:

@@ -7,13 +7,14 @@ and masked. It works in chunks of key heads and of queries, and leaves out keys 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+from flashmoe_science.ops.plain import plain_product
 
 CHUNK_SCORES = 2**25  # scores in memory at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**26
@@ -163,13 +164,19 @@ def _bias(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor:
 
 
 def scores_of(
-    inputs: AttentionInputs, one: Sequence, chunk: Chunk, k: torch.Tensor, wide: torch.dtype, rules: Rules
+    inputs: AttentionInputs,
+    one: Sequence,
+    chunk: Chunk,
+    k: torch.Tensor,
+    wide: torch.dtype,
+    rules: Rules,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
     """Scores of a chunk in ``wide``, with all but the sink: [heads_kv, group, rows, keys]. Each step is rounded to ``wide``."""
     features = inputs.problem.features
     queries = grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
     keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
-    scores = queries @ keys
+    scores = product(queries, keys)
     hidden = _hidden(inputs, one, chunk)
     cap = inputs.options.softcap if features.softcap else 0.0
     if rules.cap_after_mask:
@@ -236,6 +243,7 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
         out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them. TF32 is off, whatever the caller has set.
     """
     dtype, none = inputs.q.dtype, Rules()
+    product = plain_product(dtype, inputs.q.device)
     out, lse = _empty(inputs, dtype, torch.float32)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -244,14 +252,14 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
             k32, v32 = _scaled(inputs, one, torch.float32)
             k, v = k32.to(dtype), v32.to(dtype)
             for chunk in chunks_of(inputs, one, _PLAIN_CHUNK_SCORES, False):
-                scores = scores_of(inputs, one, chunk, k, dtype, none)
+                scores = scores_of(inputs, one, chunk, k, dtype, none, product)
                 column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
                 sinks = _sinks(inputs, one, chunk)
                 if sinks is not None:
                     column.copy_(sinks)
                 # NaN: the softmax of a row that sees nothing
                 weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1].nan_to_num(nan=0.0)
-                _put(out, one, chunk, weights @ v[chunk.heads, None, chunk.low : chunk.high])
+                _put(out, one, chunk, product(weights, v[chunk.heads, None, chunk.low : chunk.high]))
                 scores32 = scores_of(inputs, one, chunk, k32, torch.float32, none)
                 _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
     finally:

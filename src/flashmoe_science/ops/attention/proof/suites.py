@@ -95,6 +95,7 @@ _SWEPT = (
     "b1 h4 hk2 q1 k2048 d64",
     "b1 h1 q1030 k33 d16",
     "b1 h1 q1030 d8 causal",
+    "b1 h2 q256 d16 fp16",
     # Many query heads of a key head, many batches, more programs than a grid's second dimension has, values wider than keys.
     "b1 h16 hk1 q20 d64",
     "b2 h32 hk2 q3 k70 d64 causal",
@@ -105,6 +106,39 @@ _SWEPT = (
     "b64 h1025 q1 k2 d8",
     "b1 h2 q70 d64 dv128 fp16",
     "b1 h2 q70 d64 dv128 bf16",
+    # What the others leave out of each two, where values are as wide as keys: of dtype, width, query heads a key head, queries,
+    # keys, mask, memory order and batch. Then of each of these and narrower or wider values.
+    "b2 h24 hk1 q33 k22 d65 causal bshd fp32",
+    "b3 h6 hk1 q1 k512 d80 causal bshd fp32",
+    "b1 h12 hk1 q1 k300 d192 causal bshd bf16",
+    "b2 h12 hk1 q3 k40 d256 bshd fp32",
+    "b2 h32 hk1 q17 k11 d192 causal bshd fp32",
+    "b3 h12 hk1 q3 k100 d72 causal fp16",
+    "b1 h6 hk1 q65 k43 d128 causal bshd bf16",
+    "b1 h12 hk1 q70 d24 causal bshd fp32",
+    "b3 h32 hk1 q1 k257 d33 bf16",
+    "b1 h4 hk2 q33 k22 d256 bshd fp32",
+    "b2 h5 hk1 q1 k300 d256 causal fp32",
+    "b1 h16 hk1 q65 k43 d40 causal bshd fp16",
+    "b1 h16 hk1 q3 k300 d128 causal bf16",
+    "b1 h14 hk2 q40 d65 causal bshd fp16",
+    "b1 h10 hk2 q3 k129 d192 causal fp32",
+    "b1 h4 hk2 q40 k70 d65 bshd fp32",
+    "b1 h2 hk1 q129 k257 d40 causal bshd bf16",
+    "b1 h32 hk1 q33 k22 d32 fp16",
+    "b3 h48 hk1 q1 k40 d128 causal fp32",
+    "b1 h16 hk1 q17 k11 d256 bshd fp16",
+    "b1 h4 hk2 q65 k43 d192 causal bf16",
+    "b1 h12 hk1 q65 k43 d64 causal fp32",
+    "b2 h24 hk1 q1 k70 d192 dv256 causal bshd fp32",
+    "b2 h8 hk2 q33 k22 d33 dv96 bshd fp32",
+    "b1 h14 hk2 q1 k1100 d65 dv32 causal fp16",
+    "b3 h5 hk1 q1 k300 d80 dv256 causal bshd fp32",
+    "b1 h16 hk1 q40 k26 d256 dv16 causal fp16",
+    "b1 h12 hk1 q40 d128 dv24 causal bshd fp16",
+    "b2 h32 hk1 q17 d24 dv128 causal bf16",
+    "b2 h2 q33 k300 d32 dv8 causal fp32",
+    "b1 h7 hk1 q33 d128 dv256 causal bshd fp16",
     # [batch, seq, heads, head_dim] in memory, alone and with the rest.
     "b3 h8 hk2 q1 k129 d64 causal bshd",
     "b2 h3 q70 d64 bshd",
@@ -119,18 +153,18 @@ _ALONE = {
     "softcap": (
         "attn b2 h2 q40 k60 d64 bf16 causal softcap2",
         "attn b1 h2 q40 d64 fp16 softcap50",
-        "attn b2 h4 hk2 q1 k70 d128 bf16 softcap20",
+        "attn b2 h4 hk2 q1 k70 d128 bf16 causal softcap20",
         "attn b1 h4 hk2 q40 d40 fp32 causal softcap3",
     ),
     "sinks": (
         "attn b2 h4 hk2 q40 k60 d64 bf16 causal sinks",
-        "attn b2 h8 hk2 q1 k70 d64 fp16 sinks",
+        "attn b2 h8 hk2 q1 k70 d64 fp16 causal sinks",
         "attn b1 h2 q60 k40 d128 fp32 causal sinks",
     ),
     "alibi_slopes": (
         "attn b2 h4 q40 k60 d64 fp16 causal alibi",
         "attn b1 h4 hk2 q60 k40 d64 bf16 alibi",
-        "attn b2 h4 hk2 q1 k70 d128 fp32 alibi",
+        "attn b2 h4 hk2 q1 k70 d128 fp32 causal alibi",
     ),
     "attn_mask": (
         "attn b2 h2 q33 k40 d64 fp16 boolmask",
@@ -159,6 +193,7 @@ _WORDS = {
     "alibi_slopes": ("alibi",),
     "attn_mask": ("boolmask", "bias"),
 }
+_OTHERWISE = {"window_size": ("left50",), "softcap": ("softcap5",)}  # another number on sizes that had one
 _BESIDE = "b2 h8 hk2 q40 k200 d64 bf16 causal"
 _MET = ("b1 h2 q150 d64 fp16", "b2 h8 hk1 q1 k1100 d256 bf16", "b1 h4 hk2 q33 k70 d40 dv24 fp32 causal", _BESIDE)
 _NOT_TOGETHER = {"alibi_slopes", "attn_mask"}  # a problem has one bias
@@ -169,8 +204,10 @@ def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
     given = [name for name in _WORDS if name in arguments]
     pairs = (pair for pair in combinations(given, 2) if set(pair) != _NOT_TOGETHER)
     return (
+        *((f"attn {_BESIDE}",) if given else ()),  # what is kept by sizes alone would lack the words
         *(text for name in given for text in _ALONE[name]),
         *(f"attn {sizes} {word}" for name in given for word in _WORDS[name] for sizes in _MET),
+        *(f"attn {_BESIDE} {word}" for name in given for word in _OTHERWISE.get(name, ())),
         *(f"attn {_BESIDE} {a} {b}" for x, y in pairs for a, b in product(_WORDS[x], _WORDS[y])),
     )
 

@@ -26,6 +26,7 @@ from flashmoe_science.ops.moe.call.formats import (
     scale_of,
 )
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
+from flashmoe_science.printable import shown
 from flashmoe_science.problem import Dtype
 
 NO_PRE_ACTIVATIONS = "it does not give the pre-activations, which a backward needs unless recompute is True"
@@ -180,10 +181,10 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     """
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
-        raise TypeError(f"kernel is {options.kernel!r}; it must be the name of one, or None")
+        raise TypeError(f"kernel is {shown(options.kernel)}; it must be the name of one, or None")
     for flag in ("transposed", "interleaved", "recompute"):
         if not isinstance(getattr(options, flag), bool):
-            raise TypeError(f"{flag} is {getattr(options, flag)!r}; it must be True or False")
+            raise TypeError(f"{flag} is {shown(getattr(options, flag))}; it must be True or False")
     form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_WEIGHTS}, options.transposed)
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
@@ -255,11 +256,11 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
         TypeError: ``alpha`` or ``limit`` is no number.
         ValueError: it is NaN, ``alpha`` is infinite, ``limit`` is below 0, or ``activation`` is no word of Function.
     """
-    if activation not in get_args(Function):
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
+    if not isinstance(activation, str) or activation not in get_args(Function):
+        raise ValueError(f"activation is {shown(activation)}; it must be one of {', '.join(map(repr, get_args(Function)))}")
     for name, number in (("alpha", alpha), ("limit", limit)):
         if isinstance(number, bool) or not isinstance(number, float | int):
-            raise TypeError(f"{name} is {number!r}; it must be a number")
+            raise TypeError(f"{name} is {shown(number)}; it must be a number")
         if number != number:  # NaN, in a comparison, which torch.compile can trace
             raise ValueError(f"{name} is {number!r}; it must be a number")
     if abs(alpha) == float("inf"):  # type: ignore[arg-type]  # a number, as above

@@ -13,6 +13,7 @@ import torch
 
 from flashmoe_science.formats import FORMATS, Format
 from flashmoe_science.ops.formats import columns_of
+from flashmoe_science.printable import shown
 
 _BYTES = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
@@ -26,11 +27,11 @@ OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_po
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
-def format_named(name: object) -> Format:
-    """The format. Raises ValueError where none has the name."""
-    if name not in FORMATS:
-        raise ValueError(f"weight_format is {name!r}; it must be one of {', '.join(map(repr, FORMATS))}")
-    return FORMATS[str(name)]
+def format_named(name: object, none: str = "") -> Format:
+    """The format; ``none`` says what else is allowed. Raises ValueError where none has the name."""
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ValueError(f"weight_format is {shown(name)}; it must be {none}one of {', '.join(map(repr, FORMATS))}")
+    return FORMATS[name]
 
 
 def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
@@ -40,9 +41,7 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
         ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format; zero
             points of a format that has none, a format with zero points that are not given.
     """
-    if weight_format is not None and weight_format not in FORMATS:
-        raise ValueError(f"weight_format is {weight_format!r}; it must be None or one of {', '.join(map(repr, FORMATS))}")
-    form = None if weight_format is None else FORMATS[str(weight_format)]
+    form = None if weight_format is None else format_named(weight_format, "None or ")
     for name in OF_WEIGHTS:
         given, words = of_weights[name] is not None, "scales"
         expected = form is not None
@@ -54,6 +53,23 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
     if form is not None and transposed:
         raise ValueError(f"transposed is True and weight_format is {weight_format!r}; it must be False then")
     return form
+
+
+def check_parts(parts: Mapping[str, object]) -> None:
+    """Raise unless the parts of weights in a format, None where there is none, are dense tensors with memory on one device.
+
+    Raises:
+        TypeError, ValueError: one is not; it is named.
+    """
+    given = {name: one for name, one in parts.items() if one is not None}
+    for name, one in given.items():
+        if not isinstance(one, torch.Tensor):
+            raise TypeError(f"{name} is {shown(one)}; it must be a torch.Tensor")
+        if one.is_nested or one.layout != torch.strided:
+            raise TypeError(f"{name} is {'nested' if one.is_nested else f'a {one.layout} tensor'}; it must be dense")
+        first, device = next((key, of.device) for key, of in given.items() if isinstance(of, torch.Tensor))
+        if one.device != device:
+            raise ValueError(f"{name} is on {one.device} and {first} on {device}; they must be on one")
 
 
 def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:

@@ -10,6 +10,7 @@ from flashmoe_science.ops.formats import Weights, columns_of, dequantized, packe
 from flashmoe_science.ops.moe.call.formats import (
     OF_WEIGHTS,
     check_codes,
+    check_parts,
     check_scale,
     check_zero_point,
     checked_format,
@@ -29,9 +30,12 @@ def in_format(
 ) -> dict[str, Any]:
     """The arguments of ``fused_moe`` that are the weights. Raises as ``quantize_experts``."""
     form = format_named(weight_format)
+    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj})
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
             raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
+        if 0 in one.shape:
+            raise ValueError(f"{name} has shape {tuple(one.shape)}; no size of it may be 0")
         if form.group and one.shape[2] % form.group:
             raise ValueError(f"{name} has {one.shape[2]} columns; {form.name} needs a multiple of {form.group}")
     if powers and not form.in_blocks:
@@ -52,6 +56,7 @@ def out_of_format(
     """The weights. ``of_weights``: the arguments of OF_WEIGHTS. Raises as ``dequantize_experts``."""
     form = format_named(weight_format)
     checked_format(weight_format, of_weights, transposed=False)
+    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj, **of_weights})
     check_codes("gate_up_proj", gate_up_proj, form)
     check_codes("down_proj", down_proj, form)
     both = codes_of(gate_up_proj), codes_of(down_proj)

@@ -235,6 +235,7 @@ class MoEContract(SharedContract):
     """Experts, of routed tokens or with their router."""
 
     name: ClassVar[str] = "moe"
+    calls: ClassVar[tuple[str, ...]] = (*Contract.calls, "autocast")
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         """The oracle on rows that are not quantised, also where products quantise them: codes near a rounding boundary vary."""

@@ -12,6 +12,7 @@ import torch
 from flashmoe_science.ops.formats import dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied
+from flashmoe_science.ops.plain import plain_product
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -46,7 +47,7 @@ def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        return _experts(tensors, activation, tensors.x.dtype)
+        return _experts(tensors, activation, tensors.x.dtype, plain_product(tensors.x.dtype, tensors.x.device))
     finally:
         torch.set_float32_matmul_precision(precision)
 

@@ -117,12 +117,24 @@ _LARGE = (
     "t20 e4 k2 d24 f1040",
     "t66000 e2 k1 d8 f4",  # more than a grid's second dimension has
 )
+# What the others leave out of each two: dtype, tokens, experts, experts a token, whether those are all, widths, memory order.
+_PAIRS = (
+    "t1 e1 k1 d128 f160 fp32 transposed",
+    "t128 e256 k5 d72 f20 fp16 transposed",
+    "t1 e64 k1 d100 f9 fp16 transposed",
+    "t70 e256 k1 d17 f96 fp32 transposed",
+    "t300 e1 k1 d17 f9 fp16 transposed",
+    "t140 e32 k6 d17 f80 fp32 transposed",
+    "t37 e4 k4 d33 f16 fp32 transposed",
+    "t1 e64 k1 d72 f48 fp16 transposed",
+)
 # One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. Then as many
 # experts, pairs, tokens and columns as large models have, and weights in the other memory order. From given ids,
 # as a function takes them.
 SWEEP = (
     *(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32")),
     *(f"moe {sizes} bf16" for sizes in _LARGE),
+    *(f"moe {one}" for one in _PAIRS),
 )
 
 # Of what a function has arguments for beside those that it must have, by their names.
@@ -131,7 +143,7 @@ _ALONE = {
     "interleaved": ("moe t9 e4 k2 d32 f24 fp16 interleaved", "moe t1 e8 k2 d64 f48 bf16 interleaved"),
     "activation": (
         "moe t9 e4 k2 d32 f24 bf16 clamped",
-        "moe t1 e4 k2 d32 f24 fp32 gelu",
+        "moe t1 e8 k2 d64 f48 fp32 gelu",  # sizes that the sweep has with silu
         "moe t9 e4 k2 d32 f24 fp16 gelu_tanh",
     ),
     "gate_up_scale": (

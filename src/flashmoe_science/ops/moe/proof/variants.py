@@ -19,6 +19,13 @@ def _any_sum(made: Made) -> Made:
     return made | {"topk_weights": made["topk_weights"] * factors.view_as(made["topk_weights"])}
 
 
+def _signed(made: Made) -> Made:
+    """Every third routing weight zero, every third negative: a weight is a factor, whatever it is."""
+    factors = torch.tensor([1.0, 0.0, -1.0], device=made["topk_weights"].device)
+    places = torch.arange(made["topk_weights"].numel(), device=factors.device).view_as(made["topk_weights"])
+    return made | {"topk_weights": made["topk_weights"] * factors[places % 3]}
+
+
 def _twice(made: Made) -> Made:
     """Each token's first expert in its last place too."""
     made["topk_ids"][:, -1] = made["topk_ids"][:, 0]
@@ -91,8 +98,41 @@ def _sliced(made: Made) -> Made:
     return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
 
 
+def _of_larger_weights(made: Made) -> Made:
+    """Weights in no format as slices of larger ones: neither rows nor experts follow each other without gaps."""
+    if SCALES[0] in made:
+        return made
+
+    def sliced(weights: torch.Tensor) -> torch.Tensor:
+        rows_first = not weights.mT.is_contiguous()
+        experts, rows, columns = weights.shape if rows_first else weights.mT.shape
+        whole = weights.new_empty(experts, rows + 8, columns + 8)[:, :rows, :columns]
+        return (whole if rows_first else whole.mT).copy_(weights)
+
+    return made | {name: sliced(made[name]) for name in ("w1", "w2")}
+
+
+def _of_one_tensor(made: Made) -> Made:
+    """Tokens and weights in no format as views of one flat tensor that begin an element past where an allocator begins one, as
+    of sharded training."""
+    names = ["x"] if SCALES[0] in made else ["x", "w1", "w2"]
+    whole = made["x"].new_empty(1 + sum(made[name].numel() for name in names))
+    parts = whole[1:].split([made[name].numel() for name in names])
+    views = {name: part.as_strided(made[name].shape, made[name].stride()) for name, part in zip(names, parts, strict=True)}
+    return made | {name: view.copy_(made[name]) for name, view in views.items()}
+
+
+def _two_orders(made: Made) -> Made:
+    """w2 in no format with columns before rows in memory where w1 has rows before columns, or the other way round."""
+    if SCALES[0] in made:
+        return made
+    w2 = made["w2"]
+    return made | {"w2": w2.contiguous() if made["w1"].mT.is_contiguous() else w2.mT.contiguous().mT}
+
+
 VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "weights that do not sum to one": _any_sum,
+    "weights of zero and below": _signed,
     "an expert named twice by a token": _twice,
     "ids of -1 (no expert)": _one_is(lambda experts: -1),
     "ids of E (no expert)": _one_is(lambda experts: experts),
@@ -100,6 +140,9 @@ VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "ids of int64": _wide,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,
+    "experts that are slices of larger ones": _of_larger_weights,
+    "views of one flat tensor at an odd address": _of_one_tensor,
+    "w1 and w2 in two memory orders": _two_orders,
     "e4m3 codes that are subnormal": _subnormal,
     "scales that bf16 does not have": scales_between_two_of_bf16,
 }

@@ -57,7 +57,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
 from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
-from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE, gradients_of
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -66,14 +66,15 @@ _FP32 = 2.0**-24
 
 class AttentionBackwardContract(SharedContract):
     """Gradients of softmax(Q K^T * scale + mask) V; see the module. With ``of_lse`` the log-sum-exp has a gradient
-    too; with ``one_by_one`` each gradient is asked for alone."""
+    too; ``asked`` says how else gradients are asked for."""
 
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
-    calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
+    calls: ClassVar[tuple[str, ...]] = ("autocast", "thread")  # autograd has modes of its own
     sweep_variants: ClassVar[tuple[str, ...]] = (
-        *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient into the log-sum-exp too", ONE_BY_ONE
+        *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient in another memory order",
+        "a gradient into the log-sum-exp too", ONE_BY_ONE, AFTER_ANOTHER,
     )  # fmt: skip
 
     def __init__(
@@ -82,11 +83,11 @@ class AttentionBackwardContract(SharedContract):
         explicit: bool = True,
         sliced: bool = False,
         of_lse: bool = False,
-        one_by_one: bool = False,
+        asked: str = "",
         placed: Placed = memory.as_made,
     ) -> None:
         super().__init__(stretch, explicit, sliced, placed=placed)
-        self._of_lse, self._one_by_one = of_lse, one_by_one
+        self._of_lse, self._asked = of_lse, asked
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or FORWARD.cannot_call(problem)
@@ -119,7 +120,7 @@ class AttentionBackwardContract(SharedContract):
             return results[: len(into)]
 
         floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
-        return gradients_of(forward, floating, into, self._one_by_one)
+        return gradients_of(forward, floating, into, self._asked)
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_oracle(self._for_backward(problem, inputs))

@@ -5,7 +5,9 @@ A candidate is called with leaves, and asked for the gradients of what it return
 (or the logits), then of the biases where the problem has them. A gradient that it does not give counts as zero. A kernel of the
 package is given the pre-activations too, as fp64 has them, rounded once.
 
-The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. A clamp's gradient
+The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. The gradients of few
+routing weights may all be small by chance, as terms cancel, and what rounds them is not: their cap is of the 2-norm of their
+terms where that is more. A clamp's gradient
 jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the cap has what the
 gradients change by where the limit is a rounding lower or higher.
 """
@@ -21,7 +23,7 @@ import torch
 from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import public
-from flashmoe_science.ops.gradients import ONE_BY_ONE, gradients_of
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE, gradients_of
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
     NEW,
@@ -34,7 +36,13 @@ from flashmoe_science.ops.moe.call.backward import (
 )
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
-from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
+from flashmoe_science.ops.moe.proof.backward.oracle import (
+    gradients_oracle,
+    gradients_plain,
+    pre_activations,
+    routing_gradient,
+    routing_terms,
+)
 from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
 from flashmoe_science.ops.moe.proof.variants import VARIANTS
 from flashmoe_science.ops.moe.route.route import bind_route
@@ -51,15 +59,15 @@ class MoEBackwardContract(SharedContract):
     name: ClassVar[str] = "moe_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dx"), Output("dw1"), Output("dw2"), Output("drouting"))
-    calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
-    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, ONE_BY_ONE)
-    _one_by_one = False
+    calls: ClassVar[tuple[str, ...]] = ("autocast", "thread")  # autograd has modes of its own
+    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, ONE_BY_ONE, AFTER_ANOTHER)
+    _asked = ""
 
     def variant(self, name: str) -> Self:
-        if name != ONE_BY_ONE:
+        if name in VARIANTS:
             return super().variant(name)
         asks = type(self)()
-        asks._one_by_one = True
+        asks._asked = name
         return asks
 
     def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -70,7 +78,7 @@ class MoEBackwardContract(SharedContract):
         given, of_call = _of_call(inputs), super().call
         floating = {name: one for name, one in given.items() if one.is_floating_point()}
         into = [inputs["dout"]]
-        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._one_by_one)
+        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._asked)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
@@ -80,9 +88,13 @@ class MoEBackwardContract(SharedContract):
 
     def cap(self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         sizes = problem.dim, problem.hidden, problem.top_k, problem.tokens
-        caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in reference)
+        caps = [cap_of(one, inputs["x"].dtype, *sizes) for one in reference]
+        if problem.routing == "ids":
+            given = oracle_tensors(problem, _of_call(inputs), torch.float64)
+            terms = routing_terms(given, activation_of(problem), inputs["dout"])
+            caps[3] = caps[3].most(cap_of(terms, inputs["x"].dtype, *sizes))
         if problem.activation != "clamped_silu":
-            return caps
+            return tuple(caps)
         unit, limit = 2 * unit_roundoff(inputs["x"].dtype), activation_of(problem).limit
         below, above = (_gradients(gradients_oracle, problem, inputs, torch.float64, limit * (1 + by)) for by in (-unit, unit))
         jumps = (Errors.of(one.sub_(other)) for one, other in zip(below, above, strict=True))  # in place: tens of gigabytes

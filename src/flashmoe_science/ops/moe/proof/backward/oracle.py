@@ -6,7 +6,7 @@ import torch
 
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.proof.oracle import assigned
-from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
 
 def gradients_oracle(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -33,6 +33,17 @@ def routing_gradient(logits: torch.Tensor, topk_ids: torch.Tensor, dweights: tor
         weights = chosen / chosen.sum(-1, keepdim=True)
     (made,) = torch.autograd.grad(weights, logits, dweights.to(logits.dtype))
     return made
+
+
+def routing_terms(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of the terms dout * row that the gradient of each routing weight sums, in fp64 [tokens, top_k]."""
+    norms = torch.zeros(tensors.topk_ids.shape, dtype=torch.float64, device=dout.device)
+    for expert, tokens, place in assigned(tensors):
+        both = tensors.x[tokens].double() @ tensors.w1[expert].double().T
+        both = add_bias(both, tensors.gate_up_bias, expert)
+        row = add_bias(activate(both, activation) @ tensors.w2[expert].double().T, tensors.down_bias, expert)
+        norms[tokens, place] = torch.linalg.vector_norm(dout[tokens].double() * row, dim=-1)
+    return norms
 
 
 def pre_activations(tensors: Tensors) -> torch.Tensor:
