@@ -76,3 +76,22 @@ def expert_gradient_of_other_ranks(x, w1, w2, topk_weights, topk_ids):
     foreign = torch.where(topk_ids < 0, w1.shape[0] - 1, -1)
     theirs = _mixture(x, w1, w2, topk_weights, foreign)
     return right + (theirs - theirs.detach())
+
+
+class _InARow(torch.autograd.Function):
+    """The result, of whose gradient the numbers are read as they follow each other in memory."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dense = gradient.numel() == gradient.untyped_storage().nbytes() // gradient.element_size()
+        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if dense else gradient
+
+
+@contract("moe_backward")
+def expert_gradient_read_in_a_row(x, w1, w2, topk_weights, topk_ids):
+    """Takes the gradient into its result to be contiguous."""
+    return _InARow.apply(_mixture(x, w1, w2, topk_weights, topk_ids))

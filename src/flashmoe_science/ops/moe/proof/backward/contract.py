@@ -45,6 +45,13 @@ Inputs = Mapping[str, torch.Tensor]
 public("flashmoe_science.moe:fused_moe")  # its module defines the operators of a step
 
 
+# Gradients in memory as what follows the experts leaves them.
+_GIVEN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a gradient of stride 0 (of a sum)": lambda dout: dout.new_ones(()).expand_as(dout),
+    "a gradient whose tokens are columns": lambda dout: dout.T.contiguous().T,
+}
+
+
 class MoEBackwardContract(SharedContract):
     """Gradients of experts, of routed tokens or with their router; see the module."""
 
@@ -52,25 +59,26 @@ class MoEBackwardContract(SharedContract):
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dx"), Output("dw1"), Output("dw2"), Output("drouting"))
     calls: ClassVar[tuple[str, ...]] = ("thread",)  # autograd has modes of its own
-    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, ONE_BY_ONE)
-    _one_by_one = False
+    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, *_GIVEN, ONE_BY_ONE)
+    _variant = ""
 
     def variant(self, name: str) -> Self:
-        if name != ONE_BY_ONE:
+        if name in VARIANTS:
             return super().variant(name)
         asks = type(self)()
-        asks._one_by_one = True
+        asks._variant = name
         return asks
 
     def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = super().inputs(problem, device, generator)
-        return made | {"dout": torch.empty_like(made["x"]).normal_(generator=generator)}
+        dout = torch.empty_like(made["x"]).normal_(generator=generator)
+        return made | {"dout": _GIVEN[self._variant](dout) if self._variant in _GIVEN else dout}
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
         given, of_call = _of_call(inputs), super().call
         floating = {name: one for name, one in given.items() if one.is_floating_point()}
         into = [inputs["dout"]]
-        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._one_by_one)
+        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._variant == ONE_BY_ONE)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
