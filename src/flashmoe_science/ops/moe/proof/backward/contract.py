@@ -5,9 +5,10 @@ A candidate is called with leaves, and asked for the gradients of what it return
 (or the logits), then of the biases where the problem has them. A gradient that it does not give counts as zero. A kernel of the
 package is given the pre-activations too, as fp64 has them, rounded once.
 
-The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. A clamp's gradient
-jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the cap has what the
-gradients change by where the limit is a rounding lower or higher.
+The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. Of a routing weight's
+gradient, of which there may be one, the terms may cancel: its size is at least their 2-norm, with which its error goes. A
+clamp's gradient jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the
+cap has what the gradients change by where the limit is a rounding lower or higher.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from flashmoe_science.ops.moe.call.backward import (
 )
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.proof.backward import suites
-from flashmoe_science.ops.moe.proof.backward.oracle import gradients_oracle, gradients_plain, pre_activations, routing_gradient
+from flashmoe_science.ops.moe.proof.backward.oracle import (
+    gradients_oracle,
+    gradients_plain,
+    pre_activations,
+    routing_gradient,
+    routing_mass,
+)
 from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
 from flashmoe_science.ops.moe.proof.variants import VARIANTS
 from flashmoe_science.ops.moe.route.route import bind_route
@@ -77,8 +84,8 @@ class MoEBackwardContract(SharedContract):
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
         given, of_call = _of_call(inputs), super().call
         floating = {name: one for name, one in given.items() if one.is_floating_point()}
-        into = [inputs["dout"]]
-        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._variant == ONE_BY_ONE)
+        into, alone = [inputs["dout"]], self._variant == ONE_BY_ONE
+        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, alone)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
@@ -88,7 +95,8 @@ class MoEBackwardContract(SharedContract):
 
     def cap(self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         sizes = problem.dim, problem.hidden, problem.top_k, problem.tokens
-        caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in reference)
+        of_routing = torch.maximum(reference[3].abs(), _routing_mass(problem, inputs))
+        caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in (*reference[:3], of_routing, *reference[4:]))
         if problem.activation != "clamped_silu":
             return caps
         unit, limit = 2 * unit_roundoff(inputs["x"].dtype), activation_of(problem).limit
@@ -175,6 +183,16 @@ def _gradients(
         return made
     of_logits = routing_gradient(inputs["router_logits"].to(dtype), tensors.topk_ids, made[3])
     return *made[:3], of_logits, *made[4:]
+
+
+def _routing_mass(problem: MoEBackwardProblem, inputs: Inputs) -> torch.Tensor:
+    """``routing_mass``, of problems from router logits what a softmax makes of it at most."""
+    tensors = oracle_tensors(problem, _of_call(inputs), torch.float64)
+    mass, weights = routing_mass(tensors, activation_of(problem), inputs["dout"]), tensors.topk_weights.double()
+    if problem.routing == "ids":
+        return mass
+    of_chosen = weights * (mass + (weights * mass).sum(-1, keepdim=True))
+    return torch.zeros_like(inputs["router_logits"], dtype=torch.float64).scatter_(1, tensors.topk_ids.long(), of_chosen)
 
 
 def _of_call(inputs: Inputs) -> Inputs:
