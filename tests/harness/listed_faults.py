@@ -230,6 +230,7 @@ SWEPT = (
     fault("moe_reads_ids_in_a_row", "", "wrong with slices of larger tensors", problem=None),
     fault("no_maximum_of_the_inputs", "", "on inputs that are huge", problem=None),
     fault("expert_gradient_of_other_ranks", "", r"wrong with ids of -1", problem=None),
+    fault("expert_gradient_read_in_a_row", "", "wrong with a gradient whose tokens are columns", problem=None),
     fault("causal_mask_lost_in_splits", "", "it is right for no mask", problem="attn b1 h2 q33 k1100 d16 causal"),
     fault("causal_mask_lost_far_down", "", "maximum error", problem="attn b1 h1 q1030 d8 causal"),
     fault("a_last_split_that_is_full", "", "maximum error", problem="attn b1 h4 hk2 q1 k2048"),

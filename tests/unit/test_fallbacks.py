@@ -64,6 +64,8 @@ CASES: dict[str, tuple[Call, tuple[torch.Tensor, ...]]] = {
     "window": (lambda q, k, v: fm.flash_attn_func(q, k, v, window_size=(2, 1)), TOKENS_FIRST),
     "causal window": (lambda q, k, v: fm.flash_attn_func(q, k, v, causal=True, window_size=(2, 0)), TOKENS_FIRST),
     "cap and slopes": (lambda q, k, v: fm.flash_attn_func(q, k, v, softcap=2.0, alibi_slopes=SLOPES), TOKENS_FIRST),
+    # PyTorch's attention on a CPU takes an fp32 mask beside fp64 for what it is not from 16 keys on.
+    "slopes, 19 keys": (lambda q, k: fm.flash_attn_func(q, k, k, alibi_slopes=SLOPES), (randn(1, 3, 4, 8), randn(1, 19, 2, 8))),
     "packed": (packed, PACKED),
     "packed, causal": (lambda q, k, v: packed(q, k, v, causal=True), PACKED),
     "packed, window": (lambda q, k, v: packed(q, k, v, window_size=(2, 1)), PACKED),

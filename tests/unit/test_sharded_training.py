@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.unit.integrations.test_transformers import TOKENS, model_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashmoe_science as fms
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.integrations import transformers as integration
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.front.backward import autograd
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR
@@ -85,3 +87,35 @@ def rank(number: int, store: str, kept: bool) -> None:
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_of_two_processes_is_that_of_one(kept: bool, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(rank, (str(tmp_path / "store"), kept), nprocs=2)
+
+
+def of_rows(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The gradients of a model of transformers."""
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+
+
+def rank_of_transformers(number: int, store: str, family: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
+    integration.register()
+    expected, model = of_rows(model_of(family, "eager").train(), TOKENS), model_of(family, "fms").train()
+    model.set_attn_implementation("fms")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model.zero_grad()
+        got = of_rows(model, TOKENS[number : number + 1])
+        assert got.keys() == expected.keys()
+        for name, one in got.items():
+            torch.testing.assert_close(one, expected[name], rtol=1e-3, atol=1e-5, msg=f"{name} differs")
+    dist.barrier()
+    os._exit(0)  # as above
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+def test_a_step_of_a_model_of_transformers_is_that_of_eager(family: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(rank_of_transformers, (str(tmp_path / "store"), family), nprocs=2)

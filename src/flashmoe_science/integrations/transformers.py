@@ -186,8 +186,13 @@ def _described(experts: Any) -> _Described:
     function = act_fn if isinstance(act_fn, FunctionType) else type(act_fn)
     parameters = (name for name, one in experts._parameters.items() if one is not None)  # FP8Experts has biases of None
     members = (*parameters, *experts._buffers, *modules)
-    attributes = tuple((name, plain[name]) for name in (*_FLAGS, *_UNSERVED_FLAGS, *_GATE_ATTRIBUTES) if name in plain)
+    attributes = tuple((name, _known(plain[name])) for name in (*_FLAGS, *_UNSERVED_FLAGS, *_GATE_ATTRIBUTES) if name in plain)
     return _Described(kind.__name__, getattr(kind, "_apply_gate", None), function, members, attributes)
+
+
+def _known(attribute: object) -> object:
+    """The attribute, as a number that torch.compile knows: with dynamic sizes it makes a symbol of a float."""
+    return float.fromhex(attribute.hex()) if isinstance(attribute, float) and torch.compiler.is_compiling() else attribute
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it, and does not trace it

@@ -111,3 +111,15 @@ def test_many_short_sequences_are_padded() -> None:
     counts, heads = [8] * 500, 4
     assert not pytorch._is_cheaper_alone(pytorch._Spans(counts, [0] * 500, counts), heads)
     assert pytorch._is_cheaper_alone(pytorch._Spans([1000, 10], [0, 0], [1000, 10]), heads)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(3, 0), (0, 4)])
+def test_the_log_sum_exp_of_nothing_is_part_of_the_graph(queries: int, keys: int) -> None:
+    """A loss of it alone would raise on the one rank whose sequence is empty."""
+    q, k = randn(2, 4, queries, 8).requires_grad_(), randn(2, 2, keys, 8)
+    out, lse = pytorch_attention(Tensors(q, k, k), Options(return_lse=True), None)
+    assert lse is not None
+    assert torch.equal(lse, torch.full((2, 4, queries), -torch.inf))
+    for one in (out, lse):
+        (gradient,) = torch.autograd.grad(one.sum(), q)
+        assert torch.equal(gradient, torch.zeros_like(q))

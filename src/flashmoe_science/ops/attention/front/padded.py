@@ -164,7 +164,7 @@ def _by_pytorchs_own(
     visible, distance = _visible(queries, keys, tensors, options, part)
     mask = visible
     if tensors.alibi_slopes is not None:
-        mask = -tensors.alibi_slopes[:, :, None, None] * distance.abs()[:, None]  # fp32, which goes with any dtype
+        mask = -_slopes(tensors) * distance.abs()[:, None]
     elif tensors.bias is not None:
         mask = tensors.bias[:, :, part, : keys.rows.shape[2]]
     if mask is not None and visible is not None and mask is not visible:
@@ -224,9 +224,16 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _slopes(tensors: Tensors) -> torch.Tensor:
+    """[batch, heads, 1, 1], fp64 beside fp64: PyTorch's attention on a CPU reads an fp32 mask as one of fp64 there, and in fp32
+    beside any other dtype."""
+    assert tensors.alibi_slopes is not None
+    return tensors.alibi_slopes.to(torch.promote_types(tensors.q.dtype, torch.float32))[:, :, None, None]
+
+
 def _biased(scores: torch.Tensor, tensors: Tensors, distance: torch.Tensor, part: slice) -> torch.Tensor:
     if tensors.alibi_slopes is not None:
-        scores = scores - tensors.alibi_slopes[:, :, None, None] * distance.abs()[:, None]
+        scores = scores - _slopes(tensors) * distance.abs()[:, None]
     if tensors.bias is not None:
         bias = tensors.bias[:, :, part, : scores.shape[3]]
         scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.to(scores.dtype)

@@ -153,12 +153,11 @@ def _plain(tensors: Tensors, options: Options, softmax_scale: float | None, drop
 
 
 def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Result:
-    """The result where there is no query or no key: zeros, part of the graph as any output is, and -inf."""
+    """The result where there is no query or no key: zeros and -inf, parts of the graph as any outputs are."""
     group = q.shape[1] // max(1, k.shape[1])
     k, v = (tensor.repeat_interleave(group, 1)[:, :, :0] for tensor in (k, v))
     out = (q @ k.mT) @ v  # a sum over no keys
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32) if return_lse else None
-    return out, lse
+    return out, q[..., :0].sum(-1, dtype=torch.float32) - torch.inf if return_lse else None  # of no column
 
 
 def _output(

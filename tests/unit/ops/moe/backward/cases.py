@@ -109,18 +109,26 @@ def off(got: Gradients, inputs: BackwardInputs, right: Gradients) -> list[str]:
     return found
 
 
-class _Poison(TorchDispatchMode):
+class Poison(TorchDispatchMode):
+    """Fills new memory with what is no number, that of the package's operators too, in which no mode is on by itself."""
+
+    filled = 0
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "flashmoe":
+            with self:
+                return function._op_dk(getattr(torch.DispatchKey, args[0].device.type.upper()), *args, **(kwargs or {}))
         made = function(*args, **(kwargs or {}))
         if function in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default):
             made.fill_(torch.nan if made.is_floating_point() else -1)
+            Poison.filled += made.numel()
         return made
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New memory is full of what is no number."""
-    with _Poison():
+    with Poison():
         yield
 
 

@@ -5,11 +5,10 @@ A candidate is called with leaves, and asked for the gradients of what it return
 (or the logits), then of the biases where the problem has them. A gradient that it does not give counts as zero. A kernel of the
 package is given the pre-activations too, as fp64 has them, rounded once.
 
-The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. The gradients of few
-routing weights may all be small by chance, as terms cancel, and what rounds them is not: their cap is of the 2-norm of their
-terms where that is more. A clamp's gradient
-jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the cap has what the
-gradients change by where the limit is a rounding lower or higher.
+The cap is the forward's, with the sums over an expert's rows: an element of dW is a sum of as many terms. Of a routing weight's
+gradient, of which there may be one, the terms may cancel: its size is at least their 2-norm, with which its error goes. A
+clamp's gradient jumps at its limit, and a pre-activation that is rounded to the dtype may come to lie on the other side: the
+cap has what the gradients change by where the limit is a rounding lower or higher.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from flashmoe_science.ops.moe.proof.backward.oracle import (
     gradients_plain,
     pre_activations,
     routing_gradient,
-    routing_terms,
+    routing_mass,
 )
 from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
 from flashmoe_science.ops.moe.proof.variants import VARIANTS
@@ -53,6 +52,13 @@ Inputs = Mapping[str, torch.Tensor]
 public("flashmoe_science.moe:fused_moe")  # its module defines the operators of a step
 
 
+# Gradients in memory as what follows the experts leaves them.
+_GIVEN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a gradient of stride 0 (of a sum)": lambda dout: dout.new_ones(()).expand_as(dout),
+    "a gradient whose tokens are columns": lambda dout: dout.T.contiguous().T,
+}
+
+
 class MoEBackwardContract(SharedContract):
     """Gradients of experts, of routed tokens or with their router; see the module."""
 
@@ -60,7 +66,7 @@ class MoEBackwardContract(SharedContract):
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dx"), Output("dw1"), Output("dw2"), Output("drouting"))
     calls: ClassVar[tuple[str, ...]] = ("autocast", "thread")  # autograd has modes of its own
-    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, ONE_BY_ONE, AFTER_ANOTHER)
+    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, *_GIVEN, ONE_BY_ONE, AFTER_ANOTHER)
     _asked = ""
 
     def variant(self, name: str) -> Self:
@@ -72,7 +78,8 @@ class MoEBackwardContract(SharedContract):
 
     def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         made = super().inputs(problem, device, generator)
-        return made | {"dout": torch.empty_like(made["x"]).normal_(generator=generator)}
+        dout = torch.empty_like(made["x"]).normal_(generator=generator)
+        return made | {"dout": _GIVEN[self._asked](dout) if self._asked in _GIVEN else dout}
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
         given, of_call = _of_call(inputs), super().call
@@ -88,13 +95,10 @@ class MoEBackwardContract(SharedContract):
 
     def cap(self, problem: MoEBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
         sizes = problem.dim, problem.hidden, problem.top_k, problem.tokens
-        caps = [cap_of(one, inputs["x"].dtype, *sizes) for one in reference]
-        if problem.routing == "ids":
-            given = oracle_tensors(problem, _of_call(inputs), torch.float64)
-            terms = routing_terms(given, activation_of(problem), inputs["dout"])
-            caps[3] = caps[3].most(cap_of(terms, inputs["x"].dtype, *sizes))
+        of_routing = torch.maximum(reference[3].abs(), _routing_mass(problem, inputs))
+        caps = tuple(cap_of(one, inputs["x"].dtype, *sizes) for one in (*reference[:3], of_routing, *reference[4:]))
         if problem.activation != "clamped_silu":
-            return tuple(caps)
+            return caps
         unit, limit = 2 * unit_roundoff(inputs["x"].dtype), activation_of(problem).limit
         below, above = (_gradients(gradients_oracle, problem, inputs, torch.float64, limit * (1 + by)) for by in (-unit, unit))
         jumps = (Errors.of(one.sub_(other)) for one, other in zip(below, above, strict=True))  # in place: tens of gigabytes
@@ -179,6 +183,16 @@ def _gradients(
         return made
     of_logits = routing_gradient(inputs["router_logits"].to(dtype), tensors.topk_ids, made[3])
     return *made[:3], of_logits, *made[4:]
+
+
+def _routing_mass(problem: MoEBackwardProblem, inputs: Inputs) -> torch.Tensor:
+    """``routing_mass``, of problems from router logits what a softmax makes of it at most."""
+    tensors = oracle_tensors(problem, _of_call(inputs), torch.float64)
+    mass, weights = routing_mass(tensors, activation_of(problem), inputs["dout"]), tensors.topk_weights.double()
+    if problem.routing == "ids":
+        return mass
+    of_chosen = weights * (mass + (weights * mass).sum(-1, keepdim=True))
+    return torch.zeros_like(inputs["router_logits"], dtype=torch.float64).scatter_(1, tensors.topk_ids.long(), of_chosen)
 
 
 def _of_call(inputs: Inputs) -> Inputs:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.proof.oracle import assigned
-from flashmoe_science.ops.moe.pytorch import activate, add_bias
+from flashmoe_science.ops.moe.pytorch import activate
 
 
 def gradients_oracle(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -35,15 +37,15 @@ def routing_gradient(logits: torch.Tensor, topk_ids: torch.Tensor, dweights: tor
     return made
 
 
-def routing_terms(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of the terms dout * row that the gradient of each routing weight sums, in fp64 [tokens, top_k]."""
-    norms = torch.zeros(tensors.topk_ids.shape, dtype=torch.float64, device=dout.device)
+def routing_mass(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> torch.Tensor:
+    """The 2-norm, [T, K] in fp64, of the terms whose sum is the gradient of a routing weight, dout times the expert's row."""
+    made = torch.zeros(tensors.topk_weights.shape, dtype=torch.float64, device=dout.device)
     for expert, tokens, place in assigned(tensors):
-        both = tensors.x[tokens].double() @ tensors.w1[expert].double().T
-        both = add_bias(both, tensors.gate_up_bias, expert)
-        row = add_bias(activate(both, activation) @ tensors.w2[expert].double().T, tensors.down_bias, expert)
-        norms[tokens, place] = torch.linalg.vector_norm(dout[tokens].double() * row, dim=-1)
-    return norms
+        given = tensors.x[tokens], tensors.w1[expert], tensors.w2[expert]
+        biases = (None if one is None else one[expert].double() for one in (tensors.gate_up_bias, tensors.down_bias))
+        row = _rows(activation, *(one.double() for one in given), *biases)
+        made[tokens, place] = (dout[tokens].double() * row).norm(dim=1)
+    return made
 
 
 def pre_activations(tensors: Tensors) -> torch.Tensor:
@@ -63,6 +65,14 @@ def _differentiated(tensors: Tensors) -> list[torch.Tensor]:
     return [x, w1, w2, topk_weights, *(one for one in biases if one is not None)]
 
 
+def _rows(activation: Activation, *given: Any) -> torch.Tensor:
+    """The rows of one expert, before their weights."""
+    x, w1, w2, of_first, of_second = given
+    both = x @ w1.T
+    row: torch.Tensor = activate(both if of_first is None else both + of_first, activation) @ w2.T
+    return row if of_second is None else row + of_second
+
+
 def _gradients(tensors: Tensors, activation: Activation, dout: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     of_sum = torch.promote_types(dtype, torch.float32)
     made = tuple(torch.zeros(one.shape, dtype=of_sum, device=one.device) for one in _differentiated(tensors))
@@ -72,10 +82,13 @@ def _gradients(tensors: Tensors, activation: Activation, dout: torch.Tensor, dty
         biases = (one[expert] for one in (gate_up_bias, down_bias) if one is not None)
         leaves = [one.detach().to(dtype).requires_grad_() for one in (*given, *biases)]
         rows, weight, first, second, *biases_of = leaves
+        of_first, of_second = gate_up_bias, down_bias
+        if of_first is not None:
+            of_first, *biases_of = biases_of
+        if of_second is not None:
+            (of_second,) = biases_of
         with torch.enable_grad():
-            both = rows @ first.T
-            row = activate(both if gate_up_bias is None else both + biases_of[0], activation) @ second.T
-            out = (row if down_bias is None else row + biases_of[-1]) * weight[:, None]
+            out = _rows(activation, rows, first, second, of_first, of_second) * weight[:, None]
         found = torch.autograd.grad(out, leaves, dout[tokens].to(dtype))
         of_rows, of_weight, *of_each = (one.to(of_sum) for one in found)
         made[0].index_add_(0, tokens, of_rows)
