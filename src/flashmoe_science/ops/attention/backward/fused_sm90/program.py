@@ -77,8 +77,9 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr, BLOCK_M:
     ROWS: gl.constexpr = dq_smem.shape[1]
     if BLOCK_M == PRODUCT:  # full with dS of the next step (wide.py)
         full, phase = barriers.ds.full.index(1 - SLOT), gl.to_tensor(SLOT)
-        if SLOT == 1 and steps_of(work) > 1:
-            mbarrier.wait(full, 0)  # of the first step, whose phase comes before
+        if SLOT == 1 and steps_of(work) > 1:  # a phase that is missed would come again
+            mbarrier.wait(full, 0)  # of the first step
+            mbarrier.arrive(barriers.dq.empty.index(SLOT))
     else:
         full, phase = barriers.dq.full.index(SLOT), gl.to_tensor(0)
     empty = barriers.dq.empty.index(SLOT)

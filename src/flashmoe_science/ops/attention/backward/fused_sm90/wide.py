@@ -47,9 +47,10 @@ def _start_dq(step, smem, barriers, PART: gl.constexpr, SECOND: gl.constexpr):
 
 @gluon.jit
 def _put_dq(step, dq, smem, barriers, PART: gl.constexpr):
-    """dQ of a step to its slot, which is full with dS of the next: one fence is for both."""
+    """dQ of a step to its slot, which is full with dS of the next: one fence is for both. The second slot is empty once its
+    relay has seen dS of the first step."""
     slot = step % SLOTS
-    mbarrier.wait(barriers.dq.empty.index(slot), step // SLOTS & 1 ^ 1)
+    mbarrier.wait(barriers.dq.empty.index(slot), (step // SLOTS + slot) & 1 ^ 1)
     smem.dq.index(slot * 2 + PART).slice(0, dq.shape[1] // 2, 0).store(in_turn_of_threads(dq))
 
 
