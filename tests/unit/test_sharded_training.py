@@ -116,6 +116,6 @@ def rank_of_transformers(number: int, store: str, family: str) -> None:
     os._exit(0)  # as above
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=[pytest.mark.slow, pytest.mark.redundant])])
 def test_a_step_of_a_model_of_transformers_is_that_of_eager(family: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(rank_of_transformers, (str(tmp_path / "store"), family), nprocs=2)

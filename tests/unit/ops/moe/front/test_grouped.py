@@ -53,7 +53,7 @@ def test_rows_that_are_sorted_already(dtype: torch.dtype, compiled: bool) -> Non
         ({"offsets": torch.tensor([3, 3, 7, 8, 900])}, r"offsets\[4\] is 900; it must be from 8 to "),
         ({"offsets": torch.tensor([-1, 3, 7, 8, 9])}, r"offsets\[0\] is -1; it must be from 0 to "),
         ({"hidden_states": torch.zeros(2, 3, H)}, r"hidden_states has shape \(2, 3, 16\); it must be \[rows, H\]"),
-        ({"gate_up_proj": None}, r"offsets has shape \(5,\); it must be \(0,\)|gate_up_proj is a NoneType"),
+        ({"gate_up_proj": None}, r"offsets has shape \(5,\); it must be \(0,\)|gate_up_proj is None"),
     ],
 )
 def test_rows_that_are_not_allowed_are_refused(changed: dict[str, Any], message: str) -> None:
