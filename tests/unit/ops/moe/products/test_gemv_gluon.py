@@ -18,10 +18,11 @@ GPU = GPUS["h200"]
 
 
 @pytest.mark.slow  # its source is run by Python: no PyTorch or Triton changes it
-def test_every_case_is_right_on_the_cpu(interpreted: Interpreter) -> None:
-    found = interpreted("ops/moe/products/gemv_cases.py")
+@pytest.mark.parametrize(("part", "least"), [("half", 40), pytest.param("whole", 80, marks=pytest.mark.redundant)])
+def test_every_case_is_right_on_the_cpu(part: str, least: int, interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/products/gemv_cases.py", part)
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(found) > 80
+    assert len(found) > least
 
 
 @pytest.mark.parametrize(
