@@ -18,7 +18,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.redundant])]
+    "ranks",
+    [
+        2,
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.redundant]),
+        pytest.param(8, marks=[pytest.mark.slow, pytest.mark.redundant]),
+    ],
 )
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
     run("ranks", ranks, tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from tests.unit.tools.conftest import run_theirs
 
 THEIRS = """
@@ -30,6 +31,8 @@ def test_wrong():
 """
 
 
+@pytest.mark.slow
+@pytest.mark.redundant  # of a tool that is run by hand
 def test_our_experts_are_under_ligers_name(tmp_path: Path) -> None:
     for name in ("__init__", "ops/__init__", "ops/fused_moe", "transformers/__init__", "transformers/swiglu"):
         path = tmp_path / "liger_kernel" / f"{name}.py"

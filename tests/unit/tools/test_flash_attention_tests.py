@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from tests.unit.tools.conftest import TOOLS, run_theirs
 
 THEIRS = """
@@ -60,6 +61,8 @@ def test_wrong():
 """
 
 
+@pytest.mark.slow
+@pytest.mark.redundant  # of a tool that is run by hand
 def test_a_sample_is_run_and_its_results_are_counted(tmp_path: Path) -> None:
     rows, done = run_theirs(
         tmp_path, THEIRS, "flash_attention_tests", "--flash-attention", tmp_path, "--cases", 30, "--limit", 4

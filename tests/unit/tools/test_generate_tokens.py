@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[3] / "tools" / "generate_tokens.py"
 
 
+@pytest.mark.slow
+@pytest.mark.redundant  # of a tool that is run by hand
 def test_every_way_is_timed_and_its_logits_are_those_of_the_first(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ["--size", "tiny", "--prompt", "20", "--new", "6", "--batches", "1", "3", "--samples", "2", "--out", str(out)]

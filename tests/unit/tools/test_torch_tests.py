@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from tests.unit.tools.conftest import run_theirs
 
 THEIRS = """
@@ -41,6 +42,8 @@ for number in range(100):
 """
 
 
+@pytest.mark.slow
+@pytest.mark.redundant  # of a tool that is run by hand
 def test_ours_is_active_in_a_sample_of_their_cases(tmp_path: Path) -> None:
     rows, done = run_theirs(tmp_path, THEIRS, "torch_tests", "--ours", "--cases", 7)
     assert Counter(one["kind"] for one in rows) == {"passed": 9, "skipped": 1}, done.stdout + done.stderr
