@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.attention.call.checks import check_count
-from flashmoe_science.printable import shown
+from flashmoe_science.ops.attention.call.checks import check_count, check_dense
 
 __all__ = ["pad_input", "unpad_input"]
 
@@ -67,9 +66,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def _check_tensor(name: str, tensor: object, least: int) -> None:
     """Raise unless it is a dense tensor of at least so many dimensions."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {shown(tensor)}; it must be a torch.Tensor")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
+    check_dense(((name, tensor),))
+    assert isinstance(tensor, torch.Tensor)
     if tensor.dim() < least:
         raise ValueError(f"{name} has {tensor.dim()} dimensions; it must have at least {least}")

@@ -83,9 +83,6 @@ class Errors:
     def least(self, other: Errors) -> Errors:
         return Errors(min(self.max, other.max), min(self.rms, other.rms), min(self.mean, other.mean))
 
-    def most(self, other: Errors) -> Errors:
-        return Errors(max(self.max, other.max), max(self.rms, other.rms), max(self.mean, other.mean))
-
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """The largest relative error of a correctly rounded result."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flashmoe_science.ops.attention.call.checks import check_dense
 from flashmoe_science.printable import shown
 
 
@@ -39,11 +40,9 @@ def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
         raise ValueError("outs has no part; there must be at least one")
     for kind, parts in (("outs", outs), ("lses", lses)):
         for n, one in enumerate(parts):
-            if not isinstance(one, torch.Tensor):
-                raise TypeError(f"{kind}[{n}] is a {type(one).__name__}; it must be a torch.Tensor")
-            if one.is_nested or one.layout != torch.strided:
-                raise TypeError(f"{kind}[{n}] is {'nested' if one.is_nested else f'a {one.layout} tensor'}; it must be dense")
+            check_dense(((f"{kind}[{n}]", one),))
             first = parts[0]
+            assert isinstance(one, torch.Tensor)
             assert isinstance(first, torch.Tensor)
             for what, own, others in (
                 ("shape", tuple(one.shape), tuple(first.shape)),

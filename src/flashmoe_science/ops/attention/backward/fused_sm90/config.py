@@ -11,7 +11,7 @@ from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.launch import cdiv
 
 WIDEST = 128  # columns of the tiles
-TOGETHER = 128  # tiles of keys of a set of heads: as many as there are SMs
+TOGETHER = 128  # tiles of keys of a set of heads, near as many as SMs: what more work on, L2 does not hold
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:

@@ -172,7 +172,7 @@ def flashmoe_bwd_fused_gluon_sm90(
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [PLACES * 2, KEYS, PRODUCT], ds_layout)
     queries_full, queries_empty = make_barriers(STAGES, 2)
     ds_full, ds_empty = make_barriers(PLACES, 2 if WIDE else 1, 2)
-    dq_full, dq_empty = make_barriers(SLOTS, 1, 2 if WIDE else 1)
+    dq_full, dq_empty = make_barriers(SLOTS, 1)
     keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys, count=1)
     fence_async_shared()

@@ -76,7 +76,8 @@ def _step(
     """dK and dV with a tile of queries added, whose dS and dQ go to shared memory, of S; S of the step ``after``.
 
     Every wait but one has another product running beside it: exponentials run beside dP, dS is made beside dV and stored beside
-    dK, dQ is stored beside the next S. dV is waited for early, as its operand's registers are those of what comes.
+    dK, dQ is stored beside the next S. dK and dV are waited for before S is started: with their operands' registers too in
+    flight there are too few, and ptxas serialises the products (C7512).
     """
     STAGES: gl.constexpr = smem.q.shape[0]
     layout: gl.constexpr = accumulator_layout(PRODUCT)
