@@ -33,8 +33,9 @@ Event = Mapping[str, Any]
 def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], None]) -> list[list[SeenLaunch]]:
     """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device. The calls
     must have run before, so that nothing is compiled, loaded or autotuned here."""
-    from torch.profiler import ProfilerActivity, record_function
-    from torch.profiler import profile as torch_profile
+    # Of torch.profiler's the first imports torch._dynamo, for 3 s, to ask it for a setting.
+    from torch.autograd.profiler import profile as torch_profile
+    from torch.autograd.profiler import record_function
 
     own = torch.zeros(1, device="cuda")
     synchronize()
@@ -44,7 +45,7 @@ def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], Non
             own.add_(1)
             synchronize()
 
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with torch_profile(use_device="cuda", use_kineto=True, acc_events=True) as profiler:
         for index, call in enumerate(calls):
             at_home()
             with record_function(f"{_MARK}{index}"):
