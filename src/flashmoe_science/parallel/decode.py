@@ -1,21 +1,21 @@
 """Decoding with a cache that is spread over ranks: of N ranks, rank r has tokens r, r + N, r + 2N and so on of each sequence.
 
-Each rank attends to its own keys. The results, with their log-sum-exps, are sent to all ranks in one message and merged there.
+Each rank attends to its own keys. The results and their log-sum-exps go to all ranks, and are merged there (parts.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
-from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.explain import Explained
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.transport import gathered
+from flashmoe_science.parallel.parts import DecodeWorkspace, check_workspace, merge_parts, told
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 _ROWS = "batch, tokens, heads, head_dim", 4
@@ -38,6 +38,7 @@ def context_decode(
     rotary_interleaved: bool = True,
     s_aux: torch.Tensor | None = None,
     kernel: str | None = None,
+    workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
     """``flash_attn_with_kvcache`` of one query a sequence, with a cache that is spread over N ranks: token i is on
     rank i % N, there at place i // N. Every rank calls it, with the same arguments but for its caches and its ``page_table``.
@@ -55,6 +56,8 @@ def context_decode(
         page_table: int32 [batch, most pages], of this rank's pages.
         softmax_scale, softcap, kernel: as of ``flash_attn_with_kvcache``.
         s_aux: [heads], a learned sink. It counts once.
+        workspace: exchanges and merges the parts of GPUs of one host in one launch, in place of a collective before the merge.
+            The result has the same bits.
 
     Returns:
         out in the shape of q with the width of v_cache; zeros where a sequence has no token.
@@ -65,35 +68,44 @@ def context_decode(
             the time limit of the group.
     """
     ranks, compare = process_group(group), compares(q)
-    with agreed(ranks, compare) as facts:
-        _check(q, cache_seqlens, k_cache, v_cache, k, v)
-        facts |= {
-            "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None, "s_aux is None": s_aux is None,
-            "the heads of k_cache": tuple(k_cache.shape[2:]), "the heads of v_cache": tuple(v_cache.shape[2:]),
-            "softmax_scale": softmax_scale, "softcap": softcap, "rotary_cos is None": rotary_cos is None,
-            "rotary_interleaved": rotary_interleaved, "cache_seqlens": cache_seqlens.tolist() if compare else None,
-        }  # fmt: skip
-        rank, count = ranks.rank(), ranks.size()
-        new: dict[str, Any] = {"k": k, "v": v}
-        if k is not None and v is not None:
-            # The sequences whose new token is this rank's come first; what follows is not read.
-            mine = cache_seqlens % count == rank
-            order = mine.argsort(descending=True, stable=True)
-            starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
-            new = {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
-        if rotary_cos is not None:
-            new["rotary_seqlens"] = cache_seqlens
-        out, lse = flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
-            softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
-            rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux if rank == 0 else None, kernel=kernel,
-            return_softmax_lse=True, **new,
-        )  # fmt: skip
-    wide = torch.promote_types(out.dtype, lse.dtype)
-    part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
-    (parts,) = gathered(ranks, part)
-    parts = parts.unflatten(0, (count, -1))
-    return merged(parts[..., :-1].unbind(), parts[..., -1].unbind())[0].to(out.dtype)
+    try:
+        with agreed(ranks, compare) as facts:
+            _check(q, cache_seqlens, k_cache, v_cache, k, v)
+            like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
+            if workspace is not None:
+                check_workspace(workspace, ranks, like)
+            facts |= {
+                "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
+                "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
+                "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
+                "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
+                "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
+            }  # fmt: skip
+            rank, count = ranks.rank(), ranks.size()
+            out, lse = flash_attn_with_kvcache(
+                q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
+                softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
+                rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=None if rotary_cos is None else cache_seqlens,
+                s_aux=s_aux if rank == 0 else None, kernel=kernel, return_softmax_lse=True,
+                **_new(k, v, cache_seqlens, rank, count),
+            )  # fmt: skip
+    except Explained as found:
+        reason = f"{found.decision.reason}; {told(ranks, workspace, like)}"
+        raise Explained(replace(found.decision, reason=reason)) from None
+    return merge_parts(ranks, workspace, out, lse)
+
+
+def _new(
+    k: torch.Tensor | None, v: torch.Tensor | None, cache_seqlens: torch.Tensor, rank: int, ranks: int
+) -> dict[str, torch.Tensor | None]:
+    """The new tokens of this rank, as arguments. Those of the sequences whose new token is this rank's come first; what follows
+    is not read."""
+    if k is None or v is None:
+        return {"k": k, "v": v}
+    mine = cache_seqlens % ranks == rank
+    order = mine.argsort(descending=True, stable=True)
+    starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
+    return {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
 
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:
