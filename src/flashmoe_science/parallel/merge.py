@@ -2,12 +2,12 @@
 
 A rank's buffer has flags [ranks, programs], then two slots for a part: its log-sum-exps and its results. In a call each program
 writes its rows into its own rank's slot, then the number of the call, the epoch, as its flag into the others' buffers. It waits
-for the same flag of all others, and reads its rows in their slots, in the order of the ranks. Epochs are counted in the buffers,
-so that a CUDA graph can be replayed. All programs run in every call, so that they count alike.
+for the same flag of all others, and reads its rows in their slots, in the order of the ranks. The buffers count the epochs, so
+that a CUDA graph can be replayed. All programs run in every call, so that they count alike.
 
 Slots take turns, and one wait a call is enough. A rank writes a slot again two calls later. In the call between, it has waited
-for a flag of every other rank, which that one writes once its call before has ended, as calls of a stream follow each other: the
-call that read the slot. A flag may be one ahead, of a rank that has gone on, and never two.
+for a flag of every other rank, which that rank writes once its call before has ended, as calls of a stream follow each other:
+the call that read the slot. A flag may be one ahead, of a rank that has gone on, and never two.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.unit.parallel.context_ranks import refused
 
 from flashmoe_science import flash_attn_with_kvcache
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.parallel import context_decode
+from flashmoe_science.parallel import DecodeWorkspace, context_decode
 
 LENGTHS, CAPACITY, HEADS, KV_HEADS, DIM, PAGE = (0, 1, 2, 3, 17, 40, 29), 48, 4, 2, 32, 8
 
@@ -93,13 +93,19 @@ def own_caches(case: Case, given: Inputs, rank: int, ranks: int) -> dict[str, An
     return caches | ({"page_table": table} if case.paged else {})
 
 
-def faults(case: Case, group: dist.ProcessGroup, change: Callable[..., Inputs] | None = None) -> list[str]:
+def faults(
+    case: Case,
+    group: dist.ProcessGroup,
+    change: Callable[..., Inputs] | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> list[str]:
     """What is wrong. ``change``: a mistake in what ours is given, by rank."""
     given = inputs_of(case)
     caches = own_caches(case, given, group.rank(), group.size())
     ours = given if change is None else change(given, group.rank())
     new = {"k": ours.k, "v": ours.v} if case.new else {}
-    out = context_decode(ours.q, **caches, group=group, cache_seqlens=ours.lengths, **new, **ours.options)
+    options = {"group": group, "cache_seqlens": ours.lengths, "workspace": workspace, **new, **ours.options}
+    out = context_decode(ours.q, **caches, **options)
     gathered = [torch.empty_like(out) for _ in range(group.size())]
     dist.all_gather(gathered, out, group=group)
     wrong = [] if all(torch.equal(out, one) for one in gathered) else ["ranks have other bits"]
