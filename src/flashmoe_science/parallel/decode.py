@@ -9,15 +9,17 @@ from dataclasses import replace
 
 import torch
 
+from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
 from flashmoe_science.ops.calls import needs_grad
-from flashmoe_science.ops.explain import Explained
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
 from flashmoe_science.parallel.parts import DecodeWorkspace, check_workspace, merge_parts, told
 from flashmoe_science.serving import flash_attn_with_kvcache
 
+Maybe = torch.Tensor | None
 _ROWS = "batch, tokens, heads, head_dim", 4
 
 
@@ -81,13 +83,12 @@ def context_decode(
                 "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
                 "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
             }  # fmt: skip
-            rank, count = ranks.rank(), ranks.size()
+            lengths, k, v, starts = _own(cache_seqlens, k, v, ranks.rank(), ranks.size())
             out, lse = flash_attn_with_kvcache(
-                q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
-                softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
-                rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=None if rotary_cos is None else cache_seqlens,
-                s_aux=s_aux if rank == 0 else None, kernel=kernel, return_softmax_lse=True,
-                **_new(k, v, cache_seqlens, rank, count),
+                q, k_cache, v_cache, k, v, cache_seqlens=lengths, cu_seqlens_k_new=starts, page_table=page_table,
+                softmax_scale=softmax_scale, softcap=softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                rotary_seqlens=None if rotary_cos is None else cache_seqlens, rotary_interleaved=rotary_interleaved,
+                s_aux=s_aux if ranks.rank() == 0 else None, kernel=kernel, return_softmax_lse=True,
             )  # fmt: skip
     except Explained as found:
         reason = f"{found.decision.reason}; {told(ranks, workspace, like)}"
@@ -95,17 +96,20 @@ def context_decode(
     return merge_parts(ranks, workspace, out, lse)
 
 
-def _new(
-    k: torch.Tensor | None, v: torch.Tensor | None, cache_seqlens: torch.Tensor, rank: int, ranks: int
-) -> dict[str, torch.Tensor | None]:
-    """The new tokens of this rank, as arguments. Those of the sequences whose new token is this rank's come first; what follows
-    is not read."""
+def _own(cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens. Those of the sequences whose new token is this
+    rank's come first; what follows is not read."""
+    if cache_seqlens.is_cuda and len(cache_seqlens) and not TRITON_MISSING and not is_explaining():
+        from flashmoe_science.parallel.own_tokens import own_tokens  # it brings Triton
+
+        return own_tokens(cache_seqlens, k, v, rank, ranks)
+    lengths = (cache_seqlens + (ranks - 1 - rank)) // ranks
     if k is None or v is None:
-        return {"k": k, "v": v}
+        return lengths, k, v, None
     mine = cache_seqlens % ranks == rank
     order = mine.argsort(descending=True, stable=True)
     starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
-    return {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
+    return lengths, k[order, 0], v[order, 0], starts
 
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -117,5 +121,10 @@ def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor |
     if cache_seqlens is None:
         raise TypeError("cache_seqlens is None; it must be the tokens that each sequence has on all ranks together")
     check_table(cache_seqlens, "cache_seqlens", (q.shape[0],), q)
+    for name, new, cache in zip(names[3:], others[2:], others[:2], strict=True):
+        if new is None or cache is None:
+            continue
+        if (wanted := (q.shape[0], 1, *cache.shape[2:])) != tuple(new.shape) or new.device != q.device:
+            raise ValueError(f"{name} has shape {tuple(new.shape)} on {new.device}; it must be {wanted} on {q.device}")
     if needs_grad(q, *others):
         raise ValueError("an input requires gradients; context_decode has none")

@@ -152,7 +152,9 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("group is None", {"group": None}),
         ("k_cache has 3 dimensions", {"k_cache": given.k_cache[0]}),
         ("cache_seqlens has", {"cache_seqlens": given.lengths[1:]}),
-        ("v is None and k is given", {"k": given.q}),
+        ("v is None and k is given", {"k": given.k}),
+        ("k has shape (7, 1, 4, 32) on cpu; it must be (7, 1, 2, 32) on cpu", {"k": given.q, "v": given.v}),
+        ("v has shape (6, 1, 2, 32)", {"k": given.k, "v": given.v[1:]}),
         ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),
         # By rank 1 alone.
         ("it must be from 0 to 0, the capacity", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),

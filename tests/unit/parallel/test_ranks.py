@@ -64,10 +64,10 @@ def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
     assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
 
 
-def test_virtual_ranks_write_what_is_theirs_into_each_buffer(interpreted: Interpreter) -> None:
+def test_virtual_ranks_take_and_write_what_is_theirs(interpreted: Interpreter) -> None:
     found = interpreted("parallel/virtual_ranks.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(found) == 12
+    assert len(found) == 15
 
 
 def test_a_dimension_and_a_length_that_are_not_are_refused_before_the_group_is_looked_at() -> None:

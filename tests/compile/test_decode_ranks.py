@@ -1,4 +1,4 @@
-"""The kernel that merges the parts of several ranks builds without spills, and its flags are what other GPUs see."""
+"""What decoding on several ranks launches around attention builds without spills, and its flags are what other GPUs see."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.kernel import CompileJob
 from flashmoe_science.ops.launch import stand_in
-from flashmoe_science.parallel import merge
+from flashmoe_science.parallel import merge, own_tokens
 
 CASES = [(2, 128, torch.bfloat16, True), (8, 64, torch.float16, True), (2, 128, torch.bfloat16, False)]
 
 
-def job_of(ranks: int, width: int, dtype: torch.dtype, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
-    """What builds it, of a call in which ranks exchange their parts or not."""
+def launched(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[CompileJob]:
+    """What is built in place of the launches of a module."""
     jobs: list[CompileJob] = []
 
     def launch(function: Any, grid: Any, pointers: Any, integers: Any, constexprs: Any, **options: Any) -> None:
         arguments = (*map(stand_in, pointers), *[2] * len(integers), *constexprs)
         jobs.append(CompileJob(function, arguments, {"num_warps": 4, **options}))
 
-    monkeypatch.setattr(merge, "launch", launch)
+    monkeypatch.setattr(module, "launch", launch)
+    return jobs
+
+
+def job_of(ranks: int, width: int, dtype: torch.dtype, exchanges: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, ...]:
+    """What builds the merge, of a call in which ranks exchange their parts or not."""
+    jobs = launched(merge, monkeypatch)
     results, lse = torch.empty(4, 8, width, dtype=dtype, device="meta"), torch.empty(4, 8, device="meta")
     if exchanges:
         slots = object.__new__(merge.Slots)
@@ -44,6 +50,14 @@ def test_it_builds_and_fits(
 ) -> None:
     build = built(*job_of(ranks, width, dtype, exchanges, monkeypatch))
     assert (fits(build, GPUS["h200"]), build.spill_bytes, build.kernel) == (None, 0, "flashmoe_merge_ranks")
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_own_tokens_build_and_fit(new: bool, monkeypatch: pytest.MonkeyPatch, built: Callable[..., Build]) -> None:
+    jobs, tokens = launched(own_tokens, monkeypatch), [torch.empty(4, 1, 8, 128, dtype=torch.bfloat16, device="meta")] * 2
+    own_tokens.own_tokens(torch.empty(4, dtype=torch.int32, device="meta"), *(tokens if new else (None, None)), 0, 2)
+    build = built(*jobs, GPUS["h200"], "own_tokens", "hk8 d128 bf16" if new else "none new", "")
+    assert (fits(build, GPUS["h200"]), build.spill_bytes, build.kernel) == (None, 0, "flashmoe_own_tokens")
 
 
 def test_flags_are_released_to_the_system_and_waited_for_with_a_limit(
