@@ -56,8 +56,8 @@ Maybe = torch.Tensor | None
 
 
 def own_tokens(lengths: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:
-    """The lengths here, of at least one sequence; k, v and ``cu_seqlens_k_new`` of this rank's new tokens, of k and v [batch, 1,
-    heads, ...]. Those of the sequences whose new token is this rank's come first, the rest have no value."""
+    """The lengths here, of at least one sequence; k, v and ``cu_seqlens_k_new`` of this rank's new tokens, of k and v [batch,
+    1, heads, ...]. Those of the sequences whose new token is this rank's come first, the rest have no value."""
     own_lengths = torch.empty_like(lengths)
     if k is None or v is None:
         _launch((lengths, own_lengths, *[None] * 5), (0, 0, 0, 0), (rank, ranks), (1, 1, 1))
