@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,8 @@ def job_of(ranks: int, width: int, dtype: torch.dtype, exchanges: bool, monkeypa
     if exchanges:
         slots = object.__new__(merge.Slots)
         slots._rank, slots._ranks, slots.size = 0, ranks, 1 << 16
-        slots._memory = type("Memory", (), {"addresses": torch.empty(ranks, dtype=torch.int64, device="meta")})()
+        memory = torch.empty(1 << 18, dtype=torch.uint8, device="meta")
+        slots._memory = SimpleNamespace(own=memory, addresses=torch.empty(ranks, dtype=torch.int64, device="meta"))
         slots.merge(results, lse, torch.empty_like(results))
     else:
         merge.merge_gathered(torch.empty(ranks, 1 << 16, dtype=torch.uint8, device="meta"), torch.empty_like(results))

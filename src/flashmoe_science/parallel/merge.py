@@ -22,8 +22,8 @@ from flashmoe_science.ops.launch import cdiv, next_power_of_2
 from flashmoe_science.parallel.peers import launch
 from flashmoe_science.parallel.symmetric import TIME_LIMIT_MS, Symmetric
 
-PROGRAMS = 64
-_ELEMENTS = 1024  # of a step of a program
+PROGRAMS = 128  # all at once on one GPU, as programs wait for those of others
+_ELEMENTS = 2048  # of a step of a program
 
 
 @triton.jit
@@ -45,20 +45,20 @@ def _wait(flag, epoch, LIMIT_NS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "rank", "size"])
 def flashmoe_merge_ranks(
-    parts, results, lse, out, rows, rank, size,
+    parts, own, results, lse, out, rows, rank, size,
     RANKS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, LIMIT_NS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, WIDTH] of the parts of all ranks. With this rank's ``results`` and ``lse`` ``parts`` are the addresses of the
-    ranks' buffers, which have slots of ``size`` bytes; else the parts themselves, ``size`` bytes a rank."""
+    """out [rows, WIDTH] of the parts of all ranks. With this rank's buffer ``own``, ``results`` and ``lse`` ``parts`` are the
+    addresses of the ranks' buffers, which have slots of ``size`` bytes; else the parts themselves, ``size`` bytes a rank."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, COLUMNS)[None]  # [1, COLUMNS]
     slot = tl.zeros((), tl.int64)
-    if lse is not None:
-        own = tl.load(parts + rank)
-        flags = own.to(tl.pointer_type(tl.int32)) + program
+    if own is not None:
+        flags = own.to(tl.pointer_type(tl.int32), bitcast=True) + program
+        first_other = tl.load(parts + (rank + 1) % RANKS)  # early: after attention it is in no cache
         epoch = tl.load(flags + rank * programs) + 1
         slot += (RANKS * programs * 4 + 15) // 16 * 16 + (epoch & 1) * size.to(tl.int64)
-        to_lse, to_results = _part(own + slot, rows, out)
+        to_lse, to_results = _part(own.to(tl.int64) + slot, rows, out)
         for first in range(program * ROWS, rows, programs * ROWS):
             row = first + tl.arange(0, ROWS)  # [ROWS]
             place, here = row[:, None].to(tl.int64) * WIDTH + columns, (row < rows)[:, None] & (columns < WIDTH)
@@ -66,7 +66,8 @@ def flashmoe_merge_ranks(
             tl.store(to_results + place, tl.load(results + place, mask=here), mask=here)
         tl.debug_barrier()  # what all threads have written comes before the flag of one
         for n in tl.static_range(1, RANKS):
-            theirs = tl.load(parts + (rank + n) % RANKS).to(tl.pointer_type(tl.int32))
+            other = first_other if n == 1 else tl.load(parts + (rank + n) % RANKS)
+            theirs = other.to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(theirs + rank * programs + program, epoch, sem="release", scope="sys")
         tl.store(flags + rank * programs, epoch)
         for n in tl.static_range(1, RANKS):
@@ -77,7 +78,7 @@ def flashmoe_merge_ranks(
         highest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for n in tl.static_range(RANKS):
-            start = tl.load(parts + n) + slot if lse is not None else parts.to(tl.int64) + n * size.to(tl.int64)
+            start = tl.load(parts + n) + slot if own is not None else parts.to(tl.int64) + n * size.to(tl.int64)
             of_lse, of_results = _part(start, rows, out)
             found = tl.load(of_lse + row, mask=row < rows, other=float("-inf"))
             value = tl.load(of_results + place, mask=here, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
@@ -93,7 +94,7 @@ def flashmoe_merge_ranks(
 
 def merge_gathered(parts: torch.Tensor, out: torch.Tensor) -> None:
     """Fill out [..., width] by flashmoe_merge_ranks from the parts [ranks, bytes] of all ranks, laid out as in ``parts.py``."""
-    _merge(parts, None, None, out, len(parts), 0, parts.shape[1])
+    _merge(parts, None, None, None, out, len(parts), 0, parts.shape[1])
 
 
 class Slots:
@@ -108,16 +109,16 @@ class Slots:
 
     def merge(self, results: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> None:
         """Fill out [..., width] from all ranks' results of this shape and log-sum-exps, fp32. Every rank calls it."""
-        _merge(self._memory.addresses, results, lse, out, self._ranks, self._rank, self.size)
+        _merge(self._memory.addresses, self._memory.own, results, lse, out, self._ranks, self._rank, self.size)
 
 
 def _merge(
-    parts: torch.Tensor, results: torch.Tensor | None, lse: torch.Tensor | None, out: torch.Tensor,
+    parts: torch.Tensor, own: torch.Tensor | None, results: torch.Tensor | None, lse: torch.Tensor | None, out: torch.Tensor,
     ranks: int, rank: int, size: int,
 ) -> None:  # fmt: skip
     width = out.shape[-1]
     columns = max(16, next_power_of_2(width))
     constexprs = (ranks, width, columns, max(1, _ELEMENTS // columns), TIME_LIMIT_MS * 10**6)
-    options = {"debug": lse is not None, "sanitize_overflow": False}  # else its assertion is not built
-    pointers, integers = (parts, results, lse, out), (out.numel() // width, rank, size)
+    options = {"debug": own is not None, "sanitize_overflow": False}  # else its assertion is not built
+    pointers, integers = (parts, own, results, lse, out), (out.numel() // width, rank, size)
     launch(flashmoe_merge_ranks, (PROGRAMS, 1, 1), pointers, integers, constexprs, **options)
