@@ -113,6 +113,8 @@ def merge_parts(
         results: [..., width], rounded to its dtype.
         lse: fp32, as many as there are rows of results, in their order; -inf where a rank has no keys: it weighs nothing.
     """
+    if not results.numel():  # as on every rank
+        return results
     results, lse = results.contiguous(), lse.contiguous()
     if workspace is not None:
         return workspace.merge(results, lse)

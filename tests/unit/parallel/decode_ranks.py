@@ -135,6 +135,14 @@ def check_mistakes(group: dist.ProcessGroup) -> list[str]:
     return missed
 
 
+def check_empty(group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with a batch of no sequences."""
+    given = inputs_of(CASES["a new token"])
+    q, *others = (one[:0] for one in given[:5])
+    out = context_decode(q, *others, group=group, cache_seqlens=given.lengths[:0])
+    return [] if out.shape == q.shape and out.dtype == q.dtype else [f"its result is {out}"]
+
+
 def check_refusals(group: dist.ProcessGroup) -> list[str]:
     given, rank = inputs_of(CASES["a cache"]), group.rank()
     arguments: dict[str, Any] = {
@@ -167,4 +175,4 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
 def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """What is wrong, by case."""
     results = {f"decode, {name}": faults(case, group) for name, case in CASES.items()}
-    return results | {f"decode, {check.__name__}": check(group) for check in (check_mistakes, check_refusals)}
+    return results | {f"decode, {check.__name__}": check(group) for check in (check_mistakes, check_empty, check_refusals)}
