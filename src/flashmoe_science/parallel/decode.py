@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.attention.call.checks import check_table
+from flashmoe_science.ops.attention.call.checks import check_float, check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
 from flashmoe_science.ops.calls import needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
@@ -73,6 +74,9 @@ def context_decode(
     try:
         with agreed(ranks, compare) as facts:
             _check(q, cache_seqlens, k_cache, v_cache, k, v)
+            _check_cache(q, k_cache, page_table, s_aux)
+            if compare:
+                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
             like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
             if workspace is not None:
                 check_workspace(workspace, ranks, like)
@@ -128,3 +132,23 @@ def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor |
             raise ValueError(f"{name} has shape {tuple(new.shape)} on {new.device}; it must be {wanted} on {q.device}")
     if needs_grad(q, *others):
         raise ValueError("an input requires gradients; context_decode has none")
+
+
+def _check_cache(q: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, s_aux: Maybe) -> None:
+    """Raise for what only one of the ranks looks at, or that tells its room."""
+    check_table(page_table, "page_table", (q.shape[0], None), q)
+    if s_aux is not None:
+        check_float(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
+
+
+def _check_lengths(
+    cache_seqlens: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, new: int, ranks: ProcessGroup
+) -> None:
+    """Raise unless this rank has room for its tokens of each sequence, with its new one."""
+    room = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    for n, length in enumerate(cache_seqlens.tolist()):
+        if length < 0:
+            raise ValueError(f"cache_seqlens is {length} for sequence {n}; it must be at least 0")
+        if (own := (length + new + ranks.size() - 1 - ranks.rank()) // ranks.size()) > room:
+            tokens = f"cache_seqlens is {length} for sequence {n}, of which rank {ranks.rank()} of {ranks.size()} has {own}"
+            raise ValueError(f"{tokens}{', the new one included' if new else ''}; it has room for {room}")

@@ -151,7 +151,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         "v_cache": given.v_cache,
         "cache_seqlens": given.lengths,
     }
-    wrong, caches = [], ("k_cache", "v_cache")
+    wrong, caches, longest = [], ("k_cache", "v_cache"), given.lengths.clone()
+    longest[3] = 500
     for words, more in (
         ("q has 2 queries a sequence; it must have 1", {"q": given.q.repeat(1, 2, 1, 1)}),
         ("cache_seqlens is None", {"cache_seqlens": None}),
@@ -164,8 +165,11 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("k has shape (7, 1, 4, 32) on cpu; it must be (7, 1, 2, 32) on cpu", {"k": given.q, "v": given.v}),
         ("v has shape (6, 1, 2, 32)", {"k": given.k, "v": given.v[1:]}),
         ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),
+        ("cache_seqlens is 500 for sequence 3, of which rank", {"cache_seqlens": longest}),
+        ("cache_seqlens is -2 for sequence 0; it must be at least 0", {"cache_seqlens": given.lengths - 2}),
         # By rank 1 alone.
-        ("it must be from 0 to 0, the capacity", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
+        ("s_aux has shape (3,)", {"s_aux": torch.zeros(3 if rank == 1 else HEADS)}),
+        ("it has room for 0", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
         ("kernel is 'none'", {"kernel": "none" if rank == 1 else None}),
     ):
         wrong += refused(partial(context_decode, **{"group": group, **arguments, **more}), words)
