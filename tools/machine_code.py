@@ -23,6 +23,7 @@ VERSION = ".".join(triton.__version__.split(".")[:2])
 _DEBUG = re.compile(
     r"^\s*\.section\s+\.debug_\w+\s*\{[^}]*\}"  # DWARF
     r"|^\s*\.(?:loc|file)\s.*$"
+    r"|^\.global .*\bassertFile_\d+\[.*$|^\s*st\.param\.b32\s+\[param2\], \d+;$"  # where an assertion stands
     r"|^\$L__(?:tmp|func_begin|func_end)\d+:"  # labels that only DWARF refers to
     r"|//.*$",
     re.MULTILINE,

@@ -49,6 +49,9 @@ def test_only_what_a_debugger_reads_is_left_out() -> None:
     full = full.replace(";\n}", "; // loop\n$L__tmp1:\n}")
     full += '\t.file\t1 "/a/b.py"\n\t.section\t.debug_info\n\t{\n.b8 1 // DW\n\t}\n\t.section\t.debug_macinfo\t{\t}\n'
     assert machine_code.digest(full) == machine_code.digest(bare)
+    where = ".global .align 1 .b8 assertFile_0[2] = {97};\n\tst.param.b32 \t[param2], 39;\n"
+    assert machine_code.digest(where + bare) == machine_code.digest(bare)
+    assert machine_code.digest(where.replace("File", "Message") + bare) != machine_code.digest(bare)
     assert machine_code.digest(bare.replace("%r2", "%r3")) != machine_code.digest(bare)
     assert machine_code.digest(bare.replace("$L__BB0_1:\n", "")) != machine_code.digest(bare)
 

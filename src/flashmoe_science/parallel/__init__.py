@@ -7,10 +7,12 @@ from flashmoe_science.parallel.exchange import unshard as unshard
 from flashmoe_science.parallel.expert import expert_parallel_moe as expert_parallel_moe
 from flashmoe_science.parallel.layout import positions as positions
 from flashmoe_science.parallel.layout import shard as shard
+from flashmoe_science.parallel.parts import DecodeWorkspace as DecodeWorkspace
 from flashmoe_science.parallel.workspace import ExpertWorkspace as ExpertWorkspace
 
 __all__ = [
     "ContextWorkspace",
+    "DecodeWorkspace",
     "ExpertWorkspace",
     "context_attention",
     "context_decode",

@@ -25,7 +25,7 @@ from flashmoe_science.parallel.choose import Exchange, Exchanges, Window
 from flashmoe_science.parallel.copies import ContextWorkspace, sizes_of
 from flashmoe_science.parallel.exchange import fetch
 from flashmoe_science.parallel.heads import to_heads, to_tokens
-from flashmoe_science.parallel.layout import Cut, cut_of_shard, process_group
+from flashmoe_science.parallel.layout import Cut, check_documents, cut_of_shard, process_group
 from flashmoe_science.parallel.ring import Ring, ring_attention
 
 _NAMES = ArgNames(sinks="s_aux", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens")
@@ -234,8 +234,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
         check_float(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
     if call.max_seqlen is not None:
         check_count(call.max_seqlen, "max_seqlen", 0)
-    if checked and call.cu_seqlens is not None and (last := int(call.cu_seqlens[-1])) != cut.seqlen:
-        raise ValueError(f"cu_seqlens ends at {last}; it must be of the whole sequence and end at {cut.seqlen}")
+    if checked and call.cu_seqlens is not None:
+        check_documents(call.cu_seqlens, cut.seqlen, call.max_seqlen)
 
 
 def _check_workspace(workspace: object, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> None:

@@ -26,6 +26,7 @@ class Link(NamedTuple):
 
 MESSAGES = Link(70e-6, 230e9)  # NCCL 2.28
 COPIES = Link(20e-6, 340e9)  # by copy engines
+EXCHANGED = Link(7e-6, 300e9)  # a launch, a flag and a read there: what each takes alone, not measured as one
 PUSHED = Link(20e-6, 300e9)  # two barriers; 335e9 of what kernels write, and the last sum
 
 

@@ -1,23 +1,26 @@
 """Decoding with a cache that is spread over ranks: of N ranks, rank r has tokens r, r + N, r + 2N and so on of each sequence.
 
-Each rank attends to its own keys. The results, with their log-sum-exps, are sent to all ranks in one message and merged there.
+Each rank attends to its own keys. The results and their log-sum-exps go to all ranks, and are merged there (parts.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
+from torch.distributed import ProcessGroup
 
-from flashmoe_science.ops.attention.call.checks import check_table
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.attention.call.checks import check_float, check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
-from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.transport import gathered
+from flashmoe_science.parallel.parts import DecodeWorkspace, check_workspace, merge_parts, told
 from flashmoe_science.serving import flash_attn_with_kvcache
 
+Maybe = torch.Tensor | None
 _ROWS = "batch, tokens, heads, head_dim", 4
 
 
@@ -38,6 +41,7 @@ def context_decode(
     rotary_interleaved: bool = True,
     s_aux: torch.Tensor | None = None,
     kernel: str | None = None,
+    workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
     """``flash_attn_with_kvcache`` of one query a sequence, with a cache that is spread over N ranks: token i is on
     rank i % N, there at place i // N. Every rank calls it, with the same arguments but for its caches and its ``page_table``.
@@ -55,6 +59,8 @@ def context_decode(
         page_table: int32 [batch, most pages], of this rank's pages.
         softmax_scale, softcap, kernel: as of ``flash_attn_with_kvcache``.
         s_aux: [heads], a learned sink. It counts once.
+        workspace: exchanges and merges the parts of GPUs of one host in one launch, in place of a collective before the merge.
+            The result has the same bits.
 
     Returns:
         out in the shape of q with the width of v_cache; zeros where a sequence has no token.
@@ -65,35 +71,49 @@ def context_decode(
             the time limit of the group.
     """
     ranks, compare = process_group(group), compares(q)
-    with agreed(ranks, compare) as facts:
-        _check(q, cache_seqlens, k_cache, v_cache, k, v)
-        facts |= {
-            "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None, "s_aux is None": s_aux is None,
-            "the heads of k_cache": tuple(k_cache.shape[2:]), "the heads of v_cache": tuple(v_cache.shape[2:]),
-            "softmax_scale": softmax_scale, "softcap": softcap, "rotary_cos is None": rotary_cos is None,
-            "rotary_interleaved": rotary_interleaved, "cache_seqlens": cache_seqlens.tolist() if compare else None,
-        }  # fmt: skip
-        rank, count = ranks.rank(), ranks.size()
-        new: dict[str, Any] = {"k": k, "v": v}
-        if k is not None and v is not None:
-            # The sequences whose new token is this rank's come first; what follows is not read.
-            mine = cache_seqlens % count == rank
-            order = mine.argsort(descending=True, stable=True)
-            starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
-            new = {"k": k[order, 0], "v": v[order, 0], "cu_seqlens_k_new": starts}
-        if rotary_cos is not None:
-            new["rotary_seqlens"] = cache_seqlens
-        out, lse = flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=(cache_seqlens + (count - 1 - rank)) // count, page_table=page_table,
-            softmax_scale=softmax_scale, softcap=softcap, rotary_interleaved=rotary_interleaved,
-            rotary_cos=rotary_cos, rotary_sin=rotary_sin, s_aux=s_aux if rank == 0 else None, kernel=kernel,
-            return_softmax_lse=True, **new,
-        )  # fmt: skip
-    wide = torch.promote_types(out.dtype, lse.dtype)
-    part = torch.cat((out.to(wide), lse.to(wide).transpose(1, 2)[..., None]), -1)  # [batch, 1, heads, head_dim + 1]
-    (parts,) = gathered(ranks, part)
-    parts = parts.unflatten(0, (count, -1))
-    return merged(parts[..., :-1].unbind(), parts[..., -1].unbind())[0].to(out.dtype)
+    try:
+        with agreed(ranks, compare) as facts:
+            _check(q, cache_seqlens, k_cache, v_cache, k, v)
+            _check_cache(q, k_cache, page_table, s_aux)
+            if compare:
+                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
+            like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
+            if workspace is not None:
+                check_workspace(workspace, ranks, like)
+            facts |= {
+                "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
+                "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
+                "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
+                "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
+                "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
+            }  # fmt: skip
+            lengths, k, v, starts = _own(cache_seqlens, k, v, ranks.rank(), ranks.size())
+            out, lse = flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, v, cache_seqlens=lengths, cu_seqlens_k_new=starts, page_table=page_table,
+                softmax_scale=softmax_scale, softcap=softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                rotary_seqlens=None if rotary_cos is None else cache_seqlens, rotary_interleaved=rotary_interleaved,
+                s_aux=s_aux if ranks.rank() == 0 else None, kernel=kernel, return_softmax_lse=True,
+            )  # fmt: skip
+    except Explained as found:
+        reason = f"{found.decision.reason}; {told(ranks, workspace, like)}"
+        raise Explained(replace(found.decision, reason=reason)) from None
+    return merge_parts(ranks, workspace, out, lse)
+
+
+def _own(cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens. Those of the sequences whose new token is this
+    rank's come first; what follows is not read."""
+    if cache_seqlens.is_cuda and len(cache_seqlens) and not TRITON_MISSING and not is_explaining():
+        from flashmoe_science.parallel.own_tokens import own_tokens  # it brings Triton
+
+        return own_tokens(cache_seqlens, k, v, rank, ranks)
+    lengths = (cache_seqlens + (ranks - 1 - rank)) // ranks
+    if k is None or v is None:
+        return lengths, k, v, None
+    mine = cache_seqlens % ranks == rank
+    order = mine.argsort(descending=True, stable=True)
+    starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
+    return lengths, k[order, 0], v[order, 0], starts
 
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -105,5 +125,30 @@ def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor |
     if cache_seqlens is None:
         raise TypeError("cache_seqlens is None; it must be the tokens that each sequence has on all ranks together")
     check_table(cache_seqlens, "cache_seqlens", (q.shape[0],), q)
+    for name, new, cache in zip(names[3:], others[2:], others[:2], strict=True):
+        if new is None or cache is None:
+            continue
+        if (wanted := (q.shape[0], 1, *cache.shape[2:])) != tuple(new.shape) or new.device != q.device:
+            raise ValueError(f"{name} has shape {tuple(new.shape)} on {new.device}; it must be {wanted} on {q.device}")
     if needs_grad(q, *others):
         raise ValueError("an input requires gradients; context_decode has none")
+
+
+def _check_cache(q: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, s_aux: Maybe) -> None:
+    """Raise for what only one of the ranks looks at, or that tells its room."""
+    check_table(page_table, "page_table", (q.shape[0], None), q)
+    if s_aux is not None:
+        check_float(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
+
+
+def _check_lengths(
+    cache_seqlens: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, new: int, ranks: ProcessGroup
+) -> None:
+    """Raise unless this rank has room for its tokens of each sequence, with its new one."""
+    room = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    for n, length in enumerate(cache_seqlens.tolist()):
+        if length < 0:
+            raise ValueError(f"cache_seqlens is {length} for sequence {n}; it must be at least 0")
+        if (own := (length + new + ranks.size() - 1 - ranks.rank()) // ranks.size()) > room:
+            tokens = f"cache_seqlens is {length} for sequence {n}, of which rank {ranks.rank()} of {ranks.size()} has {own}"
+            raise ValueError(f"{tokens}{', the new one included' if new else ''}; it has room for {room}")

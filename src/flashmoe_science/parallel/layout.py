@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashmoe_science.ops.attention.call.checks import check_count
+from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
+from flashmoe_science.ops.attention.call.tensors import ArgNames
+from flashmoe_science.parallel.agree import compares
 
 Layout = Literal["head_tail", "contiguous"]
 
@@ -90,8 +93,27 @@ def process_group(group: object) -> dist.ProcessGroup:
     return group
 
 
+def check_documents(cu_seqlens: torch.Tensor, seqlen: int, max_seqlen: int | None = None) -> None:
+    """Raise unless documents begin at 0, never fall and end at ``seqlen``, none longer than ``max_seqlen``. The host waits.
+
+    Raises:
+        ValueError: they do not.
+    """
+    starts = cu_seqlens.cpu()
+    if not len(starts):
+        raise ValueError("cu_seqlens has 0 entries; it must have one more than there are documents")
+    if (last := int(starts[-1])) != seqlen:
+        raise ValueError(f"cu_seqlens ends at {last}; it must be of the whole sequence and end at {seqlen}")
+    check_lengths(Lengths(starts, tokens_q=seqlen, names=ArgNames(cu_seqlens_q="cu_seqlens")))
+    for n, length in enumerate(starts.diff().tolist()):
+        if max_seqlen is not None and length > max_seqlen:
+            raise ValueError(f"max_seqlen is {max_seqlen} and document {n} has {length} tokens; it must be at least as many")
+
+
 def length_of(x: torch.Tensor, dim: int) -> int:
-    """The length of a dimension. Raises ValueError where there is none of that number."""
+    """The length of a dimension. Raises TypeError, ValueError: no tensor, or no dimension of that number."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}; x has {x.dim()} dimensions")
     return x.shape[dim]
@@ -127,9 +149,11 @@ def positions(
         device: by default that of ``cu_seqlens``.
 
     Raises:
-        TypeError, ValueError: as ``shard``.
+        TypeError, ValueError: as ``shard``; on the CPU also documents that are not those of a sequence of ``seqlen`` tokens.
     """
     check_count(seqlen, "seqlen", 0)
+    if cu_seqlens is not None and compares(cu_seqlens):
+        check_documents(cu_seqlens, seqlen)
     own = shard(torch.arange(seqlen, device=device if cu_seqlens is None else cu_seqlens.device), 0, group, layout)
     if cu_seqlens is not None:
         own = own - cu_seqlens[torch.searchsorted(cu_seqlens, own, right=True) - 1]

@@ -138,7 +138,7 @@ def dispatch(addresses: Sequence[torch.Tensor], given: Sequence[torch.Tensor | N
     (tokens, width, top_k, experts, _), (x, *_) = sizes, given
     assert x is not None
     constexprs = (len(addresses[0]), experts, top_k, next_power_of_2(top_k), width, _columns(width, _BLOCK))
-    _launch(flashmoe_dispatch, (tokens, 1, 1), (*addresses, *given), (len(x), tokens, rank), constexprs)
+    launch(flashmoe_dispatch, (tokens, 1, 1), (*addresses, *given), (len(x), tokens, rank), constexprs)
 
 
 def send(addresses: torch.Tensor, rows: Rows, weights: torch.Tensor | None, sizes: Sizes, rank: int) -> None:
@@ -147,7 +147,7 @@ def send(addresses: torch.Tensor, rows: Rows, weights: torch.Tensor | None, size
     constexprs = (ranks, top_k, width, _columns(width, _COLUMNS))
     grid, integers = (ranks * tokens, cdiv(width, constexprs[-1]), 1), (ranks * tokens * top_k, tokens, rank)
     like = stand_in(addresses), Pointer(dtype), Pointer(torch.int32), stand_in(weights)
-    _launch(flashmoe_send, grid, (addresses, rows.rows, rows.tables, weights), integers, constexprs, like)
+    launch(flashmoe_send, grid, (addresses, rows.rows, rows.tables, weights), integers, constexprs, like)
 
 
 def sum_received(
@@ -158,24 +158,25 @@ def sum_received(
     width, parts = sizes.hidden, ranks if ids is None else sizes.top_k
     constexprs = (parts, 1 if ids is None else parts, width, _columns(width, _COLUMNS))
     grid, integers = (len(out), cdiv(width, constexprs[-1]), 1), (ranks * sizes.experts, sizes.tokens if ids is None else 1)
-    _launch(flashmoe_sum_received, grid, (received, weights, ids, out), integers, constexprs)
+    launch(flashmoe_sum_received, grid, (received, weights, ids, out), integers, constexprs)
 
 
 def push(addresses: torch.Tensor, x: torch.Tensor, rank: int) -> None:
     """By flashmoe_push: x [N, length], of _WORD, into the buffers at the addresses."""
     ranks, length = x.shape
     constexprs = (ranks, 8 if length % 8 == 0 else 1, _BLOCK)
-    _launch(flashmoe_push, (cdiv(length, _BLOCK), ranks, 1), (addresses, x), (length, rank), constexprs)
+    launch(flashmoe_push, (cdiv(length, _BLOCK), ranks, 1), (addresses, x), (length, rank), constexprs)
 
 
-def _launch(
+def launch(
     function: triton.JITFunction, grid: Grid, pointers: Sequence[Any], integers: tuple[int, ...], constexprs: tuple[int, ...],
-    like: Sequence[Pointer | None] | None = None,
+    like: Sequence[Pointer | None] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel of such parameters in this order. ``like``: stand-ins of pointers that are no tensors."""
+    """Launch a kernel of such parameters in this order. ``like``: stand-ins of pointers that are no tensors. ``options``: of
+    the build."""
     like = like or tuple(map(stand_in, pointers))
     key = (pointers[0].device, constexprs, *(None if one is None else (one.dtype, one.data_ptr()) for one in like))
-    built = kept_build(key, function, (*like, *[2] * len(integers), *constexprs), num_warps=_WARPS)
+    built = kept_build(key, function, (*like, *[2] * len(integers), *constexprs), num_warps=_WARPS, **options)
     arguments = (argument(one) if one is None or isinstance(one, torch.Tensor) else one for one in pointers)
     built.launch(grid, *arguments, *integers, *constexprs)
 

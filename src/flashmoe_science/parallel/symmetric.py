@@ -12,7 +12,7 @@ from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.private import symmetric_memory
 from flashmoe_science.parallel.agree import waiting
 
-_TIME_LIMIT_MS = 60_000  # of a barrier, after which it ends the CUDA context
+TIME_LIMIT_MS = 60_000  # of a wait for another rank, after which it ends the CUDA context
 
 
 class Symmetric:
@@ -36,7 +36,7 @@ class Symmetric:
 
     def barrier(self) -> None:
         """Wait on the current stream until all ranks are here; each then sees what the others wrote before."""
-        self._handle.barrier(channel=0, timeout_ms=_TIME_LIMIT_MS)
+        self._handle.barrier(channel=0, timeout_ms=TIME_LIMIT_MS)
 
 
 def why_no_symmetric(group: dist.ProcessGroup) -> str:

@@ -248,7 +248,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     uneven = torch.randn(1, 16 + 4 * rank, 2, 8)
     starts = torch.tensor([0, 16], dtype=torch.int32)
     whole_starts, other = torch.tensor([0, 5 + rank, 16 * ranks], dtype=torch.int32), "it must be the same on every rank"
-    one_sink = torch.zeros(4) if rank == 1 else None
+    falling, one_sink = torch.tensor([0, 9, 4, 16 * ranks]).int(), torch.zeros(4) if rank == 1 else None
     mesh = DeviceMesh("cpu", torch.arange(ranks).view(1, -1), mesh_dim_names=("data", "context"))
     calls: list[tuple[str, Tensors, dict[str, Any]]] = [
         ("group is None; it must be a ProcessGroup", (q, k, k), {"group": None}),
@@ -269,6 +269,10 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
             {"cu_seqlens": starts},
         ),
         (other, (flat,) * 3, {"cu_seqlens": whole_starts}),
+        ("cu_seqlens has 0 entries", (flat,) * 3, {"cu_seqlens": starts[:0]}),
+        ("cu_seqlens begins at 2; it must begin at 0", (flat,) * 3, {"cu_seqlens": (starts * ranks).clamp(min=2)}),
+        ("cu_seqlens falls from 9 to 4 at sequence 1", (flat,) * 3, {"cu_seqlens": falling}),
+        ("max_seqlen is 3 and document 0 has", (flat,) * 3, {"cu_seqlens": starts * ranks, "max_seqlen": 3}),
         ("q has 3 dimensions; it must have 4", (flat,) * 3, {}),
         ("max_seqlen", (flat,) * 3, {"cu_seqlens": starts * ranks, "max_seqlen": 1.5}),
         ("softcap is -1.0", (q, k, k), {"softcap": -1.0}),

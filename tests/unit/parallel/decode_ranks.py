@@ -13,7 +13,7 @@ from tests.unit.parallel.context_ranks import refused
 
 from flashmoe_science import flash_attn_with_kvcache
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.parallel import context_decode
+from flashmoe_science.parallel import DecodeWorkspace, context_decode
 
 LENGTHS, CAPACITY, HEADS, KV_HEADS, DIM, PAGE = (0, 1, 2, 3, 17, 40, 29), 48, 4, 2, 32, 8
 
@@ -93,13 +93,19 @@ def own_caches(case: Case, given: Inputs, rank: int, ranks: int) -> dict[str, An
     return caches | ({"page_table": table} if case.paged else {})
 
 
-def faults(case: Case, group: dist.ProcessGroup, change: Callable[..., Inputs] | None = None) -> list[str]:
+def faults(
+    case: Case,
+    group: dist.ProcessGroup,
+    change: Callable[..., Inputs] | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> list[str]:
     """What is wrong. ``change``: a mistake in what ours is given, by rank."""
     given = inputs_of(case)
     caches = own_caches(case, given, group.rank(), group.size())
     ours = given if change is None else change(given, group.rank())
     new = {"k": ours.k, "v": ours.v} if case.new else {}
-    out = context_decode(ours.q, **caches, group=group, cache_seqlens=ours.lengths, **new, **ours.options)
+    options = {"group": group, "cache_seqlens": ours.lengths, "workspace": workspace, **new, **ours.options}
+    out = context_decode(ours.q, **caches, **options)
     gathered = [torch.empty_like(out) for _ in range(group.size())]
     dist.all_gather(gathered, out, group=group)
     wrong = [] if all(torch.equal(out, one) for one in gathered) else ["ranks have other bits"]
@@ -129,6 +135,14 @@ def check_mistakes(group: dist.ProcessGroup) -> list[str]:
     return missed
 
 
+def check_empty(group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with a batch of no sequences."""
+    given = inputs_of(CASES["a new token"])
+    q, *others = (one[:0] for one in given[:5])
+    out = context_decode(q, *others, group=group, cache_seqlens=given.lengths[:0])
+    return [] if out.shape == q.shape and out.dtype == q.dtype else [f"its result is {out}"]
+
+
 def check_refusals(group: dist.ProcessGroup) -> list[str]:
     given, rank = inputs_of(CASES["a cache"]), group.rank()
     arguments: dict[str, Any] = {
@@ -137,7 +151,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         "v_cache": given.v_cache,
         "cache_seqlens": given.lengths,
     }
-    wrong, caches = [], ("k_cache", "v_cache")
+    wrong, caches, longest = [], ("k_cache", "v_cache"), given.lengths.clone()
+    longest[3] = 500
     for words, more in (
         ("q has 2 queries a sequence; it must have 1", {"q": given.q.repeat(1, 2, 1, 1)}),
         ("cache_seqlens is None", {"cache_seqlens": None}),
@@ -146,10 +161,15 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("group is None", {"group": None}),
         ("k_cache has 3 dimensions", {"k_cache": given.k_cache[0]}),
         ("cache_seqlens has", {"cache_seqlens": given.lengths[1:]}),
-        ("v is None and k is given", {"k": given.q}),
+        ("v is None and k is given", {"k": given.k}),
+        ("k has shape (7, 1, 4, 32) on cpu; it must be (7, 1, 2, 32) on cpu", {"k": given.q, "v": given.v}),
+        ("v has shape (6, 1, 2, 32)", {"k": given.k, "v": given.v[1:]}),
         ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),
+        ("cache_seqlens is 500 for sequence 3, of which rank", {"cache_seqlens": longest}),
+        ("cache_seqlens is -2 for sequence 0; it must be at least 0", {"cache_seqlens": given.lengths - 2}),
         # By rank 1 alone.
-        ("it must be from 0 to 0, the capacity", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
+        ("s_aux has shape (3,)", {"s_aux": torch.zeros(3 if rank == 1 else HEADS)}),
+        ("it has room for 0", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
         ("kernel is 'none'", {"kernel": "none" if rank == 1 else None}),
     ):
         wrong += refused(partial(context_decode, **{"group": group, **arguments, **more}), words)
@@ -159,4 +179,4 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
 def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     """What is wrong, by case."""
     results = {f"decode, {name}": faults(case, group) for name, case in CASES.items()}
-    return results | {f"decode, {check.__name__}": check(group) for check in (check_mistakes, check_refusals)}
+    return results | {f"decode, {check.__name__}": check(group) for check in (check_mistakes, check_empty, check_refusals)}

@@ -64,14 +64,19 @@ def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
     assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
 
 
-def test_virtual_ranks_write_what_is_theirs_into_each_buffer(interpreted: Interpreter) -> None:
+def test_virtual_ranks_take_and_write_what_is_theirs(interpreted: Interpreter) -> None:
     found = interpreted("parallel/virtual_ranks.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(found) == 12
+    assert len(found) == 15
 
 
-def test_a_dimension_and_a_length_that_are_not_are_refused_before_the_group_is_looked_at() -> None:
+def test_what_is_no_sequence_is_refused_before_the_group_is_looked_at() -> None:
     with pytest.raises(ValueError, match="dim is 9; x has 2 dimensions"):
         shard(torch.zeros(4, 4), 9, None)
     with pytest.raises(ValueError, match="seqlen is -1"):
         positions(-1, None)
+    with pytest.raises(TypeError, match="x is a list; it must be"):
+        shard([1, 2], 0, None)  # type: ignore[arg-type]
+    for starts, words in (([], "0 entries"), ([0, 50], "ends at 50"), ([0, 20], "ends at 20"), ([1, 40], "begins at 1")):
+        with pytest.raises(ValueError, match=f"cu_seqlens .*{words}"):
+            positions(40, None, cu_seqlens=torch.tensor(starts).int())

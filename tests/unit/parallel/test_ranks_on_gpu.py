@@ -21,8 +21,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_science import flash_attn_func
-from flashmoe_science.parallel import ContextWorkspace, ExpertWorkspace, context_attention, expert_parallel_moe, shard
+from flashmoe_science import flash_attn_func, flash_attn_with_kvcache
+from flashmoe_science.parallel import (
+    ContextWorkspace,
+    DecodeWorkspace,
+    ExpertWorkspace,
+    context_attention,
+    context_decode,
+    expert_parallel_moe,
+    shard,
+)
 
 ROOT = Path(__file__).parents[3]
 CALLS = 200
@@ -115,6 +123,53 @@ def passed_round(rank: int) -> None:
     say("ring: its results and gradients are those of one GPU")
 
 
+def decoding(rank: int) -> None:
+    """Parts merged in one launch have the bits of NCCL's, on both ranks, and are one GPU's call within a rounding: call after
+    call of other lengths and sizes, and in a CUDA graph whose caches grow."""
+    draw, group = torch.Generator("cuda").manual_seed(0), dist.group.WORLD
+    ranks, workspace = dist.get_world_size(), DecodeWorkspace(group, 5, 8, 64)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device="cuda").bfloat16()
+
+    def step_of(batch: int) -> tuple[torch.Tensor, ...]:
+        lengths = torch.randint(600, (batch,), generator=draw, device="cuda", dtype=torch.int32)
+        return drawn(batch, 1, 8, 64), drawn(batch, 1, 2, 64), drawn(batch, 1, 2, 64), lengths
+
+    whole = drawn(5, 600, 2, 64), drawn(5, 600, 2, 64)
+    own = [one[:, rank::ranks].contiguous() for one in whole]
+
+    def decoded(given: tuple[torch.Tensor, ...], by: DecodeWorkspace | None) -> torch.Tensor:
+        (q, k, v, lengths), caches = given, [one[: len(given[0])].clone() for one in own]
+        return context_decode(q, *caches, k, v, group=group, cache_seqlens=lengths, workspace=by)
+
+    for call in range(CALLS):
+        q, k, v, lengths = given = step_of(1 + call % 5)
+        if call % 7 == rank:
+            torch.cuda._sleep(2_000_000)  # a rank is late
+        with step(f"decoding, call {call}"):
+            by_nccl, found = decoded(given, None), decoded(given, workspace)
+            right = flash_attn_with_kvcache(q, *(one[: len(q)].clone() for one in whole), k, v, cache_seqlens=lengths)
+        every = found.new_empty(ranks * len(found), *found.shape[1:])
+        dist.all_gather_into_tensor(every, found)
+        assert torch.equal(found, by_nccl), f"decoding, call {call}: other bits than NCCL's"
+        assert torch.equal(every, found.repeat(ranks, 1, 1, 1)), f"decoding, call {call}: other bits on another rank"
+        error = ((found.float() - right.float()).norm() / right.float().norm()).item()
+        assert error < 0.01, f"decoding, call {call}: off by {error} of its norm"
+    say(f"decoding: {CALLS} calls have the bits of NCCL")
+    held = step_of(5)
+    q, k, v, lengths = held
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = context_decode(q, *own, k, v, group=group, cache_seqlens=lengths, workspace=workspace)
+    for _ in range(CALLS):
+        for kept, one in zip(held, step_of(5), strict=True):
+            kept.copy_(one)
+        right = decoded(held, None)
+        graph.replay()
+        assert torch.equal(captured, right), "decoding, in a graph"
+
+
 def main() -> None:
     """Both transports give the same bits, forward and backward, call after call of other tokens, and in a CUDA graph."""
     rank = int(os.environ["LOCAL_RANK"])
@@ -125,6 +180,8 @@ def main() -> None:
     attention(rank)
     say("attention: so has a CUDA graph")
     passed_round(rank)
+    decoding(rank)
+    say("decoding: so has a CUDA graph")
     sizes = (dist.group.WORLD, 64, 256, 4, 16)
     by = [ExpertWorkspace(*sizes, transport=transport) for transport in ("collectives", "symmetric")]
     draw = torch.Generator("cuda").manual_seed(rank)

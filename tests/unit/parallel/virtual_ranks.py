@@ -10,6 +10,8 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops.moe.call import SWIGLU, Rows, Tensors, inputs_of
 from flashmoe_science.ops.moe.products.triton import KERNEL
+from flashmoe_science.parallel import decode
+from flashmoe_science.parallel.own_tokens import own_tokens
 from flashmoe_science.parallel.peers import dispatch, push, send, sum_received
 from flashmoe_science.parallel.transport import Sizes, sums_of
 
@@ -126,9 +128,32 @@ def exchanged(sizes: Sizes, ranks: int) -> list[str]:
     return [f"exchange of rank {rank}" for rank in range(ranks) if not torch.equal(buffers[rank], given[:, rank])]
 
 
+def taken(batch: int, ranks: int, dtype: torch.dtype, strided: bool) -> list[str]:
+    """What is wrong with the lengths and the new tokens that each rank takes for its own."""
+    lengths = torch.randint(0, 50, (batch,), dtype=torch.int32)
+    k, v = torch.randn(batch, 1, 3, 40).to(dtype), torch.randn(batch, 1, 3, 24).to(dtype)
+    if strided:
+        k, v = torch.cat((k, k, v), -1).transpose(1, 2).contiguous().transpose(1, 2).split((40, 40, 24), -1)[::2]
+    wrong, written = [], 0
+    for rank in range(ranks):
+        found, right = own_tokens(lengths, k, v, rank, ranks), decode._own(lengths, k, v, rank, ranks)
+        held = int(right[3][-1])
+        written += held
+        alike = torch.equal(found[0], right[0]) and torch.equal(found[3], right[3])
+        alike &= all(torch.equal(found[n][:held].float(), right[n][:held].float()) for n in (1, 2))
+        alike &= torch.equal(own_tokens(lengths, None, None, rank, ranks)[0], right[0])
+        wrong += [] if alike else [f"tokens of rank {rank}"]
+    return wrong if written == batch else [*wrong, f"{written} new tokens"]
+
+
 def main() -> None:
     torch.manual_seed(0)
-    found = {}
+    found = {
+        f"{batch} new tokens on {ranks} ranks, {dtype}, strided {strided}": taken(batch, ranks, dtype, strided)
+        for batch, ranks, dtype, strided in (
+            (1, 2, torch.bfloat16, False), (9, 3, torch.float32, True), (300, 2, torch.float8_e4m3fn, True)
+        )
+    }  # fmt: skip
     for ranks in (2, 3):
         for tokens, width, top_k in ((1, 1, 1), (3, 40, 3), (2, 5000, 2)):
             for dtype, of_ids in ((torch.float16, torch.int32), (torch.float32, torch.int64)):

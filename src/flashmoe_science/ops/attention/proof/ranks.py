@@ -1,4 +1,5 @@
 """Attention on ranks that each have a part of the tokens: ours, one GPU's call, and what others offer, by torch.distributed.
+Of steps of decoding ``ranks_decode`` tells.
 
 The oracle computes one key head and the query heads that share it, of the whole sequence.
 """
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.peers import fa3
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.proof import ranks_decode
 from flashmoe_science.ops.distributed import Checked, Implementation, Results
 from flashmoe_science.records import ONE_GPU
 
@@ -33,6 +35,7 @@ SUITES = {
         f"attn b1 h32 q32768 {_SIZES[1]}",
     ),
     "packed": (f"attn b16 h32 hk8 q16256 {_SIZES[1]} packed",),  # documents of 0.6k to 16k
+    **ranks_decode.SUITES,
 }
 
 
@@ -50,6 +53,8 @@ def implementations(
     """Ours, one GPU's and peers'. ``bind`` makes a call of a forward, its context and the inputs of these names [B, tokens,
     heads, width], this rank's tokens or all. Raises ValueError: features other than packed documents, more keys than queries
     or fewer."""
+    if ranks_decode.is_step(problem):
+        return ranks_decode.implementations(problem, inputs, group)
     others = [word for word in problem.features.words() if word != "packed"]
     if others:
         raise ValueError(f"{others[0]!r} is not measured on several ranks; of the features, only 'packed' is")
@@ -220,7 +225,8 @@ def checked(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGroup)
     names = ("dq", "dk", "dv") if "dout" in inputs else ("out",)
 
     def of_reference(results: Results) -> Results:
-        return tuple(cut(x.transpose(1, 2), group) for x in results[: len(names)])
+        found = [x.transpose(1, 2) for x in results[: len(names)]]
+        return tuple(found if ranks_decode.is_step(problem) else (cut(x, group) for x in found))
 
     def of_results(results: Results) -> Results:
         return tuple(x[:, :, : heads if name in queries else 1] for name, x in zip(names, results, strict=True))
