@@ -19,6 +19,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 # Bytes a thread. Masks and biases are read beside the products of dK and dV: where a tile just fits the registers they spill a
 # few; dBias has the tile of dQ. fp32 is six products of bf16, whose operands take three times the registers.
 USUAL, BIASED, SUMMED, FP32, WIDE_FP32 = 0, 128, 320, 64, 512
+HOPPER = 56  # of 128 keys: faster than the tile that spills none (docs/notes/backward.md)
 WIDE = 0 if machine_code.VERSION == "3.6" else 8  # the assembler of Triton 3.8, for an L4
 REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 
@@ -47,4 +48,5 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: s
     for job in compile_jobs(KERNEL, problem, config, device):
         build = built(job, device, KERNEL.name, problem, config)
         assert fits(build, device) is None, build.kernel
-        assert build.spill_bytes <= spills, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"
+        limit = max(spills, HOPPER) if gpu == "h200" else spills
+        assert build.spill_bytes <= limit, f"{build.kernel}: spills {build.spill_bytes} bytes a thread"

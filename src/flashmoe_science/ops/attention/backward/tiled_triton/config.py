@@ -42,8 +42,16 @@ def tile_of(config: Config, kernel: str) -> Tile:
     )  # fmt: skip
 
 
+def keys_first(tile: Tile) -> bool:
+    """Whether keys are the rows of dK's and dV's tiles of scores: where each warp has 16 of them, P and dS go from registers
+    into the next product, and else by way of shared memory."""
+    _, block_n, warps, _ = tile
+    return block_n == 16 * warps
+
+
 def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Tile, Tile]]:
-    """Tiles of dK and dV, and of dQ; the first that fits a GPU spills none of its registers, but of fp32."""
+    """Tiles of dK and dV, and of dQ. The first that fits a GPU spills none of its registers, but of fp32, and a few on Hopper,
+    where it was measured."""
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = gpu is not None and gpu.compute_capability[0] == 9
     if problem.dtype == "fp32":
@@ -51,26 +59,31 @@ def _tiles(problem: AttentionBackwardProblem, gpu: Gpu | None) -> list[tuple[Til
             first = ((16, 32, 4, 1), (32, 16, 4, 1)) if width <= 64 else ((16, 32, 8, 1), (16, 16, 4, 1))
             return [first, ((16, 16, 4, 1), (16, 16, 4, 1))]
         return [((16, 16, 8, 1), (16, 16, 8, 1))]
-    # By wgmma, 32 queries in 8 warps and two stages give dK that differs from call to call, and is wrong: measured on an H100
-    # with Triton 3.6 (docs/notes/backward.md). One stage, or 64 queries, are right.
+    if wgmma and width <= 64:
+        return [((64, 64, 4, 1), (128, 64, 8, 3)), ((64, 64, 4, 1), (64, 64, 4, 2)), ((64, 128, 8, 2), (128, 64, 8, 3))]
+    if wgmma and width <= 128:
+        keys: list[Tile] = [(64, 128, 8, 1), (64, 64, 4, 1), (32, 128, 8, 2)]
+        if problem.features.bias != "none":  # which is read beside the products: the last tile has registers left for it
+            keys.reverse()
+        return [(one, (64, 64, 4, 2)) for one in keys]
     if width <= 64:
-        small = ((32, 64, 4, 2), (64, 32, 4, 2))
-        if wgmma:
-            return [((64, 64, 8, 2), (64, 64, 4, 2)), ((64, 64, 8, 2), (128, 64, 8, 2)), small]
-        return [((32, 64, 8, 2), (64, 32, 4, 2)), small]
+        return [((32, 64, 8, 2), (64, 32, 4, 2)), ((32, 64, 4, 2), (64, 32, 4, 2))]
     if width <= 128:
         tall = [((64, 64, 8, 2), (64, 64, 8, 2))] if gpu is not None and gpu.compute_capability[0] <= 9 else []
-        return [((32, 64, 8, 1 if wgmma else 2), (64, 64, 8, 2)), *tall, ((32, 64, 8, 1), (64, 32, 4, 2))]
+        return [((32, 64, 8, 2), (64, 64, 8, 2)), *tall, ((32, 64, 8, 1), (64, 32, 4, 2))]
+    # By wgmma, 32 queries that are the rows, in two stages, give dK that differs from call to call and is wrong: measured on an
+    # H100 with Triton 3.6 (docs/notes/backward.md). One stage is right.
     tall = [((32, 64, 8, 1), (64, 32, 8, 2)), ((32, 64, 8, 1), (64, 32, 8, 1))]
     return [*tall, ((32, 32, 8, 1), (32, 32, 8, 2)), ((32, 32, 8, 1), (32, 32, 8, 1))]
 
 
 def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: int) -> bool:
-    """Whether K, V and stages of Q and dO, or the other way round, fit, and and with them P and dS of dK and dV."""
+    """Whether K, V and stages of Q and dO, or the other way round, fit, and with them P and dS of dK and dV."""
     width = padded_head_dim(problem.head_dim) + padded_head_dim(problem.head_dim_v)
     size = DTYPE_BYTES[problem.dtype]
     (m, n, _, stages), (m_q, n_q, _, stages_q) = keys, queries
-    return size * max((n + stages * m) * width + 2 * m * n, (m_q + stages_q * n_q) * width) <= limit
+    shared = 0 if keys_first(keys) else 2 * m * n
+    return size * max((n + stages * m) * width + shared, (m_q + stages_q * n_q) * width) <= limit
 
 
 def constexprs_of(

@@ -32,9 +32,15 @@ SIZES = (
 
 
 @triton.jit
+def _of_keys(tile, KEYS_FIRST: tl.constexpr):
+    """A tile of scores as [BLOCK_N, BLOCK_M]."""
+    return tile if KEYS_FIRST else tl.trans(tile)
+
+
+@triton.jit
 def _add_queries(
     dk, dv, k, v, q, dout, rows, place, head, first, key, scores, factors, seen,
-    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, traits: tl.constexpr,
+    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, KEYS_FIRST: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """dK and dV with what a tile of a head's queries, from ``first`` on, adds. K is [BLOCK_N, BLOCK_D], ``key`` [BLOCK_N]."""
     row = tl.arange(0, traits.BLOCK_M)
@@ -47,21 +53,25 @@ def _add_queries(
     )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
     query = first + row
     lse, delta = load_sums(rows, place, head, first, row)  # [BLOCK_M]
-    p, slope = probabilities(
-        q_tile, k, query[:, None], key[None, :], lse[:, None], place, scores, factors, traits
-    )  # [BLOCK_M, BLOCK_N]  # fmt: skip
+    if KEYS_FIRST:  # tiles of scores are [BLOCK_N, BLOCK_M]
+        a, b, of_v, of_dout = k, q_tile, v, do_tile
+        query, key, lse, delta = query[None, :], key[:, None], lse[None, :], delta[None, :]
+    else:
+        a, b, of_v, of_dout = q_tile, k, do_tile, v
+        query, key, lse, delta = query[:, None], key[None, :], lse[:, None], delta[:, None]
+    p, slope = probabilities(a, b, query, key, lse, place, scores, factors, traits)
     # In a branch: with a loop for each of the tiles that have a mask and those that have none, registers spill.
     if traits.LEFT or traits.RIGHT:
         if (first < seen.whole) | (first >= seen.beyond):
-            p = seen_only(p, query[:, None], key[None, :], place.band, traits)
+            p = seen_only(p, query, key, place.band, traits)
     if WITH_DV:
-        dv = product(tl.trans(p.to(do_tile.dtype)), do_tile, dv, traits.PRECISION, traits.INTERPRET)
+        dv = product(_of_keys(p.to(do_tile.dtype), KEYS_FIRST), do_tile, dv, traits.PRECISION, traits.INTERPRET)
     if WITH_DK:
-        dp = product(do_tile, tl.trans(v), None, traits.PRECISION, traits.INTERPRET)  # [BLOCK_M, BLOCK_N]
-        ds = p * (dp - delta[:, None])
+        dp = product(of_v, tl.trans(of_dout), None, traits.PRECISION, traits.INTERPRET)
+        ds = p * (dp - delta)
         if traits.SOFTCAP:
             ds = ds * slope
-        dk = product(tl.trans(ds.to(q_tile.dtype)), q_tile, dk, traits.PRECISION, traits.INTERPRET)
+        dk = product(_of_keys(ds.to(q_tile.dtype), KEYS_FIRST), q_tile, dk, traits.PRECISION, traits.INTERPRET)
     return dk, dv
 
 
@@ -76,7 +86,7 @@ def flashmoe_bwd_dkdv_triton(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys of a key head; of the two those whose address is given."""
     if UNIT > 1:
@@ -123,7 +133,7 @@ def flashmoe_bwd_dkdv_triton(
         for query in tl.range(seen.start, seen.end, BLOCK_M, num_stages=NUM_STAGES):
             dk, dv = _add_queries(
                 dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors, seen,
-                WITH_DK, WITH_DV, traits,
+                WITH_DK, WITH_DV, KEYS_FIRST, traits,
             )  # fmt: skip
     if WITH_DK:
         dk = dk * softmax_scale

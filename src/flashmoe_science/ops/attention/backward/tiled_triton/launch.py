@@ -16,6 +16,7 @@ from flashmoe_science.ops.attention.backward.tiled_triton.config import (
     QUERIES,
     Tile,
     constexprs_of,
+    keys_first,
     tile_of,
 )
 from flashmoe_science.ops.attention.backward.tiled_triton.delta import flashmoe_bwd_delta_triton
@@ -148,7 +149,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         strides = sizes._replace(strides=(*sizes.strides[:4], of_dk, of_dv))
         tile = tile_of(self._config, KEYS)
         programs = cdiv(sizes.seqlen_k, tile[1]) * sizes.heads_kv * sizes.batch
-        return self._bind(flashmoe_bwd_dkdv_triton, tensors, strides, gradients, tile, programs)
+        return self._bind(flashmoe_bwd_dkdv_triton, tensors, strides, gradients, tile, programs, keys_first(tile))
 
     def _bind_queries(self, tensors: Tensors, sizes: _Sizes) -> _Start:
         of_dq = _strides_of(gradients_like(tensors, Wanted()).dq, tensors)
@@ -158,9 +159,10 @@ class TiledBackwardLauncher(BackwardLauncher):
         return self._bind(flashmoe_bwd_dq_triton, tensors, strides, (Pointer(tensors.q.dtype),), tile, programs)
 
     def _bind(
-        self, function: Any, tensors: Tensors, sizes: _Sizes, gradients: tuple[Pointer | None, ...], tile: Tile, programs: int
+        self, function: Any, tensors: Tensors, sizes: _Sizes, gradients: tuple[Pointer | None, ...], tile: Tile, programs: int,
+        *more: bool,
     ) -> _Start:  # fmt: skip
-        """The launch of dK and dV, or of dQ."""
+        """The launch of dK and dV, or of dQ; ``more`` constexprs of its own."""
         left, right = window_of(self._problem, sizes.seqlen_q)
         strides = [step for one in sizes.strides for step in one]
         of_bias = (0, 0, 0, 0) if tensors.bias is None else tensors.bias.stride()
@@ -170,9 +172,8 @@ class TiledBackwardLauncher(BackwardLauncher):
             left, FAR if right is None else right,
         )  # fmt: skip
         wide = _is_wide(sizes.strides, max(tile[:2]))
-        constexprs = tuple(
-            constexprs_of(self._problem, tile, right is not None, wide, stride_unit(strides)).values()
-        )
+        shared = constexprs_of(self._problem, tile, right is not None, wide, stride_unit(strides)).values()
+        constexprs = (*shared, *more)
         pointers = (
             *self._qkv, self._dout, self._sums, self._sums, *gradients,
             *map(element_pointer, (*tensors[3:6], tensors.alibi_slopes, tensors.bias, tensors.prefix)),
