@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.checks import check_float, check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
-from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.calls import autocast, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
@@ -77,6 +77,7 @@ def context_decode(
             _check_cache(q, k_cache, page_table, s_aux)
             if compare:
                 _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
+            (q,) = autocast((q,)) or (q,)
             like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
             if workspace is not None:
                 check_workspace(workspace, ranks, like)

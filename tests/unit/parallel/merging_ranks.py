@@ -96,6 +96,9 @@ def main(rank: int, ranks: int, file: str) -> None:
             case = decode_ranks.CASES[name]
             workspace = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM, case.dtype)
             found[name] = decode_ranks.faults(case, group, workspace=workspace)
+        half = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM)
+        with torch.autocast("cpu", torch.bfloat16):
+            found["autocast"] = decode_ranks.faults(decode_ranks.CASES["a cache"], group, workspace=half)
         found["repeats"] = repeats(group)
         found["refusals"] = check_refusals(group)
         with mock.patch.object(merge, "TIME_LIMIT_MS", 100):
