@@ -88,7 +88,8 @@ def context_decode(
                 "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
                 "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
             }  # fmt: skip
-            lengths, k, v, starts = _own(cache_seqlens, k, v, ranks.rank(), ranks.size())
+            rest = (ranks.rank(), ranks.size())
+            lengths, k, v, starts = _own(cache_seqlens, k, v, (k_cache, v_cache, page_table), rotary_cos is not None, *rest)
             out, lse = flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, cache_seqlens=lengths, cu_seqlens_k_new=starts, page_table=page_table,
                 softmax_scale=softmax_scale, softcap=softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -101,13 +102,18 @@ def context_decode(
     return merge_parts(ranks, workspace, out, lse)
 
 
-def _own(cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:
-    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens. Those of the sequences whose new token is this
-    rank's come first; what follows is not read."""
+def _own(
+    cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: tuple[torch.Tensor, torch.Tensor, Maybe], rotates: bool,
+    rank: int, ranks: int,
+) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:  # fmt: skip
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet. Those of the
+    sequences whose new token is this rank's come first; what follows is not read."""
     if cache_seqlens.is_cuda and len(cache_seqlens) and not TRITON_MISSING and not is_explaining():
-        from flashmoe_science.parallel.own_tokens import own_tokens  # it brings Triton
+        from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own  # it brings Triton
 
-        return own_tokens(cache_seqlens, k, v, rank, ranks)
+        if k is None or v is None or rotates or not can_write(k, v, *caches):
+            return own_tokens(cache_seqlens, k, v, rank, ranks)
+        return write_own(cache_seqlens, k, v, *caches, rank, ranks), None, None, None
     lengths = (cache_seqlens + (ranks - 1 - rank)) // ranks
     if k is None or v is None:
         return lengths, k, v, None
