@@ -108,7 +108,7 @@ def _own(
 ) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:  # fmt: skip
     """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet. Those of the
     sequences whose new token is this rank's come first; what follows is not read."""
-    if cache_seqlens.is_cuda and len(cache_seqlens) and not TRITON_MISSING and not is_explaining():
+    if _has_kernels(cache_seqlens) and len(cache_seqlens):
         from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own  # it brings Triton
 
         if k is None or v is None or rotates or not can_write(k, v, *caches):
@@ -121,6 +121,10 @@ def _own(
     order = mine.argsort(descending=True, stable=True)
     starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
     return lengths, k[order, 0], v[order, 0], starts
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and not TRITON_MISSING and not is_explaining()
 
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:

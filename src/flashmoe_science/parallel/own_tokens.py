@@ -39,8 +39,8 @@ def flashmoe_own_tokens(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """own_lengths [batch]: of ``lengths`` tokens those of this rank. Its new tokens of k [batch, HEADS, K] and v [batch, HEADS,
-    V] are written into caches of ``rows`` tokens, or into pages of as many by ``table``, and counted; or with ``starts`` [batch +
-    1] packed, and not counted. What has no room is not written."""
+    V] are written into caches of ``rows`` tokens, or into pages of as many by ``table``, and counted; with ``starts`` [batch +
+    1] they are packed, and not counted. What has no room is not written."""
     sequence = tl.program_id(0)
     length = tl.load(lengths + sequence)
     written: tl.constexpr = k is not None and starts is None

@@ -24,7 +24,7 @@ from tests.unit.parallel.shared_ranks import Mapped
 from triton.runtime import interpreter
 
 from flashmoe_science.ops.attention.front.merge import merged
-from flashmoe_science.parallel import DecodeWorkspace, merge, parts
+from flashmoe_science.parallel import DecodeWorkspace, decode, merge, parts
 
 CALLS, LATE = 8, 0.05
 
@@ -92,10 +92,11 @@ def main(rank: int, ranks: int, file: str) -> None:
     assert group is not None
     patches = {"Symmetric": Mapped, "PROGRAMS": 3, "_ELEMENTS": 64, "globaltimer": time.monotonic_ns, "TIME_LIMIT_MS": 20_000}
     with mock.patch.multiple(merge, **patches), mock.patch.object(parts, "why_no_symmetric", return_value=""):
-        for name in ("sinks", "a new token, rotary", "bf16"):
+        for name in ("sinks", "a new token", "a new token, rotary", "pages", "bf16"):
             case = decode_ranks.CASES[name]
             workspace = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM, case.dtype)
-            found[name] = decode_ranks.faults(case, group, workspace=workspace)
+            with mock.patch.object(decode, "_has_kernels", return_value=True):
+                found[name] = decode_ranks.faults(case, group, workspace=workspace)
         half = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM)
         with torch.autocast("cpu", torch.bfloat16):
             found["autocast"] = decode_ranks.faults(decode_ranks.CASES["a cache"], group, workspace=half)
