@@ -75,19 +75,19 @@ def context_decode(
         with agreed(ranks, compare) as facts:
             _check(q, cache_seqlens, k_cache, v_cache, k, v)
             _check_cache(q, k_cache, page_table, s_aux)
-            if compare:
-                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
             (q,) = autocast((q,)) or (q,)
             like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
             if workspace is not None:
                 check_workspace(workspace, ranks, like)
-            facts |= {
-                "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
-                "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
-                "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
-                "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
-                "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
-            }  # fmt: skip
+            if compare:
+                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
+                facts |= {
+                    "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
+                    "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
+                    "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
+                    "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
+                    "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist(),
+                }  # fmt: skip
             rest = (ranks.rank(), ranks.size())
             lengths, k, v, starts = _own(cache_seqlens, k, v, (k_cache, v_cache, page_table), rotary_cos is not None, *rest)
             out, lse = flash_attn_with_kvcache(
