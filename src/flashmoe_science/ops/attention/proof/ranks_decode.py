@@ -59,7 +59,7 @@ def implementations(problem: AttentionProblem, inputs: Inputs, group: dist.Proce
     def ours(symmetric: bool) -> Callable[[], torch.Tensor]:
         workspace = None
         if symmetric:
-            workspace = public("flashmoe_science.parallel:DecodeWorkspace")(group, len(q), *v.shape[2:], q.dtype)
+            workspace = public("flashmoe_science.parallel:DecodeWorkspace")(group, len(q), q.shape[2], v.shape[3], q.dtype)
         decode = public("flashmoe_science.parallel:context_decode")
         return lambda: decode(q, *own, group=group, cache_seqlens=lengths, workspace=workspace)
 
