@@ -54,11 +54,16 @@ def test_it_builds_and_fits(
     assert (fits(build, GPUS["h200"]), build.spill_bytes, build.kernel) == (None, 0, "flashmoe_merge_ranks")
 
 
-@pytest.mark.parametrize("new", [False, True])
-def test_own_tokens_build_and_fit(new: bool, monkeypatch: pytest.MonkeyPatch, built: Callable[..., Build]) -> None:
-    jobs, tokens = launched(own_tokens, monkeypatch), [torch.empty(4, 1, 8, 128, dtype=torch.bfloat16, device="meta")] * 2
-    own_tokens.own_tokens(torch.empty(4, dtype=torch.int32, device="meta"), *(tokens if new else (None, None)), 0, 2)
-    build = built(*jobs, GPUS["h200"], "own_tokens", "hk8 d128 bf16" if new else "none new", "")
+@pytest.mark.parametrize("new", ["none", "packed", "written", "in pages"])
+def test_own_tokens_build_and_fit(new: str, monkeypatch: pytest.MonkeyPatch, built: Callable[..., Build]) -> None:
+    jobs, cache = launched(own_tokens, monkeypatch), torch.empty(64, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(4, dtype=torch.int32, device="meta")
+    if new in ("none", "packed"):
+        own_tokens.own_tokens(lengths, *([cache[:4, :1] if new == "packed" else None] * 2), 0, 2)
+    else:
+        table = torch.empty(4, 9, dtype=torch.int32, device="meta") if new == "in pages" else None
+        own_tokens.write_own(lengths, cache[:4, :1], cache[:4, :1], cache, cache, table, 0, 2)
+    build = built(*jobs, GPUS["h200"], "own_tokens", f"hk8 d128 bf16 {new}", "")
     assert (fits(build, GPUS["h200"]), build.spill_bytes, build.kernel) == (None, 0, "flashmoe_own_tokens")
 
 

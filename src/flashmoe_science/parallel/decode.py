@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.checks import check_float, check_table
 from flashmoe_science.ops.attention.front.flash import check_dimensions
-from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.calls import autocast, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
@@ -75,19 +75,21 @@ def context_decode(
         with agreed(ranks, compare) as facts:
             _check(q, cache_seqlens, k_cache, v_cache, k, v)
             _check_cache(q, k_cache, page_table, s_aux)
-            if compare:
-                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
+            (q,) = autocast((q,)) or (q,)
             like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
             if workspace is not None:
                 check_workspace(workspace, ranks, like)
-            facts |= {
-                "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
-                "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
-                "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
-                "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
-                "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist() if compare else None,
-            }  # fmt: skip
-            lengths, k, v, starts = _own(cache_seqlens, k, v, ranks.rank(), ranks.size())
+            if compare:
+                _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
+                facts |= {
+                    "the shape of q": tuple(q.shape), "q.dtype": str(q.dtype), "k is None": k is None,
+                    "s_aux is None": s_aux is None, "the heads of k_cache": tuple(k_cache.shape[2:]),
+                    "the heads of v_cache": tuple(v_cache.shape[2:]), "softmax_scale": softmax_scale, "softcap": softcap,
+                    "rotary_cos is None": rotary_cos is None, "rotary_interleaved": rotary_interleaved,
+                    "workspace is None": workspace is None, "cache_seqlens": cache_seqlens.tolist(),
+                }  # fmt: skip
+            rest = (ranks.rank(), ranks.size())
+            lengths, k, v, starts = _own(cache_seqlens, k, v, (k_cache, v_cache, page_table), rotary_cos is not None, *rest)
             out, lse = flash_attn_with_kvcache(
                 q, k_cache, v_cache, k, v, cache_seqlens=lengths, cu_seqlens_k_new=starts, page_table=page_table,
                 softmax_scale=softmax_scale, softcap=softcap, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -100,13 +102,18 @@ def context_decode(
     return merge_parts(ranks, workspace, out, lse)
 
 
-def _own(cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:
-    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens. Those of the sequences whose new token is this
-    rank's come first; what follows is not read."""
-    if cache_seqlens.is_cuda and len(cache_seqlens) and not TRITON_MISSING and not is_explaining():
-        from flashmoe_science.parallel.own_tokens import own_tokens  # it brings Triton
+def _own(
+    cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: tuple[torch.Tensor, torch.Tensor, Maybe], rotates: bool,
+    rank: int, ranks: int,
+) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:  # fmt: skip
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet. Those of the
+    sequences whose new token is this rank's come first; what follows is not read."""
+    if _has_kernels(cache_seqlens) and len(cache_seqlens):
+        from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own  # it brings Triton
 
-        return own_tokens(cache_seqlens, k, v, rank, ranks)
+        if k is None or v is None or rotates or not can_write(k, v, *caches):
+            return own_tokens(cache_seqlens, k, v, rank, ranks)
+        return write_own(cache_seqlens, k, v, *caches, rank, ranks), None, None, None
     lengths = (cache_seqlens + (ranks - 1 - rank)) // ranks
     if k is None or v is None:
         return lengths, k, v, None
@@ -114,6 +121,10 @@ def _own(cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, rank: int, ranks: int)
     order = mine.argsort(descending=True, stable=True)
     starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
     return lengths, k[order, 0], v[order, 0], starts
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and not TRITON_MISSING and not is_explaining()
 
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:

@@ -23,8 +23,12 @@ from tests.unit.parallel.context_ranks import refused
 from tests.unit.parallel.shared_ranks import Mapped
 from triton.runtime import interpreter
 
+from flashmoe_science.contract import built_in
+from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.ops.attention.front.merge import merged
-from flashmoe_science.parallel import DecodeWorkspace, merge, parts
+from flashmoe_science.ops.attention.problem import parse
+from flashmoe_science.ops.attention.proof import ranks_decode
+from flashmoe_science.parallel import DecodeWorkspace, decode, merge, parts
 
 CALLS, LATE = 8, 0.05
 
@@ -72,6 +76,18 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
+def check_proof(group: dist.ProcessGroup) -> list[str]:
+    """What is wrong with the ways to make a step that ``flashmoe prove`` compares."""
+    problem, wrong = parse("attn b2 h4 hk2 q1 k31 d16 dv32 fp32 ragged"), list[str]()
+    inputs = make(built_in(problem.op), problem, torch.device("cpu"), Case(0))
+    found = {(one.name, one.config): one for one in ranks_decode.implementations(problem, inputs, group)}
+    (right,) = found["one_gpu", "flash_attn_with_kvcache"].prepare()()
+    for name in (("context_decode", "collectives"), ("context_decode", "symmetric"), ("all_gather", "flash_attn_with_kvcache")):
+        (out,) = found[name].prepare()()
+        wrong += [] if torch.allclose(out, right, rtol=1e-4, atol=1e-5) else [f"{name} is off"]
+    return wrong
+
+
 def check_late(group: dist.ProcessGroup) -> list[str]:
     """What is wrong with the end of a wait for a rank that does not come."""
     workspace, builder = DecodeWorkspace(group, 1, 1, 8), interpreter.interpreter_builder
@@ -92,11 +108,16 @@ def main(rank: int, ranks: int, file: str) -> None:
     assert group is not None
     patches = {"Symmetric": Mapped, "PROGRAMS": 3, "_ELEMENTS": 64, "globaltimer": time.monotonic_ns, "TIME_LIMIT_MS": 20_000}
     with mock.patch.multiple(merge, **patches), mock.patch.object(parts, "why_no_symmetric", return_value=""):
-        for name in ("sinks", "a new token, rotary", "bf16"):
+        for name in ("sinks", "a new token", "a new token, rotary", "pages", "bf16"):
             case = decode_ranks.CASES[name]
             workspace = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM, case.dtype)
-            found[name] = decode_ranks.faults(case, group, workspace=workspace)
+            with mock.patch.object(decode, "_has_kernels", return_value=True):
+                found[name] = decode_ranks.faults(case, group, workspace=workspace)
+        half = DecodeWorkspace(group, len(decode_ranks.LENGTHS), decode_ranks.HEADS, decode_ranks.DIM)
+        with torch.autocast("cpu", torch.bfloat16):
+            found["autocast"] = decode_ranks.faults(decode_ranks.CASES["a cache"], group, workspace=half)
         found["repeats"] = repeats(group)
+        found["proof"] = check_proof(group)
         found["refusals"] = check_refusals(group)
         with mock.patch.object(merge, "TIME_LIMIT_MS", 100):
             found["late"] = check_late(group)

@@ -160,7 +160,7 @@ def decoding(rank: int) -> None:
     held = step_of(5)
     q, k, v, lengths = held
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = context_decode(q, *own, k, v, group=group, cache_seqlens=lengths, workspace=workspace)
     for _ in range(CALLS):
         for kept, one in zip(held, step_of(5), strict=True):

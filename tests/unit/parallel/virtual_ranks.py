@@ -11,7 +11,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops.moe.call import SWIGLU, Rows, Tensors, inputs_of
 from flashmoe_science.ops.moe.products.triton import KERNEL
 from flashmoe_science.parallel import decode
-from flashmoe_science.parallel.own_tokens import own_tokens
+from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own
 from flashmoe_science.parallel.peers import dispatch, push, send, sum_received
 from flashmoe_science.parallel.transport import Sizes, sums_of
 
@@ -129,20 +129,37 @@ def exchanged(sizes: Sizes, ranks: int) -> list[str]:
 
 
 def taken(batch: int, ranks: int, dtype: torch.dtype, strided: bool) -> list[str]:
-    """What is wrong with the lengths and the new tokens that each rank takes for its own."""
-    lengths = torch.randint(0, 50, (batch,), dtype=torch.int32)
+    """What is wrong with the lengths and the new tokens that each rank takes for its own, packed and written into caches: of
+    those of sequence 0 there is no room, or no such page."""
+    lengths, rows = torch.randint(0, 50, (batch,), dtype=torch.int32), 7
     k, v = torch.randn(batch, 1, 3, 40).to(dtype), torch.randn(batch, 1, 3, 24).to(dtype)
     if strided:
         k, v = torch.cat((k, k, v), -1).transpose(1, 2).contiguous().transpose(1, 2).split((40, 40, 24), -1)[::2]
+    pages = torch.randperm(batch * 8).int().view(batch, 8)
+    pages[0] = -1 if batch > 5 else batch * 8
     wrong, written = [], 0
     for rank in range(ranks):
-        found, right = own_tokens(lengths, k, v, rank, ranks), decode._own(lengths, k, v, rank, ranks)
+        found, right = own_tokens(lengths, k, v, rank, ranks), decode._own(lengths, k, v, (k, v, None), True, rank, ranks)
         held = int(right[3][-1])
         written += held
         alike = torch.equal(found[0], right[0]) and torch.equal(found[3], right[3])
         alike &= all(torch.equal(found[n][:held].float(), right[n][:held].float()) for n in (1, 2))
         alike &= torch.equal(own_tokens(lengths, None, None, rank, ranks)[0], right[0])
         wrong += [] if alike else [f"tokens of rank {rank}"]
+        for table in (None, pages):
+            shape = (batch * 8, rows) if table is not None else (batch, 50 // ranks)
+            caches = [torch.full((*shape, 3, one.shape[3]), -7.0).to(dtype) for one in (k, v)]
+            grown = [one.clone() for one in caches]
+            for n, length in enumerate(lengths.tolist()):
+                at = length // ranks
+                row, place = (n, at) if table is None else (int(table[n, at // rows]), at % rows)
+                if length % ranks == rank and 0 <= row < shape[0] and place < shape[1]:
+                    for cache, one in zip(grown, (k, v), strict=True):
+                        cache.view(torch.uint8)[row, place] = one.contiguous().view(torch.uint8)[n, 0]
+            counted = write_own(lengths, k, v, *caches, table, rank, ranks)
+            same = all(torch.equal(one.float(), other.float()) for one, other in zip(caches, grown, strict=True))
+            same &= can_write(k, v, *caches, table) and torch.equal(counted, right[0] + right[3].diff())
+            wrong += [] if same else [f"caches of rank {rank}, pages {table is not None}"]
     return wrong if written == batch else [*wrong, f"{written} new tokens"]
 
 

@@ -30,6 +30,7 @@ PROBLEMS = (
     "attn b3 h4 hk2 q48 d16 bf16 causal bshd packed cp2",
     "attnbwd b1 h4 hk2 q64 d16 fp32 causal bshd cp2",
     "attn b3 h4 hk2 q1 k90 d16 bf16 bshd ragged cp2",
+    "attn b2 h4 hk2 q1 k31 d16 fp32 cp2",
     EXPERTS,
 )
 

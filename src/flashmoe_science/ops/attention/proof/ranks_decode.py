@@ -19,9 +19,15 @@ from flashmoe_science.records import ONE_GPU
 
 Inputs = Mapping[str, torch.Tensor]
 
-# Keys and values of 1 GB in three forms, 0.27 GB and 2.1 GB.
-_SIZES = "b1 {} q1 k262144", "b8 {} q1 k32768", "b32 {} q1 k8192", "b32 {} q1 k2048", "b64 {} q1 k8192"
-SUITES = {"context-decode": tuple(f"attn {one.format('h32 hk8')} d128 bf16 bshd ragged" for one in _SIZES)}
+# Keys and values of 1.07 GB, twice; of lengths of a mix 0.7 and 0.17 GB; 2.1 GB.
+_LENGTHS = (
+    ("b1", "k262144", ""),
+    ("b8", "k32768", ""),
+    ("b32", "k8192", " ragged"),
+    ("b32", "k2048", " ragged"),
+    ("b64", "k8192", ""),
+)
+SUITES = {"context-decode": tuple(f"attn {batch} h32 hk8 q1 {keys} d128 bf16 bshd{more}" for batch, keys, more in _LENGTHS)}
 
 
 def is_step(problem: AttentionProblem) -> bool:
@@ -61,7 +67,8 @@ def implementations(problem: AttentionProblem, inputs: Inputs, group: dist.Proce
         if by == "fa3" and no_fa3:
             raise ValueError(no_fa3)
         attend = _attend(by)
-        return lambda: attend(q, k, v, cache_seqlens=lengths)
+        of_all = k.shape[1] if whole is None else whole
+        return lambda: attend(q, k, v, cache_seqlens=of_all)
 
     return [
         made("context_decode", "collectives", lambda: ours(False)),
