@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
     v_descale: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of packed sequences of any lengths, one after another, with FlashAttention-3's signature and semantics.
@@ -225,7 +225,7 @@ def flash_attn_with_kvcache(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0,
     rotary_interleaved: bool = True,
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 0,
