@@ -110,7 +110,6 @@ def fused_moe(
     # In the order of Tensors and Options, which a cached call does not make.
     of_weights = gate_up_scale, down_scale, gate_up_zero_point, down_zero_point
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *of_weights)
-    alpha = 1.702 if alpha is None else alpha
     options = (activation, transposed, interleaved, alpha, limit, kernel, recompute, weight_format)
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)
