@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
-from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -88,12 +89,29 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         key = (problem, gpu, kernel, asked, rival)
         if key not in DECISIONS:
             DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
-        return DECISIONS[key]
+        decision = DECISIONS[key]
+        return _of_one_side(decision, problem, gpu) if kernel is None and _wants_one_side(tensors) else decision
     except (CannotServe, ProblemError) as error:
         if named or by_option:
             without = f"{PYTORCH!r} can" if named else f"without it {PYTORCH!r} can"
             raise CannotServe(f"{asked} and {GRADIENTS}: {error}; {without}, or call it under torch.no_grad()") from error
         return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
+
+
+def _wants_one_side(tensors: Tensors) -> bool:
+    """Whether gradients of the queries alone are asked for, or of keys and values alone."""
+    of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
+    return of_queries != any(of_keys)
+
+
+def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Device) -> Decision:
+    """The decision for a kernel that computes no more than one side: the fused one would multiply all that it can."""
+    if decision.kernel != FUSED:
+        return decision
+    others = [one for one in operation(_OP).ours() if one.name != FUSED]
+    chosen = select(problem, gpu, known_table(), others, None)
+    reason = f"only dQ, or only dK and dV, are wanted, of which {FUSED} computes all; {chosen.reason}"
+    return replace(chosen, reason=reason, basis=decision.basis)
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
