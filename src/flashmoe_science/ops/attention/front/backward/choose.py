@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision, select
-from flashmoe_science.dispatch.tuned import known_table
+from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
-from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED, SPLIT
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -99,19 +98,18 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
 
 
 def _wants_one_side(tensors: Tensors) -> bool:
-    """Whether gradients of the queries alone are asked for, or of keys and values alone."""
+    """Whether gradients are asked for, but not of both queries and keys or values."""
     of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
-    return of_queries != any(of_keys)
+    return tensors.needs_grad() and not (of_queries and any(of_keys))
 
 
 def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Device) -> Decision:
-    """The decision for a kernel that computes no more than one side: the fused one would multiply all that it can."""
+    """The decision for the split kernel in place of the fused one, which would compute the other side too."""
     if decision.kernel != FUSED:
         return decision
-    others = [one for one in operation(_OP).ours() if one.name != FUSED]
-    chosen = select(problem, gpu, known_table(), others, None)
-    reason = f"only dQ, or only dK and dV, are wanted, of which {FUSED} computes all; {chosen.reason}"
-    return replace(chosen, reason=reason, basis=decision.basis)
+    config = asked_backward(problem, gpu, SPLIT, "").config
+    reason = f"of dQ, dK and dV one side is wanted, and {FUSED} would compute both"
+    return Decision(SPLIT, config, reason, "requested" if decision.basis == "requested" else "modelled", None, decision.others)
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
