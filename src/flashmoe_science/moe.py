@@ -39,8 +39,8 @@ def fused_moe(
     down_bias: torch.Tensor | None = None,
     transposed: bool = False,
     interleaved: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    alpha: float | None = None,
+    limit: float = 7,
     kernel: str | None = None,
     recompute: bool = False,
     weight_grads: tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
@@ -72,7 +72,7 @@ def fused_moe(
         gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H]; added before the activation and before the routing weight.
         transposed: the weights are [E, H, 2I] and [E, I, H], as in gpt-oss.
         interleaved: gates and ups alternate, as in gpt-oss.
-        alpha, limit: of "clamped_silu".
+        alpha, limit: of "clamped_silu"; ``alpha`` is 1.702 by default.
         kernel: serve by this kernel, of the forward or of the backward, or raise; by default the best for the problem.
         recompute: compute the pre-activations, [T * K, 2I], again in the backward instead of keeping them.
         weight_grads: tensors shaped as ``gate_up_proj`` (a pair joined) and ``down_proj``, fp32 or of their dtype, such as

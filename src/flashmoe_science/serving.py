@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
     v_descale: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -87,7 +87,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Attention of packed sequences of any lengths, one after another, with FlashAttention-3's signature and semantics.
@@ -95,7 +95,7 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, heads, head_dim]; k and v: [total_k, heads_kv, ...], or with ``block_table`` [pages, rows, heads_kv, ...].
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each sequence begins, and the total. The second may be None with
-            ``block_table`` and ``seqused_k``.
+            ``block_table`` and ``seqused_k``. Of rows after that total gradients are 0; the output may be anything on a GPU.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         seqused_q, seqused_k: int32 [batch], how many of each sequence's queries and keys take part; other rows give zeros.
         softmax_scale: of the scores; head_dim ** -0.5 by default.
@@ -225,7 +225,7 @@ def flash_attn_with_kvcache(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0,
     rotary_interleaved: bool = True,
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 0,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import machine_code
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -15,8 +18,10 @@ from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL as FUSED
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
-from flashmoe_science.ops.attention.call.backward import BackwardKernel
+from flashmoe_science.ops.attention.call.backward import BackwardKernel, Wanted
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
+from flashmoe_science.ops.launch import collect_builds
 
 REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 
@@ -51,6 +56,27 @@ REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:
     check(KERNEL, text, spills, newest, built)
+
+
+# Instructions of products over a tile: of scores and dP, of dV and of dK.
+@pytest.mark.parametrize(("text", "both", "each"), [("d128 bf16 causal", 64, 16), ("d256 bf16", 32, 4), ("d64 bf16", 16, 16)])
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (True, False, True), (True, True, False)])
+def test_what_is_not_wanted_is_not_multiplied(
+    text: str, both: int, each: int, wanted: tuple[bool, bool, bool], compiled: Callable[..., Any]
+) -> None:
+    problem, gpu = parse_problem(f"attnbwd b4 h16 q4096 {text}"), gpu_named("h200")
+    assert isinstance(problem, AttentionBackwardProblem)
+    config = KERNEL.configs(problem, gpu)[0]
+    with collect_builds(gpu) as jobs:
+        inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
+        CONTRACT.planned(KERNEL, config, replace(inputs, wanted=Wanted(*wanted)))
+    functions = [job.function.__name__ for job in jobs]
+    assert ("flashmoe_bwd_dq_gluon_sm90" in functions) == wanted[0]
+    names = [name for name, one in zip(Wanted._fields, wanted, strict=False) if one]
+    of_keys = jobs[functions.index("flashmoe_bwd_dkdv_gluon_sm90")]
+    ptx = compiled(of_keys, gpu, KERNEL.name, f"{problem}, {' '.join(names)}", config).asm["ptx"]
+    assert ptx.count("wgmma.mma_async") == both + each * sum(wanted[1:])
+    assert ("cp.async.bulk.tensor.2d.global" in ptx) == wanted[0]  # dS goes out
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: flash(Q, Q, Q, window_size=(4,)), TypeError, "window_size is (4,); it must be two"),  # type: ignore[arg-type]
     (lambda: flash(Q, Q, Q, softcap=-30.0), ValueError, "softcap is -30.0; it must be finite and at least 0.0"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), ValueError, "alibi_slopes has shape (2, 4); it must be (2, 8)"),
+    (lambda: flash(Q, Q, Q, alibi_slopes=t(16)[::2]), ValueError, "alibi_slopes has stride 2 in its last dimension; it must"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(8).half()), TypeError, "alibi_slopes has dtype torch.float16; it must be"),
     (
         lambda: flash(t(2, 4, 8, 16, requires_grad=True), Q, Q, 0.5, deterministic=True),

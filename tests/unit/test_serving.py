@@ -380,6 +380,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: packed(alibi_slopes=randn(3)), ValueError, "alibi_slopes has shape (2, 3); it must be (2, 4)"),
     (lambda: packed(alibi_slopes=0.5), TypeError, "alibi_slopes is a float; it must be a torch.Tensor"),
     (lambda: packed(s_aux=randn(3)), ValueError, "s_aux has shape (3,); it must be (4,)"),
+    (lambda: packed(s_aux=randn(1).expand(4)), ValueError, "s_aux has stride 0 in its last dimension; it must be contiguous"),
     (lambda: packed(k_descale=randn(2, 4)), ValueError, "k_descale is given and k has dtype torch.float32; it is for"),
     (lambda: packed(q_descale=randn(2, 4)), ValueError, "q_descale is given and q has dtype torch.float32; it is for"),
     (lambda: packed(num_splits=-1), ValueError, "num_splits is -1; it must be at least 0"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import signature
+from types import FunctionType
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe_science as fms
+from flashmoe_science import attention, moe, parallel, serving
+from flashmoe_science import packed as packed_functions
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.integrations import diffusers, flash_attn, flash_attn_interface
 from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.front.backward import autograd
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR
+from flashmoe_science.ops.moe.route import route
 
 
 @pytest.fixture
@@ -94,6 +102,42 @@ def test_a_checkpointed_block_attends_once_where_attention_is_kept(kept: bool, b
         checkpoint(block, x, use_reentrant=False, **options).sum().backward()
     assert calls.count == (1 if kept else 2)
     torch.testing.assert_close(x.grad, expected)
+
+
+def attends(x: torch.Tensor) -> torch.Tensor:
+    out = fms.flash_attn_func(*(3 * [x.view(1, -1, 2, 16)]), causal=True)
+    assert isinstance(out, torch.Tensor)
+    return out.view(x.shape) + fms.scaled_dot_product_attention(*(3 * [x[None]]))[0]
+
+
+def routes(x: torch.Tensor) -> torch.Tensor:
+    weights, ids = fms.route(x[:, :4], 2)
+    return fms.fused_moe(x, torch.ones(4, 16, 32), torch.ones(4, 32, 8), weights, ids)
+
+
+# PyTorch 2.13 and 2.14 look up a float that is an argument's default, or is in a global, in the first region's graph.
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [attends, routes])
+def test_regions_of_a_graph_that_is_compiled_for_any_length_are_checkpointed(block: Callable[..., torch.Tensor]) -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+    compiled = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (8, 12):
+        x = torch.randn(length, 32, requires_grad=True)
+        (expected,) = torch.autograd.grad(twice(x), x)
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
+
+
+def test_no_float_is_a_default_of_what_torch_compile_traces() -> None:
+    """See the test before."""
+    traced = [attention, packed_functions, serving, moe, flash_attn, flash_attn_interface, diffusers, parallel, route]
+    functions = [one for module in traced for one in vars(module).values() if isinstance(one, FunctionType)]
+    assert len({one.__name__ for one in functions} & {"flash_attn_func", "fused_moe", "route", "context_attention"}) == 4
+    for function in functions:
+        assert not any(type(one.default) is float for one in signature(function).parameters.values()), function.__qualname__
 
 
 def test_what_is_kept_for_the_backward_is_what_was_given_and_the_results(by_our_operator: None) -> None:

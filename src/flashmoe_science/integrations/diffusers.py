@@ -37,7 +37,7 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = 0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,

@@ -59,7 +59,7 @@ def flash_attn_func(
     v_descale: torch.Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0,
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,

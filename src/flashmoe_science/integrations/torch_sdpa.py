@@ -155,7 +155,7 @@ def _dense(original: _Original) -> Callable[..., Any]:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,
         is_causal: bool = False,
         return_debug_mask: bool = False,
         *,

@@ -43,7 +43,7 @@ def context_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     s_aux: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,

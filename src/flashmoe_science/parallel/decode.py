@@ -37,7 +37,7 @@ def context_decode(
     rotary_sin: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
-    softcap: float = 0.0,
+    softcap: float = 0,
     rotary_interleaved: bool = True,
     s_aux: torch.Tensor | None = None,
     kernel: str | None = None,

@@ -89,9 +89,9 @@ def _kept_at(base, row, x, WIDTH: gl.constexpr, FIRST: gl.constexpr):
 @gluon.jit
 def load_kept(base, row, acc, mask, WIDTH: gl.constexpr):
     """Sums that a wave before kept, or zeros: as ACC, of a tile of WIDTH columns."""
-    found = (gl.load(_kept_at(base, row, acc[0], WIDTH, 0), mask=mask, other=0.0),)
-    for n in gl.static_range(1, len(acc)):
-        found = found + (gl.load(_kept_at(base, row, acc[n], WIDTH, WIDTH // 2), mask=mask, other=0.0),)  # type: ignore[assignment]
+    found = ()
+    for n in gl.static_range(len(acc)):
+        found = found + (gl.load(_kept_at(base, row, acc[n], WIDTH, WIDTH // 2 * n), mask=mask, other=0.0),)  # type: ignore[assignment]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,14 @@ class Builds:
         return build
 
 
-def encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[Shape, ...]) -> tuple[Encoder, ...]:
-    every = zip(templates, shapes, strict=True)
-    return tuple(build.encoder(index, one, *shape) for index, (one, shape) in enumerate(every))
+def encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[Shape | None, ...]) -> tuple[Encoder, ...]:
+    """Of each descriptor, in order; of one that a launch has not, what gives None."""
+    numbers, every = count(), zip(templates, shapes, strict=True)
+    return tuple(_none if shape is None else build.encoder(next(numbers), one, *shape) for one, shape in every)
+
+
+def _none(_: Any) -> tuple[None]:
+    return (None,)
 
 
 def encoded(bound: Bound, tensors: tuple[Any, ...]) -> list[Any]:
@@ -68,9 +74,9 @@ def fitting(unfit: Sequence[bool], tensors: Sequence[Any]) -> list[Any]:
     return [one.clone(memory_format=torch.contiguous_format) if copied else one for one, copied in every]
 
 
-def rows_as_copied(shapes: Iterable[Shape], sequences: int) -> list[Shape]:
+def rows_as_copied(shapes: Iterable[Shape | None], sequences: int) -> list[Shape | None]:
     """Shapes and strides of rows; of packed ``sequences``, where there are any, such as end where a copy says."""
-    return [ragged(shape[1:], strides[1:]) if sequences else (shape, strides) for shape, strides in shapes]
+    return [ragged(*(of[1:] for of in one)) if sequences and one else one for one in shapes]
 
 
 def kind_of(lengths: Lengths) -> tuple[bool, ...]:

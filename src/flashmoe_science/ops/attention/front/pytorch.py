@@ -28,7 +28,7 @@ _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp 
 _SCORES_OF_A_CALL = 2**15  # what a call costs apart from its scores, in scores
 
 
-def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float = 0.0) -> Result:
+def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float = 0) -> Result:
     """softmax(cap(Q K^T * scale) + bias, masked, with the sinks) V, differentiable in Q, K, V, the sinks, slopes and biases.
 
     Args:

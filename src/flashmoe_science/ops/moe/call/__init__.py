@@ -68,7 +68,7 @@ class Options(NamedTuple):
     activation: str
     transposed: bool
     interleaved: bool
-    alpha: float
+    alpha: float | None
     limit: float
     kernel: str | None
     recompute: bool = False
@@ -272,6 +272,7 @@ def check_activation(activation: object, alpha: object, limit: object) -> None:
 def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) -> Activation:
     """The activation of weights as kernels take them."""
     function, _, interleaved, alpha, limit, *_ = options
+    alpha = 1.702 if alpha is None else alpha  # no default: what torch.compile traces has no float there
     check_activation(function, alpha, limit)
     rows, width = w1.shape[1], columns_of(w2)
     if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change

@@ -41,7 +41,7 @@ def route(
     selection_bias: torch.Tensor | None = None,
     groups: int = 1,
     top_k_groups: int | None = None,
-    scaling_factor: float = 1.0,
+    scaling_factor: float = 1,
 ) -> Routed:
     """The ``top_k`` best experts of each token, the best first, and their weights. All is computed in fp32, in fp64 for fp64.
 

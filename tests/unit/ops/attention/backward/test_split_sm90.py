@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -32,6 +33,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     waves_in_order,
     waves_of,
 )
+from flashmoe_science.ops.attention.call.backward import Wanted
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
@@ -182,6 +184,65 @@ def test_the_source_is_right(text: str, budget: int, uncompiled: None, monkeypat
     monkeypatch.setattr(waves_module, "BUDGET", budget)
     problem = parse(f"attnbwd {text}")
     assert examine(KERNEL, KERNEL.configs(problem, H100)[0], problem, CONTRACT, torch.device("cpu")) == []
+
+
+def check_some_wanted(text: str, device: torch.device) -> None:
+    """Whatever is asked for has the bits that it has beside all others."""
+    problem = parse(f"attnbwd {text}")
+    every = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(1)))
+    config = KERNEL.configs(problem, H100)[0]
+    whole = CONTRACT.planned(KERNEL, config, every)(every)
+    for dq, dk, dv in product((True, False), repeat=3):
+        some = replace(every, wanted=every.wanted._replace(dq=dq, dk=dk, dv=dv))
+        with allocations(True) as guards:  # memory full of NaN
+            found = CONTRACT.planned(KERNEL, config, some)(some)
+        assert guards is None or not guards.overrun()
+        for wanted, one, other in zip(some.wanted, found, whole, strict=True):
+            assert (one is not None) == (wanted and other is not None)
+            assert one is None or torch.equal(one, other)
+
+
+PARTLY = (
+    "b2 h2 hk1 q300 k200 d64 bf16 causal",
+    "b2 h1 q300 k130 d256 bf16 left90 sinks",
+    "b3 h2 hk1 q400 d128 bf16 causal bshd sinks packed",
+    "b1 h1 q200 k130 d80 dv72 bf16 causal softcap3",
+    "b1 h2 hk1 q200 k300 d192 dv128 bf16 causal",
+)
+
+
+@pytest.mark.parametrize("budget", SMALL_BUDGETS[::3])
+@pytest.mark.parametrize("text", PARTLY)
+def test_what_is_not_wanted_changes_no_bit(text: str, budget: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waves_module, "BUDGET", budget)
+    check_some_wanted(text, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("text", PARTLY)
+def test_what_is_not_wanted_changes_no_bit_on_a_gpu(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for budget in SMALL_BUDGETS[::3]:
+        monkeypatch.setattr(waves_module, "BUDGET", budget)
+        check_some_wanted(text, torch.device("cuda"))
+
+
+def test_without_dq_there_is_no_workspace_and_one_launch_over_keys(uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16384 queries dS has more than one wave; of sinks alone there is neither kernel."""
+    problem, launched, parts = parse("attnbwd b1 h4 q16384 d128 bf16 sinks"), Counter[str](), []
+    monkeypatch.setattr(gluon_interpreter.Build, "bound", lambda build, *rest: launched.update([build._function.__name__]))
+    monkeypatch.setattr(launch, "workspace_allocator", lambda on_gpu, every: parts.append(every[3][0]))
+    inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
+    launcher = KERNEL.plan(inputs, KERNEL.configs(problem, H100)[0])  # type: ignore[misc]  # it has one
+    one = sizes_of(problem, KERNEL.configs(problem, H100)[0])
+    waves = len(waves_in_order(waves_of(one, 132), one))
+    assert waves > 1
+    for dq, dk, dv in product((True, False), repeat=3):
+        launched.clear()
+        launcher.bind(inputs.tensors, inputs.saved, inputs.options, Wanted(dq, dk, dv, True))
+        assert launched["flashmoe_bwd_dkdv_gluon_sm90"] == (waves if dq else dk or dv)
+        assert launched["flashmoe_bwd_dq_gluon_sm90"] == (waves if dq else 0)
+        assert launched["flashmoe_bwd_dsinks_triton"] == 1
+        assert (parts[-1] > 0) == dq
 
 
 @pytest.mark.slow

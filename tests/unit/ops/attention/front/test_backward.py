@@ -254,6 +254,23 @@ def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
         assert choose_backward(with_sinks, options._replace(deterministic=True)).kernel == kernel
 
 
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True), (True, False, True)])
+def test_what_is_frozen_is_not_computed_by_the_fused_kernel(wanted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "known_table", lambda: Table(()))
+    monkeypatch.setattr(choose, "DECISIONS", {})
+    q, k, v = (torch.empty(2, 16, 2048, 128, dtype=torch.bfloat16, requires_grad=one) for one in wanted)
+    one_side = not (wanted[0] and any(wanted[1:]))
+    with assume(H200):
+        every = choose_backward(Tensors(q, q, q), Options(deterministic=True))
+        chosen = choose_backward(Tensors(q, k, v), Options(deterministic=True))
+        named = choose_backward(Tensors(q, k, v), Options(kernel="bwd_fused_gluon_sm90"))
+        of_sinks = Tensors(q.detach(), q.detach(), q.detach(), sinks=torch.zeros(16, requires_grad=True))
+        assert choose_backward(of_sinks, Options(deterministic=True)).kernel == "bwd_gluon_sm90"
+    assert every.kernel == named.kernel == "bwd_fused_gluon_sm90"
+    assert (chosen.kernel, chosen.basis) == ("bwd_gluon_sm90" if one_side else "bwd_fused_gluon_sm90", every.basis)
+    assert ("one side is wanted" in chosen.reason) == one_side
+
+
 def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = parse("attnbwd b2 h16 q2048 d128 bf16")
     (config,) = next(one for one in ours() if one.name == "bwd_gluon_sm90").configs(measured, H200)

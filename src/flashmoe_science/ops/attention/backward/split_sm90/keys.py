@@ -49,7 +49,7 @@ _SLOTS = gl.constexpr(2)  # of a consumer's dS: one is copied out while the next
 
 
 class Tensors(NamedTuple):
-    """Of each tensor its TMA descriptor, or its tiles in shared memory."""
+    """Of each tensor its TMA descriptor, None of a result that is not asked for; or its tiles in shared memory."""
 
     q: Any  # [STAGES, 1, 1, BLOCK_M, D]
     dout: Any  # [STAGES, 1, 1, BLOCK_M, DV]
@@ -222,9 +222,9 @@ def _step(
     p16 = p.to(smem.dout.dtype)
     if scales.cap is not None:
         p *= -4.0 * half * (1.0 + half)  # 1 - tanh^2
-    if CONSUMERS == 2:
+    if descs.v is not None and CONSUMERS == 2:
         dv = start_columns(p16, dout, dv, SECOND.dv, True)
-    else:
+    elif descs.v is not None:
         smem.p.store(p16)
         fence_async_shared()
         barrier()
@@ -235,10 +235,13 @@ def _step(
     ds_smem.store(ds)
     fence_async_shared()
     barrier()
-    dk = start_columns(ds_smem, q, dk, SECOND.qk)
-    tma_store(descs.ds, [space_row, 0], ds_smem)
-    done = wait_for_columns(0, dk + dv)
-    dk, dv = done[: len(dk)], done[len(dk) :]
+    if descs.k is not None:
+        dk = start_columns(ds_smem, q, dk, SECOND.qk)
+    if descs.ds is not None:
+        tma_store(descs.ds, [space_row, 0], ds_smem)
+    if len(dk + dv) > 0:
+        done = wait_for_columns(0, dk + dv)
+        dk, dv = done[: len(dk)], done[len(dk) :]
     tma.store_wait(_SLOTS - 1)  # the slot that the next step takes; the barrier of the arrival tells all warps
     mbarrier.arrive(barriers.empty.index(stage))
     return dk, dv
@@ -248,13 +251,11 @@ def _step(
 def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constexpr, SECOND: gl.constexpr, MASKS: gl.constexpr):
     """A consumer: KEYS keys."""
     CONSUMERS: gl.constexpr = smem.k.shape[0]
-    scales = Scales(scale * 1.4426950408889634, softcap)
-    if softcap is not None:
-        scales = capped_scales(scale, softcap)
+    scales = Scales(scale * 1.4426950408889634, softcap) if softcap is None else capped_scales(scale, softcap)
     D: gl.constexpr = smem.k.shape[-1]
     DV: gl.constexpr = smem.v.shape[-1]
-    dk = no_columns(KEYS, D, SECOND.qk, 4, 3 - CONSUMERS)
-    dv = no_columns(KEYS, DV, SECOND.dv, 4, 3 - CONSUMERS)
+    dk = () if descs.k is None else no_columns(KEYS, D, SECOND.qk, 4, 3 - CONSUMERS)
+    dv = () if descs.v is None else no_columns(KEYS, DV, SECOND.dv, 4, 3 - CONSUMERS)
     if kept.dk is not None:
         resumes = _resumes(work)
         dk = load_kept(kept.dk, kept.row + PART * KEYS, dk, resumes, D)
@@ -294,14 +295,18 @@ def _consume(descs, smem, barriers, work, kept, scale, softcap, PART: gl.constex
 def _write(dk, dv, descs, smem, work, scale, PART: gl.constexpr, SECOND: gl.constexpr):
     """Write dK and dV, by way of the memory of K and V."""
     barrier()
-    put(as_matrix(smem.k, PART), scaled(dk, scale), SECOND.qk)
-    put(as_matrix(smem.v, PART), dv, SECOND.dv)
+    if descs.k is not None:
+        put(as_matrix(smem.k, PART), scaled(dk, scale), SECOND.qk)
+    if descs.v is not None:
+        put(as_matrix(smem.v, PART), dv, SECOND.dv)
     fence_async_shared()
     barrier()
     origin = origin_of(None if work.band is None else work.sequence.every_key, work.batch, work.head)
     row = work.first_key + PART * KEYS
-    tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
-    tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
+    if descs.k is not None:
+        tma_store(descs.k, coordinates(origin, row, 0), smem.k.index(PART))
+    if descs.v is not None:
+        tma_store(descs.v, coordinates(origin, row, 0), smem.v.index(PART))
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -352,10 +357,11 @@ def flashmoe_bwd_dkdv_gluon_sm90(
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS] + v_desc.block_type.shape, v_desc.layout)
-    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS * _SLOTS, KEYS, BLOCK_M], ds_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], q_desc.dtype)
+    ds_smem = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS * _SLOTS, KEYS, BLOCK_M], ds_layout)
     p_smem = ds_smem
     if CONSUMERS == 1:
-        p_smem = gl.allocate_shared_memory(q_desc.dtype, [KEYS, BLOCK_M], ds_desc.layout)
+        p_smem = gl.allocate_shared_memory(q_desc.dtype, [KEYS, BLOCK_M], ds_layout)
     full, empty = make_barriers(STAGES, CONSUMERS)
     keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys, count=1)

@@ -28,6 +28,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     Space,
     Wave,
+    Waves,
     grids_of,
     space_of,
     waves_in_order,
@@ -43,6 +44,7 @@ from flashmoe_science.ops.attention.call.backward import (
     Wanted,
     gradients_like,
 )
+from flashmoe_science.ops.attention.call.outputs import TensorLike
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, sequences
 from flashmoe_science.ops.attention.device.launch import element_pointer
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
@@ -54,7 +56,8 @@ _REGISTERS_OF_TWO = 128  # at launch of two warpgroups, of which two programs sh
 
 
 class SplitBackwardLauncher(BackwardLauncher):
-    """The kernels with a config; see BackwardLauncher. Whatever is wanted, dK and dV are computed."""
+    """The kernels with a config; see BackwardLauncher. What is not wanted is not computed, nor what only it needs: without dQ
+    there is no workspace of dS."""
 
     def __init__(self, inputs: BackwardInputs, config: Config) -> None:
         gpu = current_gpu(inputs.tensors.q.device)
@@ -77,17 +80,19 @@ class SplitBackwardLauncher(BackwardLauncher):
         (batch, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
         packed = (0, 0) if tensors.cu_seqlens_q is None else (sequences(tensors), options.max_seqlen_q)
         sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys, *packed)
-        waves = waves_of(sizes, self._sm_count)
-        space, each, every = space_of(waves, sizes), waves_in_order(waves, sizes), gradients_like(tensors, Wanted())
-        of_sinks = gradients_like(tensors, wanted).dsinks
+        every = gradients_like(tensors, wanted)
+        waves = waves_of(sizes, self._sm_count) if wanted.dq else Waves(batch * heads_kv, sizes.steps, sizes.tiles)
+        space, each = space_of(waves, sizes), waves_in_order(waves, sizes) if any(wanted[:3]) else []
+        space = space if wanted.dq else space._replace(ds=0)
+        space = space if wanted.dk or wanted.dv else space._replace(dk=0, dv=0)
         unfit = [is_unfit(one) for one in (*tensors[:3], saved.dout)]
         q, k, v, dout = fitting(unfit, (*tensors[:3], saved.dout))
-        sinks = element_pointer(None if of_sinks is None else tensors.sinks)
+        sinks = element_pointer(None if every.dsinks is None else tensors.sinks)
         sum_rows = bind_rows(self._builds, saved._replace(dout=dout), sizes, sinks)
         add_sinks = None if sinks is None else bind_sinks(self._builds, sinks, sizes, ROWS)
         lengths = tuple(map(element_pointer, tensors[3:6]))
         of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
-        of_queries = self._bind_queries(k, lengths, every, sizes, space, each)
+        of_queries = None if every.dq is None else self._bind_queries(k, lengths, every.dq, sizes, space, each)
         sums = (batch * heads * sizes.padded, torch.float32)
         partials = (sums[0] // ROWS, torch.float32)
         parts = [sums, sums, partials, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
@@ -96,8 +101,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         keeps = [count > 0 for count in space[1:]]
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
-            dq, dk, dv = (new(*one) for one in every[:3] if one is not None)
-            dsinks = None if of_sinks is None else new(*of_sinks)
+            made = Gradients(*(None if one is None else new(*one) for one in every))
             memory, lse, delta, partials, ds, *kept = take()  # kept alive until the last launch
             dk_kept, dv_kept, dq_kept = (one if needed else None for one, needed in zip(kept, keeps, strict=True))
             out, given_lse, dout, dlse = saved
@@ -108,15 +112,16 @@ class SplitBackwardLauncher(BackwardLauncher):
                 sum_rows(*numbers, None, lse, delta, None, None)
             else:
                 sum_rows(*numbers, argument(tensors[9]), lse, delta, partials, None)
-                add_sinks(partials, argument(dsinks))
-            first = (*encoded(of_keys, (q, k, v, dout, lse, delta, ds, dk, dv)), dk_kept, dv_kept, *lengths, scale, cap)
-            second = (*encoded(of_queries, (ds, k, dq)), dq_kept, *lengths, scale)
-            for start_keys, start_queries in zip(of_keys.starts, of_queries.starts, strict=True):
+                add_sinks(partials, argument(made.dsinks))
+            given = (q, k, v, dout, lse, delta, ds, made.dk, made.dv)
+            first = (*encoded(of_keys, given), dk_kept, dv_kept, *lengths, scale, cap)
+            second = () if of_queries is None else (*encoded(of_queries, (ds, k, made.dq)), dq_kept, *lengths, scale)
+            for number, start_keys in enumerate(of_keys.starts):
                 start_keys(*first)
-                if wanted.dq:
-                    start_queries(*second)
+                if of_queries is not None:
+                    of_queries.starts[number](*second)
             del memory
-            return Gradients(dq if wanted.dq else None, dk if wanted.dk else None, dv if wanted.dv else None, dsinks, None)
+            return made
 
         return launch
 
@@ -127,10 +132,14 @@ class SplitBackwardLauncher(BackwardLauncher):
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
         constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS, *self._seconds)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
+        of_ds = _tiles_of(space, sizes) if space.ds else None
+        gradients = [None if one is None else (one.shape, one.strides) for one in every[1:3]]
+        absent = tuple([one is None for one in (of_ds, *gradients)])
+        templates = (*self._of_keys[:6], *(None if no else one for no, one in zip(absent, self._of_keys[6:], strict=True)))
         of_band = sizes.of_band
         cap = 0.5 if self._problem.features.softcap else None
-        arguments = (*self._of_keys, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
-        key, options = (masks, space.dk > 0, *kind_of(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        arguments = (*templates, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
+        key, options = (masks, space.dk > 0, absent, *kind_of(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
         build = self._builds.get(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
         starts, unit = [], sizes.band or 1
@@ -139,13 +148,11 @@ class SplitBackwardLauncher(BackwardLauncher):
             numbers = (wave.first_head, *steps, wave.first_tile, wave.tiles)
             starts.append(build.bound(grids_of(wave, sizes)[0], *fixed, *numbers, *of_band, *constexprs))
         sums = ((sizes.batch * sizes.heads_kv * sizes.group * sizes.padded,), (1,))
-        gradients = ((one.shape, one.strides) for one in every[1:3] if one is not None)
         rows, of_gradients = (rows_as_copied(some, sizes.sequences) for some in (map(shape_of, given), gradients))
-        shapes = (*rows, sums, sums, _tiles_of(space, sizes), *of_gradients)
-        return Bound(starts, encoders(build, self._of_keys, shapes))
+        return Bound(starts, encoders(build, templates, (*rows, sums, sums, of_ds, *of_gradients)))
 
     def _bind_queries(
-        self, k: torch.Tensor, lengths: Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
+        self, k: torch.Tensor, lengths: Lengths, of_dq: TensorLike, sizes: Sizes, space: Space, each: list[Wave]
     ) -> Bound:
         warps = self._config["warps_dq"]
         constexprs = (warps, self._config["stages_dq"], sizes.block_n, PRODUCER_REGISTERS, self._seconds[0])
@@ -159,8 +166,7 @@ class SplitBackwardLauncher(BackwardLauncher):
             keys = (wave.first_tile * sizes.block_n, (wave.first_tile + wave.tiles) * sizes.block_n)
             numbers = (wave.first_head, sizes.queries(wave.first_step) // QUERIES, *keys, wave.tiles)
             starts.append(build.bound(grids_of(wave, sizes)[1], *fixed, *numbers, *of_band, *constexprs))
-        assert every.dq is not None
-        shapes = (_tiles_of(space, sizes), *rows_as_copied((shape_of(k), (every.dq.shape, every.dq.strides)), sizes.sequences))
+        shapes = (_tiles_of(space, sizes), *rows_as_copied((shape_of(k), (of_dq.shape, of_dq.strides)), sizes.sequences))
         return Bound(starts, encoders(build, self._of_queries, shapes))
 
 

@@ -87,7 +87,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         of_keys = self._bind_keys(tensors, sizes, of_gradients.dk is not None, of_gradients.dv is not None)
         of_queries = self._bind_queries(tensors, sizes) if wanted.dq else None
         of_bias = self._bind_bias(tensors, sizes) if wanted.dbias else None
-        new, softcap = allocator(tensors.q.device.type == "cuda"), options.softcap
+        new, softcap = allocator(tensors.q.device.type == "cuda"), float(options.softcap)
 
         def launch(tensors: Given, saved: Given, scale: float) -> Gradients:
             made = [None if one is None else new(*one) for one in of_gradients]

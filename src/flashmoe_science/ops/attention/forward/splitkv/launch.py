@@ -123,7 +123,7 @@ class SplitLauncher(Launcher):
         grows = not self._ragged and all(one is None for one in (tensors.bias, tensors.prefix, tensors.k_scale))
         by_keys: Cache[tuple[int, bool], _Kernels] = Cache(MAX_CALLS)
         by_keys[-(-capacity // KEY_CLASS), capacity % self._block_n == 0] = kernels
-        softcap = options.softcap
+        softcap = float(options.softcap)
 
         def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
             q, k, v, *rest = [None if one is None else address(one) for one in tensors]

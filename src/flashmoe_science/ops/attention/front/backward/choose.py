@@ -18,7 +18,7 @@ from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
-from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED, SPLIT
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
@@ -88,12 +88,28 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         key = (problem, gpu, kernel, asked, rival)
         if key not in DECISIONS:
             DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
-        return DECISIONS[key]
+        decision = DECISIONS[key]
+        return _of_one_side(decision, problem, gpu) if kernel is None and _wants_one_side(tensors) else decision
     except (CannotServe, ProblemError) as error:
         if named or by_option:
             without = f"{PYTORCH!r} can" if named else f"without it {PYTORCH!r} can"
             raise CannotServe(f"{asked} and {GRADIENTS}: {error}; {without}, or call it under torch.no_grad()") from error
         return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
+
+
+def _wants_one_side(tensors: Tensors) -> bool:
+    """Whether gradients are asked for, but not of both queries and keys or values."""
+    of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
+    return tensors.needs_grad() and not (of_queries and any(of_keys))
+
+
+def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Device) -> Decision:
+    """The decision for the split kernel in place of the fused one, which would compute the other side too."""
+    if decision.kernel != FUSED:
+        return decision
+    config = asked_backward(problem, gpu, SPLIT, "").config
+    reason = f"of dQ, dK and dV one side is wanted, and {FUSED} would compute both"
+    return Decision(SPLIT, config, reason, "requested" if decision.basis == "requested" else "modelled", None, decision.others)
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:

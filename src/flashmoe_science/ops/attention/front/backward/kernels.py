@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardKernel
 
 FALLBACK = "sdpa_bwd"  # PyTorch's own, as a user calls it
+FUSED = "bwd_fused_gluon_sm90"  # it computes dQ, dK and dV whatever is asked for
+SPLIT = "bwd_gluon_sm90"  # it computes what is asked for, of all problems that the fused one serves
 FLASH = sdpa_backward.FLASH  # FlashAttention 2's, of PyTorch's flash backend
 PEERS: tuple[BackwardKernel, ...] = (*sdpa_backward.KERNELS, *fa4_backward.KERNELS)
 
