@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.forked import on_ranks
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.parallel import positions, shard
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    run("ranks", ranks, tmp_path)
+    on_ranks(ranks, run_module, "ranks", ranks, str(tmp_path / "ranks"))
 
 
 def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path) -> None:
@@ -41,16 +43,22 @@ def test_keys_pass_round_our_kernels_as_round_pytorch_s(tmp_path: Path) -> None:
 
 def test_experts_of_transformers_on_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
-    run("transformers_ranks", 2, tmp_path)
+    on_ranks(2, run_module, "transformers_ranks", 2, str(tmp_path / "ranks"))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.redundant])])
 def test_experts_of_torchtitan_on_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    run("torchtitan_ranks", ranks, tmp_path)
+    on_ranks(ranks, run_module, "torchtitan_ranks", ranks, str(tmp_path / "ranks"))
+
+
+def run_module(rank: int, module: str, ranks: int, file: str) -> None:
+    """One rank, in whose process alone the module is imported."""
+    import_module(f"tests.unit.parallel.{module}").main(rank, ranks, file)
 
 
 def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
-    """Start so many processes of a module of this folder, none of which may find anything wrong."""
+    """Start so many processes of a module of this folder, none of which may find anything wrong, with more in
+    their environment."""
     command = [sys.executable, "-m", f"tests.unit.parallel.{module}"]
     started = [
         subprocess.Popen(
