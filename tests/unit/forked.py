@@ -8,11 +8,8 @@ from multiprocessing import set_forkserver_preload
 
 from torch.multiprocessing import start_processes
 
-# What cannot be imported is left out.
-IMPORTED = ["flashmoe_science.moe", "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
-
 
 def on_ranks(ranks: int, function: Callable[..., None], *given: object) -> None:
     """Call the function of a module with each rank, and with what is given, in a process of its own. Raises what one raises."""
-    set_forkserver_preload(IMPORTED)
+    set_forkserver_preload(["tests.unit.imported"])
     start_processes(function, given, nprocs=ranks, start_method="forkserver")
