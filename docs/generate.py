@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import support_matrix
@@ -27,6 +28,7 @@ from picture import picture
 import flashmoe_science
 from flashmoe_science import parallel, proof
 from flashmoe_science.cli.main import COMMANDS
+from flashmoe_science.cli.main import main as flashmoe
 from flashmoe_science.judge.standing import JudgedRun
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,12 +47,15 @@ def cli_page() -> str:
 
 
 def _help(command: str) -> str:
-    environment = {**os.environ, "COLUMNS": str(HELP_WIDTH + 2), "NO_COLOR": "1"}
-    words = [sys.executable, "-m", "flashmoe_science", *command.split(), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode != 0:
-        sys.exit(f"docs: flashmoe {command} --help failed: {done.stderr.strip()}")
-    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    os.environ.update({"COLUMNS": str(HELP_WIDTH + 2), "NO_COLOR": "1"})
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            flashmoe([*command.split(), "--help"])
+    except SystemExit as ended:
+        if ended.code:
+            sys.exit(f"docs: flashmoe {command} --help failed")
+    return "\n".join(line.rstrip() for line in printed.getvalue().strip().splitlines())
 
 
 def api_page() -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from multiprocessing import get_context
 from random import Random
 from typing import Any
@@ -18,14 +19,16 @@ from typing import Any
 import torch
 from tests.harness.honest_kernels import ATTENTION, EXPERTS, EXPERTS_IN_FORMATS
 
-from flashmoe_science.contract import built_in
+from flashmoe_science.contract import Contract, built_in
+from flashmoe_science.measure import oracle
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.inputs import Case, Memory
+from flashmoe_science.measure.inputs import Case, Memory, Tensors, make
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.worker import calls
 from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.problem import Problem
 from flashmoe_science.processes import processors
 
 LOOKS = 24  # outputs of timed calls that a run looks at: of a control and three rivals, six each
@@ -100,10 +103,23 @@ def runs(first: int, count: int) -> Iterator[tuple[str, list[str]]]:
         yield f"{name} on '{problem}', seed {number}", judges[op].run(kernels[name], problem, number)
 
 
+@lru_cache(1)
+def _made(contract: Contract, problem: Problem, device: torch.device, case: Case) -> Tensors:
+    return make(contract, problem, device, case)
+
+
+def _made_once(contract: Contract, problem: Problem, device: torch.device, case: Case) -> Tensors:
+    """The inputs of a case: a copy for the kernel and one for the oracle, which two processes make each for itself."""
+    if case.variant:  # whose tensors lie in memory in ways that a copy would not have
+        return make(contract, problem, device, case)
+    return {name: one.clone() for name, one in _made(contract, problem, device, case).items()}
+
+
 def condemned(first: int, count: int) -> list[tuple[str, list[str]]]:
     """Those of the draws that were condemned, with the reasons."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
+    calls.make = oracle.make = _made_once
     calls.Calls._settle = lambda self: 0.0  # type: ignore[method-assign]  # nothing works on after these calls
     return [(what, reasons) for what, reasons in runs(first, count) if reasons]
 

@@ -302,11 +302,8 @@ NOT_IN_OURS = {
 WORDS_IN_OURS: dict[str, tuple[str, ...]] = {
     "right_on_zeros_only": ("maximum error",),
     "output_not_written": ("maximum error|NaN or infinite",),
-    "returns_its_input": ("changed its inputs",),
     "works_on_a_thread": ("maximum error",),
     "burns_the_other_cores": ("threads of its own go on",),
-    "wrong_now_and_then": ("maximum error",),  # which call is the fiftieth rests on how many the quick bench makes
-    "drifts": ("maximum error",),  # the quick bench comes before the exam
-    # which call is the thousandth rests on it too: one of the exam, or of a sample
+    # which call is the thousandth rests on how many the exam makes: one of its own, or of a sample
     "skips_after_many_calls": ("skips work when it is timed|in the memory of its earlier output|output of an earlier call",),
 }

@@ -1,4 +1,4 @@
-"""The judge condemns no honest kernel: 100 whole runs, of which ``make honest`` makes 10,000."""
+"""The judge condemns no honest kernel: 200 whole runs, of which ``make honest`` makes 10,000."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.harness.honest_kernels import by_broadcasting, in_order
 
 @pytest.mark.slow
 def test_no_honest_kernel_is_condemned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(100) == 0, capsys.readouterr().out
+    assert main(200) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("operation", "kernel", "problem"), [

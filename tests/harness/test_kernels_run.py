@@ -172,11 +172,28 @@ def test_a_kernel_that_runs_out_of_memory_itself_does_not_run(run) -> None:
     assert "does not run: OutOfMemoryError: CUDA out of memory. Tried to allocate 14.00 GiB.; raised by the kernel" in reason
 
 
-def test_inputs_that_no_clock_finds_memory_for_are_no_fault(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "eager_sampler", out_of_memory)
+@pytest.mark.parametrize(("first", "refused"), [(0, "planted"), (1, "sdpa")])
+def test_inputs_that_no_clock_finds_memory_for_are_no_fault(
+    run, monkeypatch: pytest.MonkeyPatch, first: int, refused: str
+) -> None:
+    def sampler(bench: Bench, call: object, inputs: object, **how: object) -> Sampler:
+        return out_of_memory() if next(prepared) == first else Sampler("eager", 1, lambda: 1.0)
+
+    prepared = count()
+    monkeypatch.setattr(clocks, "eager_sampler", sampler)
     outcome, rows = run(kernel())
-    assert {(row.kernel, row.stage) for row in rows.of(RefusalRow)} == {("planted", "timing"), ("sdpa", "timing")}
+    assert {(row.kernel, row.stage) for row in rows.of(RefusalRow)} == {(refused, "timing")}
     assert outcome.exit_code == ExitCode.NO_NUMBER
+
+
+def test_of_a_wrong_kernel_no_clock_is_asked_nor_a_rival(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        return (honest if inputs.problem != PROBLEM else wrong_lse)(inputs, config)
+
+    monkeypatch.setattr(clocks, "eager_sampler", None)
+    _, rows = run(kernel(run=wrong))
+    assert "sdpa" not in {row.kernel for row in rows.of(CorrectnessRow)}
+    assert {stage for stage, _ in rows.refusals()} == {"correctness"}
 
 
 def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.unit.forked import on_ranks
 from tests.unit.integrations.test_transformers import TOKENS, model_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -86,7 +87,7 @@ def rank(number: int, store: str, kept: bool) -> None:
 
 @pytest.mark.parametrize("kept", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_of_two_processes_is_that_of_one(kept: bool, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(rank, (str(tmp_path / "store"), kept), nprocs=2)
+    on_ranks(2, rank, str(tmp_path / "store"), kept)
 
 
 def of_rows(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -118,4 +119,4 @@ def rank_of_transformers(number: int, store: str, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-moe", pytest.param("gpt-oss", marks=[pytest.mark.slow, pytest.mark.redundant])])
 def test_a_step_of_a_model_of_transformers_is_that_of_eager(family: str, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(rank_of_transformers, (str(tmp_path / "store"), family), nprocs=2)
+    on_ranks(2, rank_of_transformers, str(tmp_path / "store"), family)

@@ -154,17 +154,23 @@ class ProblemRun:
         self.contract, self.comparer = built_in(on.problem.op), Comparer(on)
 
     def go(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
-        """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
-        ours, theirs = self._fastest(subjects, True), self._fastest(rivals, False)
-        ours = [one for one in ours if self._passes(one.entry)]
+        """Measure; rivals where a subject is right. Raises BudgetSpent between two steps when the deadline has passed."""
+        right = self._right(subjects, True)
+        alone = len({one.name for one in right}) == len(right)  # no configs to choose among by time
+        if alone:
+            right = [one for one in right if self._passes(one)]
+        ours = [one for one in self._fastest(right) if alone or self._passes(one.entry)]
         if ours:
-            self._timed(ours, theirs)
+            self._timed(ours, self._fastest(self._right(rivals, False)))
 
-    def _fastest(self, every: Sequence[Entry], are_subjects: bool) -> list[Timed]:
-        """The fastest config of each that is right and launches what it promised, the fastest one first."""
+    def _right(self, every: Sequence[Entry], are_subjects: bool) -> list[Entry]:
+        """The configs of each that are right and launch what they promised."""
         request = self.session.request
         tried = [entry for one in every if self.on.serves(one) for entry in one.with_configs(self.problem, self.gpu, request)]
-        right = [one for one in tried if self.on.runs(one, examined_later=are_subjects and one.origin == "ours")]
+        return [one for one in tried if self.on.runs(one, examined_later=are_subjects and one.origin == "ours")]
+
+    def _fastest(self, right: Sequence[Entry]) -> list[Timed]:
+        """The fastest config of each, the fastest one first."""
         timed = self.comparer.ranked(right, "eager" if self.gpu is None else "graph")
         if timed:
             text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)

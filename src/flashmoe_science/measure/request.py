@@ -255,15 +255,15 @@ def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, sub
     """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
     time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
     contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
-    kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
-    entries = {name: Entry(name, name) for name in (*own, PLAIN)}
-    entries |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
+    peers = operation(op).peers() if is_operation(op) else ()
+    entries = {name: Entry(name, name) for name in (*own, PLAIN)} | {one.name: of_kernel(one) for one in peers}
     if request.against and ALL not in request.against:
+        if is_operation(op) and not entries.keys() >= {*request.against}:  # ours import Triton
+            entries = {one.name: of_kernel(one) for one in operation(op).ours()} | entries
         chosen = [_named(name, op, entries) for name in dict.fromkeys(request.against)]
     else:
-        peers = [one for one in kernels.values() if one.origin == "peer"]
         if not (request.full or request.against):
-            peers = [one for one in peers if (one.on_cpu if device is None else not one.slow)]
+            peers = tuple(one for one in peers if (one.on_cpu if device is None else not one.slow))
         chosen = [*(entries[name] for name in own), *map(of_kernel, peers)] or [entries[PLAIN]]
     names = {one.name for one in subjects}
     rivals = tuple(one for one in chosen if one.name not in names)

@@ -28,7 +28,7 @@ class Plan:
         self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
         builds = self.bench.gpu is None and not request.functions
         ops = {group.op for group in self.groups}
-        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
+        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if one.op in ops) if builds else ()
         # Without a GPU kernels of ours that are named are built, and there is nothing of them to time.
         built = {one.name for one in self.to_build} if request.kernel else set()
         self.timed = () if request.functions or (built and built >= set(request.kernel)) else self.groups

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.forked import on_ranks
 from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.parallel import positions, shard
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -26,42 +22,32 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    run("ranks", ranks, tmp_path)
+    on_ranks(ranks, run_module, "ranks", ranks, str(tmp_path / "ranks"))
 
 
-def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path) -> None:
-    run("shared_ranks", 2, tmp_path, TRITON_INTERPRET="1")
+def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path, interpreted: Interpreter) -> None:
+    assert interpreted("parallel/interpreted_ranks.py", "shared_ranks", "2", str(tmp_path / "ranks")) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.redundant  # of a ring by PyTorch's operators there are cases in what every rank count runs
-def test_keys_pass_round_our_kernels_as_round_pytorch_s(tmp_path: Path) -> None:
-    run("ring_ranks", 2, tmp_path, TRITON_INTERPRET="1")
+def test_keys_pass_round_our_kernels_as_round_pytorch_s(tmp_path: Path, interpreted: Interpreter) -> None:
+    assert interpreted("parallel/interpreted_ranks.py", "ring_ranks", "2", str(tmp_path / "ranks")) == 2
 
 
 def test_experts_of_transformers_on_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
-    run("transformers_ranks", 2, tmp_path)
+    on_ranks(2, run_module, "transformers_ranks", 2, str(tmp_path / "ranks"))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.redundant])])
 def test_experts_of_torchtitan_on_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    run("torchtitan_ranks", ranks, tmp_path)
+    on_ranks(ranks, run_module, "torchtitan_ranks", ranks, str(tmp_path / "ranks"))
 
 
-def run(module: str, ranks: int, folder: Path, **environment: str) -> None:
-    """Start so many processes of a module of this folder, none of which may find anything wrong."""
-    command = [sys.executable, "-m", f"tests.unit.parallel.{module}"]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder / "ranks")], env=os.environ | environment,
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    ended = [(*process.communicate(timeout=300), process.returncode) for process in started]
-    assert [code for _, _, code in ended] == [0] * ranks, "\n".join(complained[-2000:] for _, complained, _ in ended)
-    assert [json.loads(printed.splitlines()[-1]) for printed, _, _ in ended] == [{}] * ranks
+def run_module(rank: int, module: str, ranks: int, file: str) -> None:
+    """One rank, in whose process alone the module is imported."""
+    import_module(f"tests.unit.parallel.{module}").main(rank, ranks, file)
 
 
 def test_virtual_ranks_take_and_write_what_is_theirs(interpreted: Interpreter) -> None:

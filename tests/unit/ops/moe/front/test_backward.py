@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from tests.unit.forked import on_ranks
 from tests.unit.ops.moe.cases import CASES, Case, changed, inputs_of, reference
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -367,8 +368,7 @@ def train_layers(rank: int, make: Callable[[], torch.nn.Module]) -> None:
 
 
 def test_weights_that_fsdp2_frees_between_the_passes(tmp_path: Any) -> None:
-    spawn: Callable[..., Any] = torch.multiprocessing.spawn
-    spawn(train_sharded, (str(tmp_path / "store"),), 2)
+    on_ranks(2, train_sharded, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("switch", [False, True])
