@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts, quantize_experts
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 
 E, H, K, T = 4, 160, 2, 9
 FORMS = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero")
@@ -100,9 +100,10 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [96, 200, 256])
-def test_what_fp8_blocks_are_multiplied_by_is_rounded_to_e4m3_by_128_columns(width: int) -> None:
-    call = given("fp8_block_w8a8", width, torch.float64)
-    weights_only = call | {"weight_format": "fp8_block"}
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_channel"])
+def test_what_fp8_weights_are_multiplied_by_is_rounded_to_e4m3_by_128_columns(form: str, width: int) -> None:
+    call = given(f"{form}_w8a8", width, torch.float64)
+    weights_only = call | {"weight_format": form}
     w1, w2 = (dense(weights_only, torch.float64)[name] for name in ("gate_up_proj", "down_proj"))
 
     def rounded(row: torch.Tensor) -> torch.Tensor:
@@ -121,6 +122,57 @@ def test_what_fp8_blocks_are_multiplied_by_is_rounded_to_e4m3_by_128_columns(wid
     assert torch.equal(compiled(call), fm.fused_moe(**call))
 
 
+def static(width: int = 96, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Any]:
+    """A call whose states are quantised by given scales, of which some are too small for what they are for."""
+    call = given("fp8_channel", width, dtype, **options)
+    scales = torch.linspace(1.0, 2.0, 2 * E).view(2, E) * torch.tensor([[2.0], [0.25]]) / 448
+    return call | dict(zip(OF_FORMAT[4:], scales, strict=True)) | {"weight_format": "fp8_channel_static"}
+
+
+def as_given(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """fp64 rows in e4m3 by a scale that is given."""
+    return (rows / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [75, 256])
+def test_what_fp8_channels_are_multiplied_by_is_rounded_by_the_scales_that_are_given(width: int, dtype: torch.dtype) -> None:
+    call = static(width, dtype)
+    weights = {name: call[name] for name in ("gate_up_proj", "down_proj", *OF_WEIGHTS[:2])}
+    w1, w2 = dequantize_experts(**weights, weight_format="fp8_channel_static", dtype=torch.float64)
+    of_x, of_active = (call[name].double() for name in OF_FORMAT[4:])
+    right = torch.zeros(T, H, dtype=torch.float64)
+    for token, row in enumerate(call["hidden_states"].double()):
+        for weight, expert in zip(call["top_k_weights"][token], call["top_k_ids"][token], strict=True):
+            gate, up = (w1[expert] @ as_given(row, of_x[expert])).chunk(2)
+            right[token] += weight * (w2[expert] @ as_given(torch.nn.functional.silu(gate) * up, of_active[expert]))
+    got = fm.fused_moe(**call)
+    error = ((got.double() - right).norm() / right.norm()).item()
+    assert error < (1e-6 if dtype in (torch.float32, torch.float64) else 0.03)  # of codes beside a rounding boundary
+    compiled = torch.compile(lambda kwargs: fm.fused_moe(**kwargs), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(call), got)
+
+
+def test_input_scales_in_every_shape_of_checkpoints() -> None:
+    call = static()
+    names, right = OF_FORMAT[4:], fm.fused_moe(**call)
+    assert torch.equal(fm.fused_moe(**call | {name: call[name][:, None] for name in names}), right)
+    assert torch.equal(fm.fused_moe(**call | {name: call[name].repeat_interleave(3)[::3] for name in names}), right)
+    narrow = {name: call[name].bfloat16() for name in names}
+    assert torch.equal(
+        fm.fused_moe(**call | narrow), fm.fused_moe(**call | {name: one.float() for name, one in narrow.items()})
+    )
+    right = fm.fused_moe(**call | {name: call[name][:1].repeat(E) for name in names})
+    for one in (lambda scale: scale[0], lambda scale: scale[:1], lambda scale: scale[:1].expand(E)):
+        for _ in range(2):  # the second by the launch that the first stored
+            assert torch.equal(fm.fused_moe(**call | {name: one(call[name]) for name in names}), right)
+
+
+def test_explain_names_the_format_whose_states_are_quantised() -> None:
+    reason = fm.explain(fm.fused_moe, **static()).reason
+    assert "weights in fp8_channel_static are dequantised before each product" in reason
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
     call = given("fp8_block_w8a8", dtype=torch.float32)
@@ -134,7 +186,7 @@ def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel"])
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel", "fp8_channel_w8a8"])
 def test_scales_of_16_bits_are_those_of_32(form: str, dtype: torch.dtype) -> None:
     call = given(form)
     narrow = {name: call[name].to(dtype) for name in ("gate_up_scale", "down_scale")}
@@ -164,7 +216,7 @@ def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints(
     assert torch.equal(w1, (call["gate_up_proj"].float() * rows["gate_up_scale"][..., None]).bfloat16())
 
 
-@pytest.mark.parametrize("form", [*FORMS, "fp8_block_w8a8"])
+@pytest.mark.parametrize("form", [*FORMS, "fp8_block_w8a8", "fp8_channel_w8a8"])
 def test_a_scale_that_is_no_number_and_a_token_that_is_none_reach_what_uses_them(form: str) -> None:
     call = given(form)
     whole = fm.fused_moe(**call)
@@ -217,6 +269,7 @@ def test_a_layer_is_left_as_it_is_where_a_format_is_refused() -> None:
     for form, words in (
         ("mxfp4", "down_proj has 40 columns; mxfp4 needs a multiple of 32"),
         ("int3", "weight_format is 'int3'"),
+        ("fp8_channel_static", "'fp8_channel_static', whose input scales are a checkpoint's; it must be 'fp8_channel' here"),
     ):
         with pytest.raises(ValueError, match=words):
             layer.quantize(form)
@@ -327,6 +380,21 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"down_zero_point": torch.zeros(E, H, 3, dtype=torch.int32)},
         "down_zero_point has shape (4, 160, 3); it must be [4, 20, 3]",
     ),
+    (
+        "static",
+        {"gate_up_input_scale": None},
+        "is 'fp8_channel_static' and gate_up_input_scale is None; a format and both input",
+    ),
+    ("static", {"weight_format": "fp8_channel"}, "is 'fp8_channel' and gate_up_input_scale is given; a format and both input"),
+    ("static", {"down_input_scale": 0.5}, "down_input_scale is a float; it must be a torch.Tensor"),
+    (
+        "static",
+        {"down_input_scale": torch.ones(E).double()},
+        "has dtype torch.float64; it must be float32 or bfloat16 or float16",
+    ),
+    ("static", {"down_input_scale": torch.ones(2, E)}, "has shape (2, 4); it must be [4], or [4, 1], or [1], or []"),
+    ("static", {"down_input_scale": torch.ones(E).requires_grad_()}, "down_input_scale requires a gradient"),
+    ("static", {"kernel": "moe_weights_gluon_sm90"}, "kernel 'moe_weights_gluon_sm90' cannot serve"),
     ("fp8_block", {"down_scale": [1.0]}, "down_scale is a list; it must be a torch.Tensor"),
     ("fp8_block", {"down_scale": torch.zeros(E, 2, 1).requires_grad_()}, "down_scale requires a gradient"),
     ("fp8_block", {"hidden_states": torch.zeros(T, 2 * H)}, "hidden_states has 320 columns, gate_up_proj takes 160"),
@@ -343,7 +411,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("form", "changed", "message"), REFUSED, ids=lambda value: value[:40] if isinstance(value, str) else None
 )
 def test_what_is_not_allowed_is_refused_in_one_line(form: str, changed: dict[str, Any], message: str) -> None:
-    call = given(form)
+    call = static() if form == "static" else given(form)
     call["top_k_weights"].requires_grad_("weight_grads" in changed)
     with pytest.raises((TypeError, ValueError)) as caught:
         fm.fused_moe(**call | changed)
@@ -363,7 +431,7 @@ def test_the_operator_is_as_pytorch_wants_one_and_counts_its_weights() -> None:
     """PyTorch cannot compare what is e4m3."""
     call = given("mxfp4")
     names = ("gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
-    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"], None, None
+    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"], *4 * [None]
     for grad in (False, True):
         x = call["hidden_states"].clone().requires_grad_(grad)
         torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest, "silu", True, False, 1.702, 7.0))

@@ -40,7 +40,11 @@ class Rows(NamedTuple):
 
     def of_experts(self, bias: torch.Tensor) -> torch.Tensor:
         """The bias of its expert [P, ...] of each; zeros where the pair has no expert here."""
-        return torch.where(self.inside, bias[self.expert.clamp(max=bias.shape[0] - 1)], 0.0)
+        return torch.where(self.inside, self.each(bias), 0.0)
+
+    def each(self, of_experts: torch.Tensor) -> torch.Tensor:
+        """That of its expert [P, ...] of each; the last one's where the pair has no expert here."""
+        return of_experts[self.expert.clamp(max=of_experts.shape[0] - 1)]
 
     def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
@@ -69,7 +73,7 @@ def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows, activation, adapters)
     _, w2 = _weights(tensors, activation)
-    active = as_multiplied(_activated_alike(z, activation), activation)
+    active = _as_multiplied(_activated_alike(z, activation), activation, tensors.down_input_scale, rows)
     down = _biased(_adapted(active, w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
@@ -87,7 +91,7 @@ def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
     w1, _ = _weights(tensors, activation)
-    x = as_multiplied(rows.of_tokens(tensors.x), activation)
+    x = _as_multiplied(rows.of_tokens(tensors.x), activation, tensors.gate_up_input_scale, rows)
     return _biased(_adapted(x, w1, adapters[0], rows), tensors.gate_up_bias, rows)
 
 
@@ -216,9 +220,9 @@ def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _
 
 
 def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
-    """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
+    """The tensors with weights of the dtype of x: of a format all experts', dequantised, without what they had beside codes."""
     w1, w2 = (one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation))
-    return Tensors(tensors.x, w1, w2, *tensors[3:7])
+    return Tensors(tensors.x, w1, w2, *tensors[3:7], None, None, None, None, *tensors[11:])
 
 
 def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows) -> torch.Tensor:
@@ -281,9 +285,14 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tenso
     return rows + (F.embedding(experts, bias) if isinstance(experts, torch.Tensor) else bias[experts]).to(rows.dtype)
 
 
-def as_multiplied(rows: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """What weights are multiplied by: the rows, of ``w8a8`` as their e4m3 has them."""
-    return dequantized_rows(quantized_rows(rows), rows.dtype) if activation.w8a8 else rows
+def as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """What weights are multiplied by: the rows, of ``w8a8`` as their e4m3 has them, of a static ``scale`` of each or of all."""
+    return dequantized_rows(quantized_rows(rows, scale), rows.dtype) if activation.w8a8 else rows
+
+
+def _as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tensor | None, of: Rows) -> torch.Tensor:
+    """The same of rows by expert and the scales of experts [E]."""
+    return as_multiplied(rows, activation, None if scale is None else of.each(scale))
 
 
 def _at_most(values: torch.Tensor, limit: float) -> torch.Tensor:

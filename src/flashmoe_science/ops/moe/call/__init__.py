@@ -17,12 +17,14 @@ from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.kernel import CannotServe, Config, Kernel
 from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
-    OF_WEIGHTS,
+    OF_FORMAT,
     check_codes,
+    check_input_scale,
     check_scale,
     check_zero_point,
     checked_format,
     codes_of,
+    input_scale_of,
     scale_of,
 )
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
@@ -39,7 +41,7 @@ class Tensors(NamedTuple):
 
     Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
     [E, 2I] and [E, H]. Scales and zero points, those of weights in a format, and the weights' codes are as ``ops/formats.py``
-    has them.
+    has them; input scales are [E], of weights whose format is static.
     """
 
     x: torch.Tensor
@@ -53,6 +55,8 @@ class Tensors(NamedTuple):
     down_scale: torch.Tensor | None = None
     gate_up_zero_point: torch.Tensor | None = None
     down_zero_point: torch.Tensor | None = None
+    gate_up_input_scale: torch.Tensor | None = None
+    down_input_scale: torch.Tensor | None = None
 
     def in_format(self) -> tuple[Weights, Weights] | None:
         """w1 and w2 with their scales and zero points; None of weights of the dtype of x."""
@@ -160,9 +164,14 @@ def why_no_format(problem: MoEProblem) -> str | None:
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
 
-def format_in(w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, w8a8: bool) -> Format | None:
+def format_in(
+    w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, input_scale: torch.Tensor | None, w8a8: bool
+) -> Format | None:
     """The format of a call's weights, as kernels take them."""
-    return FORMATS["fp8_block_w8a8"] if w8a8 else format_of(w1, scale, zero_point)
+    form = format_of(w1, scale, zero_point)
+    if form is None or not w8a8:
+        return form
+    return FORMATS[f"{form.name}_{'w8a8' if input_scale is None else 'static'}"]
 
 
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
@@ -185,15 +194,13 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     for flag in ("transposed", "interleaved", "recompute"):
         if not isinstance(getattr(options, flag), bool):
             raise TypeError(f"{flag} is {shown(getattr(options, flag))}; it must be True or False")
-    form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_WEIGHTS}, options.transposed)
+    form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_FORMAT}, options.transposed)
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
     activation = _checked_activation(options, gate_up_proj, down_proj)
     experts, rows, _ = gate_up_proj.shape
     dim = down_proj.shape[1]
     if form is not None:
-        if form.w8a8 and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
-            raise ValueError(NO_GRADIENTS)
         for name, weights, halves in (("gate_up", gate_up_proj, activation.halves), ("down", down_proj, False)):
             scale = getattr(given, f"{name}_scale")
             _check_tensor(f"{name}_scale", scale, hidden_states)
@@ -202,9 +209,15 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
                 zero_point = getattr(given, f"{name}_zero_point")
                 _check_tensor(f"{name}_zero_point", zero_point, hidden_states)
                 check_zero_point(f"{name}_zero_point", zero_point, weights, form)
+            if form.static:
+                input_scale = getattr(given, f"{name}_input_scale")
+                _check_tensor(f"{name}_input_scale", input_scale, hidden_states)
+                check_input_scale(f"{name}_input_scale", input_scale, experts)
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
+    if activation.w8a8 and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
+        raise ValueError(NO_GRADIENTS)
     return views_of(given, options), activation
 
 
@@ -222,7 +235,8 @@ def views_of(given: Tensors, options: Options) -> Tensors:
         weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
     if hidden_states.stride(-1) != 1 and hidden_states.numel():
         hidden_states = hidden_states.contiguous()
-    rest = gate_up_bias, down_bias, gate_up_scale, down_scale, *given[9:]
+    of_inputs = (None if one is None else input_scale_of(one, gate_up_proj.shape[0]) for one in given[11:])
+    rest = gate_up_bias, down_bias, gate_up_scale, down_scale, *given[9:11], *of_inputs
     return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *rest)
 
 
@@ -230,7 +244,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, activation.w8a8)
+    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, tensors.gate_up_input_scale, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed

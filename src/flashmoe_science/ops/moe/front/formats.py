@@ -30,6 +30,10 @@ def in_format(
 ) -> dict[str, Any]:
     """The arguments of ``fused_moe`` that are the weights. Raises as ``quantize_experts``."""
     form = format_named(weight_format)
+    if form.static:
+        raise ValueError(
+            f"weight_format is {weight_format!r}, whose input scales are a checkpoint's; it must be 'fp8_channel' here"
+        )
     check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj})
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:

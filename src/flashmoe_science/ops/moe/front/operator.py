@@ -37,7 +37,7 @@ from flashmoe_science.ops.operator import register
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
 _COUNT = len(Tensors._fields)
 _ROWS = f"{MoEProblem.op}, rows"
-_PLAIN = True, True, True, True, True, True
+_PLAIN = (True,) * (_COUNT - 5)
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
@@ -124,8 +124,8 @@ def _autocast(tensors: Given) -> Given | None:
 
 def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Launch | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
-    _, _, _, _, _, a, b, c, d, e, f = tensors
-    absent = a is None, b is None, c is None, d is None, e is None, f is None
+    _, _, _, _, _, a, b, c, d, e, f, g, h = tensors
+    absent = a is None, b is None, c is None, d is None, e is None, f is None, g is None, h is None
     given = tensors[:5] if absent == _PLAIN else [one for one in tensors if one is not None]
     try:
         # The types of options too: True and 1 are equal.
@@ -186,7 +186,7 @@ def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _launched(op: str, *args: Any) -> Any:
     tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
-    form = format_in(tensors[1], tensors[7], tensors[9], bool(kernel[2:] and kernel[2]))
+    form = format_in(tensors[1], tensors[7], tensors[9], tensors[11], bool(kernel[2:] and kernel[2]))
     name = None if form is None else form.name
     options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
     launch, key = _find(tensors, options, op)
@@ -218,8 +218,9 @@ def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: to
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, str function, bool gated, "
-    "bool interleaved, float alpha, float limit, str? kernel_name=None"
+    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, "
+    "Tensor? gate_up_input_scale, Tensor? down_input_scale, str function, bool gated, bool interleaved, float alpha, "
+    "float limit, str? kernel_name=None"
 )
 _FORWARD = f"moe_forward{_SCHEMA}, bool recompute=False, bool w8a8=False) -> Tensor"
 _OPERATOR = register(_FORWARD, _forward, _fake, _differentiable, _flops)

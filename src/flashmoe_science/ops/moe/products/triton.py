@@ -50,7 +50,7 @@ NAME = "moe_grouped_triton"
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, scale, zero_point, bias, out, z, tables, pairs, tiles,
+    x, w, scale, zero_point, input_scale, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -77,7 +77,7 @@ def flashmoe_moe_up(
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
         gate, up = multiply_weights(
-            x, w, scale, zero_point, tile, rows, token, of_w, even, ROWS, UP,
+            x, w, scale, zero_point, input_scale, tile, rows, token, of_w, even, ROWS, UP,
             DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
         )  # fmt: skip
         if bias is not None:

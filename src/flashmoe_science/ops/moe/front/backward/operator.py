@@ -152,7 +152,8 @@ def _flops(*args: Any, out_val: object = None) -> int:
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, Tensor? z, Tensor dout, "
+    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, "
+    "Tensor? gate_up_input_scale, Tensor? down_input_scale, Tensor? z, Tensor dout, "
     "bool[6] wanted, str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name"
 )
 _RESULTS = ", ".join(f"Tensor d{name}" for name in INPUTS)

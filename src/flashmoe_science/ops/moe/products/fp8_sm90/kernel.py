@@ -41,24 +41,24 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 @gluon.jit
 def _multiply_all(
-    a_desc, w_desc, out_desc, of_a, scales, out_scales, partial, flags, tables, pairs, tiles,
+    a_desc, w_desc, out_desc, of_a, scales, out_scales, input_scale, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr, STRIDE_S: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """Both products: a producer and its consumers, for ``COLUMNS`` tiles of weights an expert."""
-    memory = make_memory(a_desc, w_desc, out_desc, STAGES, FUNCTION is not None)
+    memory = make_memory(a_desc, w_desc, out_desc, STAGES, FUNCTION is not None and input_scale is None)
     STEPS: gl.constexpr = (DEPTH + STEP - 1) // STEP
     gl.warp_specialize(
         [
             (consume, (
-                scales, out_desc, out_scales, partial, flags, memory, pairs, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K,
-                UPS, FUNCTION, ALPHA, LIMIT,
+                scales, out_desc, out_scales, input_scale, partial, flags, memory, pairs, 0, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                STRIDE_K, UPS, STRIDE_S, FUNCTION, ALPHA, LIMIT,
             )),
             (consume, (
-                scales, out_desc, out_scales, partial, flags, memory, pairs, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K,
-                UPS, FUNCTION, ALPHA, LIMIT,
+                scales, out_desc, out_scales, input_scale, partial, flags, memory, pairs, 1, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
+                STRIDE_K, UPS, STRIDE_S, FUNCTION, ALPHA, LIMIT,
             )),
             (produce, (a_desc, of_a, w_desc, tables, pairs, tiles, memory, EXPERTS, STEPS, COLUMNS, GROUP)),
         ],
@@ -69,23 +69,23 @@ def _multiply_all(
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up_fp8_sm90(
-    a_desc, w_desc, out_desc, of_a, scales, out_scales, partial, flags, tables, pairs, tiles,
+    a_desc, w_desc, out_desc, of_a, scales, out_scales, input_scale, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr,
+    STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, UPS: gl.constexpr, STRIDE_S: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product as codes and their scales: act(a[row] . w[expert, gate n], . w[expert, up n])."""
     _multiply_all(
-        a_desc, w_desc, out_desc, of_a, scales, out_scales, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, FUNCTION, ALPHA, LIMIT, (WIDTH + STEP - 1) // STEP,
+        a_desc, w_desc, out_desc, of_a, scales, out_scales, input_scale, partial, flags, tables, pairs, tiles,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, UPS, STRIDE_S, FUNCTION, ALPHA, LIMIT, (WIDTH + STEP - 1) // STEP,
         GROUP, STAGES, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down_fp8_sm90(
-    a_desc, w_desc, out_desc, of_a, scales, out_scales, partial, flags, tables, pairs, tiles,
+    a_desc, w_desc, out_desc, of_a, scales, out_scales, input_scale, partial, flags, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -93,8 +93,8 @@ def flashmoe_moe_down_fp8_sm90(
     """The second product: out[row, n] = a[row] . w[expert, n]. Its flags are those after the first product's."""
     flags += BLOCK // HALF * gl.num_programs(0)
     _multiply_all(
-        a_desc, w_desc, out_desc, of_a, scales, out_scales, partial, flags, tables, pairs, tiles,
-        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, 0, None, 0.0, 0.0, (WIDTH + BLOCK - 1) // BLOCK,
+        a_desc, w_desc, out_desc, of_a, scales, out_scales, input_scale, partial, flags, tables, pairs, tiles,
+        EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N, STRIDE_K, 0, 0, None, 0.0, 0.0, (WIDTH + BLOCK - 1) // BLOCK,
         GROUP, STAGES, CONSUMER_REGS, PRODUCER_REGS,
     )  # fmt: skip
 

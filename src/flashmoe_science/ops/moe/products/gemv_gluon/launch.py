@@ -49,6 +49,8 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 def _why_not_w8a8(problem: MoEProblem, device: Gpu) -> str | None:
     """It serves no more than Hopper's own kernel, which comes before it: no more of it has been held to the oracle on a GPU."""
+    if not FORMATS[str(problem.weight_format)].in_blocks:
+        return f"{problem.weight_format} quantises tokens; of such formats it serves those of blocks"
     if device.compute_capability != (9, 0):
         return f"{problem.weight_format} is served on compute capability 9.0, not on {device.product}"
     if problem.bias or not activation_of(problem).halves or problem.dim % 16 or problem.hidden % 16:
@@ -100,7 +102,7 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     """The ``plan`` of both kernels."""
     check_sums_alone(inputs)
     inputs = in_bytes(inputs)
-    p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
+    p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:11]
     early, of_scales, new = starts_early(x), scales_in_format(inputs), Pointer(_between(p))
     for scale in of_weights[:2]:
         assert scale is not None
@@ -132,7 +134,7 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
             gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
-            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
+            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None, *input_scales: None,
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)

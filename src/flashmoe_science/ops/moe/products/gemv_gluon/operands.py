@@ -12,7 +12,8 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LARGEST, LEAST
+from flashmoe_science.ops.moe.products.codes import LARGEST
+from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LEAST
 from flashmoe_science.ops.moe.products.words import (
     BYTES,
     FP8_AS_BF16,
