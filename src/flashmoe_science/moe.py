@@ -85,14 +85,14 @@ def fused_moe(
             products.
         weight_format: None for weights of the dtype of ``hidden_states``; else the format of the weights, which are the
             checkpoint's tensors, [N, K] an expert. They have no gradients; other gradients are computed by PyTorch's operators
-            from dequantised weights.
+            from dequantised weights, where states are quantised as if that had the derivative 1.
             "mxfp4": bytes [E, N, K / 2] or [E, N, K / 32, 16] (the low four bits are the even column); scales [E, N, K / 32],
             e8m0 or its bytes.
             "fp8_block": float8_e4m3fn [E, N, K]; scales [E, ceil(N / 128), ceil(K / 128)], fp32, bf16, fp16, e8m0 or its bytes.
             Gates and ups may have separate blocks, [E, 2 ceil(I / 128), ceil(H / 128)], as is assumed where both shapes are
             equal and 128 does not divide I.
             "fp8_block_w8a8": the same weights; ``hidden_states`` and the activations are quantised in the call, to e4m3 with an
-            fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS. Nothing has a gradient.
+            fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS.
             "fp8_channel": float8_e4m3fn [E, N, K]; scales fp32, bf16 or fp16, a row [E, N] or [E, N, 1], a matrix [E], [E, 1]
             or [E, 1, 1], or one for gates and one for ups [E, 2] or [E, 2, 1].
             "fp8_channel_w8a8": the same weights, quantised states and activations, as "fp8_block_w8a8".

@@ -173,18 +173,6 @@ def test_explain_names_the_format_whose_states_are_quantised() -> None:
     assert "weights in fp8_channel_static are dequantised before each product" in reason
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
-    call = given("fp8_block_w8a8", dtype=torch.float32)
-    function = torch.compile(fm.fused_moe, fullgraph=True, backend="eager") if compiled else fm.fused_moe
-    for name in ("hidden_states", "top_k_weights"):
-        leaf = call[name].clone().requires_grad_()
-        with pytest.raises(Exception, match="weight_format is 'fp8_block_w8a8' and an argument requires a gradient"):
-            function(**call | {name: leaf})
-        with torch.no_grad():
-            assert torch.equal(function(**call | {name: leaf}), function(**call))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel", "fp8_channel_w8a8"])
 def test_scales_of_16_bits_are_those_of_32(form: str, dtype: torch.dtype) -> None:
@@ -314,6 +302,53 @@ def test_adapters_beside_weights_in_a_format(form: str) -> None:
     assert f"weights in {form} are dequantised" in fm.explain(fm.fused_moe, **call, adapters=adapters).reason
 
 
+def rounded(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Rows in e4m3 by 128 columns or by the scale that is given; the derivative is 1."""
+    if scale is not None:
+        made = as_given(rows.detach().double(), scale)
+    else:
+        blocks = rows.detach().split(128, -1)
+        of_blocks = [(block, block.abs().amax(-1, keepdim=True) / 448) for block in blocks]
+        made = torch.cat([(block / by).to(torch.float8_e4m3fn).float() * by for block, by in of_blocks], -1)
+    return made.to(rows.dtype) + rows - rows.detach()
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": True}, {"kernel": "grouped_mm"}, "compiled"], ids=str)
+@pytest.mark.parametrize("form", ["fp8_block_w8a8", "fp8_channel_w8a8", "fp8_channel_static"])
+def test_gradients_where_states_are_quantised(form: str, how: Any) -> None:
+    """Of rounding to e4m3 the derivative is 1; the gradient of a routing weight is what it was multiplied by."""
+    made = static if form == "fp8_channel_static" else lambda *given_, **options: given(form, *given_, **options)
+    call = made(96, torch.float32, **GPT_OSS)
+    names = ("hidden_states", "top_k_weights", "gate_up_bias", "down_bias")
+    dout, leaves = torch.randn(T, H), [call[name].clone().requires_grad_() for name in names]
+    with_leaves = call | dict(zip(names, leaves, strict=True))
+    function = torch.compile(fm.fused_moe, fullgraph=True, backend="aot_eager") if how == "compiled" else fm.fused_moe
+    out = function(**with_leaves, **({} if how == "compiled" else how))
+    assert torch.equal(out, fm.fused_moe(**call))
+    found = torch.autograd.grad(out, leaves, dout)
+
+    (x, weights, up_bias, down_bias), right = leaves, torch.zeros(T, H)
+    w1, w2 = (dense(call | dict.fromkeys(OF_FORMAT[4:]), torch.float32)[name] for name in ("gate_up_proj", "down_proj"))
+    of_x, of_active = (call.get(name) for name in OF_FORMAT[4:])
+    for token in range(T):
+        for place, expert in enumerate(call["top_k_ids"][token].tolist()):
+            both = w1[expert] @ rounded(x[token], None if of_x is None else of_x[expert]) + up_bias[expert]
+            gate, up = both[::2].clamp(max=7), both[1::2].clamp(-7, 7)
+            active = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            row = w2[expert] @ rounded(active, None if of_active is None else of_active[expert]) + down_bias[expert]
+            right = right.index_add(0, torch.tensor([token]), (weights[token, place] * row)[None])
+    torch.testing.assert_close(out, right, rtol=1e-3, atol=1e-3)
+    for got, one in zip(found, torch.autograd.grad(right, leaves, dout), strict=True):
+        torch.testing.assert_close(got, one, rtol=1e-3, atol=1e-3)
+
+
+def test_explain_names_what_serves_gradients_where_states_are_quantised() -> None:
+    call = static()
+    call["hidden_states"].requires_grad_()
+    reason = fm.explain(fm.fused_moe, **call).reason
+    assert "weights are in fp8_channel_static, which PyTorch's operators dequantise for the gradients of all but the" in reason
+
+
 def test_explain_says_that_weights_are_dequantised() -> None:
     decision = fm.explain(fm.fused_moe, **given("mxfp4"))
     assert decision.kernel == "grouped_mm"
@@ -402,7 +437,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mxfp4", {"kernel": "moe_gemv_triton"}, "kernel 'moe_gemv_triton' cannot serve"),
     ("fp8_block", {"kernel": "moe_fp8_gluon_sm90"}, "kernel 'moe_fp8_gluon_sm90' cannot serve"),
     ("fp8_block_w8a8", {"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
-    ("fp8_block_w8a8", {"adapters": (None, None)}, "adapters are given and weight_format is 'fp8_block_w8a8'; it must be"),
+    ("fp8_block_w8a8", {"adapters": (None, None)}, "is 'fp8_block_w8a8', which quantises states; it must not"),
     ("mxfp4", {"weight_grads": (None, None)}, "weight_grads is given and weight_format is 'mxfp4'"),
 ]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.calls import is_plain, is_transformed
 from flashmoe_science.ops.formats import Weights, columns_of, dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
@@ -132,7 +132,7 @@ def backward_by_rows(
     gradient is left^T right over the rows of each expert.
 
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
-    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
+    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1. Of ``w8a8`` A in ds is what was multiplied, and rounding's derivative is 1.
     """
     x, _, _, weights, ids, gate_up_bias, down_bias, *_, z, dout = tensors
     first, second = (None if one is None else one.transposed() for one in adapters)
@@ -147,6 +147,8 @@ def backward_by_rows(
     if wanted.dw2:
         of_weights("dw2", of_out, (active * scale).to(x.dtype), rows)
     if wanted.dtopk_weights and of_active is not None:
+        if activation.w8a8:
+            active = _as_multiplied(active.to(x.dtype), activation, tensors.down_input_scale, rows)
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
             of_scale += (of_out.to(wide) * rows.of_experts(down_bias).to(wide)).sum(1, keepdim=True)
@@ -291,8 +293,11 @@ def as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tenso
 
 
 def _as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tensor | None, of: Rows) -> torch.Tensor:
-    """The same of rows by expert and the scales of experts [E]."""
-    return as_multiplied(rows, activation, None if scale is None else of.each(scale))
+    """The same of rows by expert and the scales of experts [E]; its derivative is taken for 1."""
+    if not activation.w8a8:
+        return rows
+    made = as_multiplied(rows.detach(), activation, None if scale is None else of.each(scale))
+    return made + (rows - rows.detach()) if rows.requires_grad or is_transformed() else made
 
 
 def _at_most(values: torch.Tensor, limit: float) -> torch.Tensor:

@@ -32,7 +32,6 @@ from flashmoe_science.printable import shown
 from flashmoe_science.problem import Dtype
 
 NO_PRE_ACTIVATIONS = "it does not give the pre-activations, which a backward needs unless recompute is True"
-NO_GRADIENTS = "weight_format is 'fp8_block_w8a8' and an argument requires a gradient; it must be 'fp8_block' then"
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -164,14 +163,12 @@ def why_no_format(problem: MoEProblem) -> str | None:
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
 
-def format_in(
-    w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, input_scale: torch.Tensor | None, w8a8: bool
-) -> Format | None:
+def format_in(tensors: Tensors, w8a8: bool) -> Format | None:
     """The format of a call's weights, as kernels take them."""
-    form = format_of(w1, scale, zero_point)
+    form = format_of(tensors.w1, tensors.gate_up_scale, tensors.gate_up_zero_point)
     if form is None or not w8a8:
         return form
-    return FORMATS[f"{form.name}_{'w8a8' if input_scale is None else 'static'}"]
+    return FORMATS[f"{form.name}_{'w8a8' if tensors.gate_up_input_scale is None else 'static'}"]
 
 
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
@@ -216,8 +213,6 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
-    if activation.w8a8 and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
-        raise ValueError(NO_GRADIENTS)
     return views_of(given, options), activation
 
 
@@ -244,7 +239,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, tensors.gate_up_input_scale, activation.w8a8)
+    form = format_in(tensors, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed

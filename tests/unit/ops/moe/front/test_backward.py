@@ -265,7 +265,7 @@ def test_opcheck_of_the_operators(wanted: list[bool], bias: bool) -> None:
     torch.library.opcheck(torch.ops.flashmoe.moe_forward_saving.default, (*tensors, *SILU), test_utils="test_faketensor")
     leaves(given)
     for recompute in (False, True):
-        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (*tensors, *SILU, None, recompute))
+        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (*tensors, *SILU, None, False, recompute))
 
 
 def test_a_second_derivative_is_refused_by_name_but_of_pytorchs_own_operators() -> None:
