@@ -21,6 +21,7 @@ from flashmoe_science.ops.moe.call.formats import (
     check_codes,
     check_input_scale,
     check_scale,
+    check_tensor,
     check_zero_point,
     checked_format,
     codes_of,
@@ -200,15 +201,15 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     if form is not None:
         for name, weights, halves in (("gate_up", gate_up_proj, activation.halves), ("down", down_proj, False)):
             scale = getattr(given, f"{name}_scale")
-            _check_tensor(f"{name}_scale", scale, hidden_states)
+            check_tensor(f"{name}_scale", scale, "hidden_states", hidden_states)
             check_scale(f"{name}_scale", scale, weights, form, halves)
             if form.zero_bits:
                 zero_point = getattr(given, f"{name}_zero_point")
-                _check_tensor(f"{name}_zero_point", zero_point, hidden_states)
+                check_tensor(f"{name}_zero_point", zero_point, "hidden_states", hidden_states)
                 check_zero_point(f"{name}_zero_point", zero_point, weights, form)
             if form.static:
                 input_scale = getattr(given, f"{name}_input_scale")
-                _check_tensor(f"{name}_input_scale", input_scale, hidden_states)
+                check_tensor(f"{name}_input_scale", input_scale, "hidden_states", hidden_states)
                 check_input_scale(f"{name}_input_scale", input_scale, experts)
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
@@ -299,7 +300,9 @@ def _checked_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights as [experts, out, in] views, of a format their codes."""
     for name, tensor in (("hidden_states", hidden_states), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        _check_tensor(name, tensor, hidden_states)
+        check_tensor(name, tensor, "hidden_states", hidden_states)
+        if tensor is hidden_states and tensor.device.type not in ("cpu", "cuda") and not is_assumed():
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")
         if form is not None and tensor is not hidden_states:
             check_codes(name, tensor, form)
             continue
@@ -332,7 +335,7 @@ def _checked_weights(
 def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
     """Raise unless the routing is [..., top_k] of these tokens."""
     for name, tensor in (("top_k_weights", weights), ("top_k_ids", ids)):
-        _check_tensor(name, tensor, hidden_states)
+        check_tensor(name, tensor, "hidden_states", hidden_states)
         if tensor.dim() != hidden_states.dim() or tensor.shape[:-1] != hidden_states.shape[:-1] or tensor.shape[-1] < 1:
             wanted = ", ".join(map(str, (*hidden_states.shape[:-1], "top_k")))
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{wanted}]")
@@ -344,7 +347,7 @@ def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torc
 
 
 def _check_bias(name: str, bias: torch.Tensor, hidden_states: torch.Tensor, shape: Shape) -> None:
-    _check_tensor(name, bias, hidden_states)
+    check_tensor(name, bias, "hidden_states", hidden_states)
     _check_float(name, bias, hidden_states)
     if tuple(bias.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {shape}")
@@ -354,17 +357,3 @@ def _check_float(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -
     """Raise TypeError unless the tensor is of a dtype that kernels take with ``hidden_states``."""
     if tensor.dtype not in DTYPES and tensor.dtype is not hidden_states.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16 or float16, or as hidden_states")
-
-
-def _check_tensor(name: str, tensor: object, hidden_states: torch.Tensor) -> None:
-    """Raise unless it is a dense tensor on the device of ``hidden_states``."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.is_nested:
-        raise TypeError(f"{name} is nested; it must be a dense tensor")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
-    if tensor.device != hidden_states.device:
-        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
-    if tensor.device.type not in ("cpu", "cuda") and not is_assumed():
-        raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")

@@ -59,21 +59,18 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
     return form
 
 
-def check_parts(parts: Mapping[str, object]) -> None:
-    """Raise unless the parts of weights in a format, None where there is none, are dense tensors with memory on one device.
+def check_tensor(name: str, tensor: object, first: str, like: torch.Tensor) -> None:
+    """Raise unless it is a dense tensor on the device of ``like``, the argument ``first``.
 
     Raises:
-        TypeError, ValueError: one is not; it is named.
+        TypeError, ValueError: it is not.
     """
-    given = {name: one for name, one in parts.items() if one is not None}
-    for name, one in given.items():
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} is {shown(one)}; it must be a torch.Tensor")
-        if one.is_nested or one.layout != torch.strided:
-            raise TypeError(f"{name} is {'nested' if one.is_nested else f'a {one.layout} tensor'}; it must be dense")
-        first, device = next((key, of.device) for key, of in given.items() if isinstance(of, torch.Tensor))
-        if one.device != device:
-            raise ValueError(f"{name} is on {one.device} and {first} on {device}; they must be on one")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one")
 
 
 def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:

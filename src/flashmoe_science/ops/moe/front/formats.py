@@ -10,8 +10,8 @@ from flashmoe_science.ops.formats import Weights, columns_of, dequantized, packe
 from flashmoe_science.ops.moe.call.formats import (
     OF_WEIGHTS,
     check_codes,
-    check_parts,
     check_scale,
+    check_tensor,
     check_zero_point,
     checked_format,
     codes_of,
@@ -34,9 +34,9 @@ def in_format(
         raise ValueError(
             f"weight_format is {weight_format!r}, whose input scales are a checkpoint's; it must be 'fp8_channel' here"
         )
-    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj})
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
+        check_tensor(name, one, "gate_up_proj", gate_up_proj)
+        if one.dtype not in _DTYPES or one.dim() != 3:
             raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
         if 0 in one.shape:
             raise ValueError(f"{name} has shape {tuple(one.shape)}; no size of it may be 0")
@@ -60,7 +60,9 @@ def out_of_format(
     """The weights. ``of_weights``: the arguments of OF_WEIGHTS. Raises as ``dequantize_experts``."""
     form = format_named(weight_format)
     checked_format(weight_format, of_weights, transposed=False)
-    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj, **of_weights})
+    given = {name: one for name, one in of_weights.items() if one is not None}
+    for name, one in {"gate_up_proj": gate_up_proj, "down_proj": down_proj, **given}.items():
+        check_tensor(name, one, "gate_up_proj", gate_up_proj)
     check_codes("gate_up_proj", gate_up_proj, form)
     check_codes("down_proj", down_proj, form)
     both = codes_of(gate_up_proj), codes_of(down_proj)
