@@ -19,7 +19,9 @@ from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
     OF_FORMAT,
     check_codes,
+    check_flags,
     check_input_scale,
+    check_projections,
     check_scale,
     check_tensor,
     check_zero_point,
@@ -27,6 +29,7 @@ from flashmoe_science.ops.moe.call.formats import (
     codes_of,
     input_scale_of,
     scale_of,
+    sizes_of,
 )
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.printable import shown
@@ -189,9 +192,7 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {shown(options.kernel)}; it must be the name of one, or None")
-    for flag in ("transposed", "interleaved", "recompute"):
-        if not isinstance(getattr(options, flag), bool):
-            raise TypeError(f"{flag} is {shown(getattr(options, flag))}; it must be True or False")
+    check_flags(transposed=options.transposed, interleaved=options.interleaved, recompute=options.recompute)
     form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_FORMAT}, options.transposed)
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
@@ -284,11 +285,6 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     function, _, interleaved, alpha, limit, *_ = options
     check_activation(function, alpha, limit)
     rows, width = w1.shape[1], columns_of(w2)
-    if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change
-        raise ValueError(
-            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
-            "and ups) or as many (no gate)"
-        )
     if interleaved and rows == width:
         raise ValueError("interleaved is True, and gate_up_proj has no gates; it must be False")
     w8a8 = options.weight_format is not None and FORMATS[options.weight_format].w8a8
@@ -321,14 +317,14 @@ def _checked_weights(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; no size of it may be 0")
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    dim, experts, taken = hidden_states.shape[-1], gate_up_proj.shape[0], columns_of(gate_up_proj)
-    if taken != dim or down_proj.shape[1] != dim:
+    dim, taken, given = hidden_states.shape[-1], columns_of(gate_up_proj), down_proj.shape[1]
+    if taken != dim or given != dim:
+        way = "transposed=True for weights that are [experts, in, out]"
+        way = way if form is None else "weights in a format are [experts, out, in]"
         raise ValueError(
-            f"hidden_states has {dim} columns, gate_up_proj takes {taken} and down_proj gives "
-            f"{down_proj.shape[1]}; they must agree (transposed=True for weights that are [experts, in, out])"
+            f"hidden_states has {dim} columns, gate_up_proj takes {taken} and down_proj gives {given}; they must agree ({way})"
         )
-    if down_proj.shape[0] != experts:
-        raise ValueError(f"gate_up_proj has {experts} experts and down_proj {down_proj.shape[0]}; they must have as many")
+    check_projections(sizes_of(gate_up_proj), sizes_of(down_proj))
     return gate_up_proj, down_proj
 
 

@@ -73,6 +73,33 @@ def check_tensor(name: str, tensor: object, first: str, like: torch.Tensor) -> N
         raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one")
 
 
+def check_flags(**flags: object) -> None:
+    """Raise TypeError unless each is True or False."""
+    for name, one in flags.items():
+        if not isinstance(one, bool):
+            raise TypeError(f"{name} is {shown(one)}; it must be True or False")
+
+
+def check_projections(gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
+    """Raise ValueError unless (experts, rows, columns) of both are of one layer."""
+    (experts, rows, taken), (others, given, width) = gate_up, down
+    if experts != others:
+        raise ValueError(f"gate_up_proj has {experts} experts and down_proj {others}; they must have as many")
+    if taken != given:
+        raise ValueError(f"gate_up_proj takes {taken} columns and down_proj gives {given}; they must agree")
+    if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change
+        raise ValueError(
+            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
+            "and ups) or as many (no gate)"
+        )
+
+
+def sizes_of(weights: torch.Tensor) -> tuple[int, int, int]:
+    """Experts, rows and columns of weights [E, N, K] or of their codes."""
+    experts, rows, _ = weights.shape
+    return experts, rows, columns_of(weights)
+
+
 def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:
     """Raise unless a tensor has codes of the format, [E, N, K] of them."""
     if codes.dtype not in _CODES[form.name]:
