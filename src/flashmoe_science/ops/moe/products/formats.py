@@ -300,10 +300,8 @@ def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
         of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
         second = -(-half // SIDE) * SIDE if own else half
         high, wide = FORMATS[name].block
-        in_channels = FORMATS[name].in_channels
-        high = codes.shape[1] // scale.shape[1] if in_channels else high
+        high = codes.shape[1] // scale.shape[1] if FORMATS[name].in_channels else high
         of_zeros = (0, 0, 0) if zero_point is None else zero_point.stride()
         of_inputs = 0 if input_scale is None else input_scale.stride(0)
-        word = "fp8_channel" if in_channels else name.partition("_g")[0]
-        made.append(Scales(word, of_expert, of_row, of_column, second, high, wide or 0, of_zeros, of_inputs))
+        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0, of_zeros, of_inputs))
     return made[0], made[1]

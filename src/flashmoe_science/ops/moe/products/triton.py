@@ -148,7 +148,9 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
     of_scales = (None, None) if p.weight_format is None else scales_in_format(inputs)
     of_up = {**up_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": _columns(p, config), **rest}
     of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
-    of_up["SCALES"], of_down["SCALES"] = of_scales
+    of_up["SCALES"], of_down["SCALES"] = (
+        one and one._replace(name=one.name.removesuffix("_static")) for one in of_scales
+    )  # tokens are quantised where there are input scales
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
     up_pointers = *map(stand_in, (x, w1, *of_weights[::2], gate_up_bias)), new, z

@@ -1,14 +1,14 @@
-"""Mixture of experts with fp8 weights for Hopper in Gluon: blocks of 128 x 128 that share a scale, tokens quantised inside.
+"""Mixture of experts with fp8 weights for Hopper in Gluon: scales of blocks of 128 x 128 or of rows, tokens quantised inside.
 
 Shapes: x [T, H], w1 e4m3 [E, 2I, H] and its scales [E, 2 I / 128, H / 128], w2 e4m3 [E, H, I] and [E, H / 128, I / 128], blocks
-rounded up (the format: ``ops/formats.py``); weights and ids [T, K] -> out [T, H]. Gated activations, gates first, no biases; H
-and I multiples of 16. Compute capability 9.0 only.
+rounded up; or scales [E, 2I] and [E, H], or of all rows (formats: ``ops/formats.py``); weights and ids [T, K] -> out [T, H].
+Gated activations, gates first, no biases; H and I multiples of 16. Compute capability 9.0 only.
 
 Rows of both products are e4m3 too, with an fp32 scale to 128 columns: those of x by a kernel before the first product
-(``quantize.py``), what is activated by its epilogue, whose tile has 128 columns. Weights are the rows of the matrix
-instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine bring codes to a ring of stages 128 deep, and
-copies the scales of tokens by cp.async; each of two consumers multiplies 128 rows of weights (``consumer.py``). Programs take
-whole tiles in an order by expert, and share what is left over (``stream_k.py``).
+(``quantize.py``), what is activated by its epilogue, whose tile has 128 columns. Scales that a call is given stand in their
+places. Weights are the rows of the matrix instruction and tokens its columns, 8 to 128 of a tile. A warp has the copy engine
+bring codes to a ring of stages 128 deep, and copies the scales of tokens by cp.async; each of two consumers multiplies 128 rows
+of weights (``consumer.py``). Programs take whole tiles in an order by expert, and share what is left over (``stream_k.py``).
 """
 
 from __future__ import annotations
