@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 WeightFormat = Literal[
-    "mxfp4", "fp8_block", "fp8_block_w8a8", "fp8_channel", "int4_g32", "int4_g128", "int4_g32_zero", "int4_g128_zero"
-]
+    "mxfp4", "fp8_block", "fp8_block_w8a8", "fp8_channel", "fp8_channel_w8a8", "fp8_channel_static",
+    "int4_g32", "int4_g128", "int4_g32_zero", "int4_g128_zero",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class Format:
 
     ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter.
     ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 where there is none. ``w8a8``: what weights are
-    multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row.
+    multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row, or, where it is ``static``,
+    with one that the call is given for each product.
     """
 
     name: WeightFormat
@@ -26,11 +28,17 @@ class Format:
     scale_bits: int
     zero_bits: int = 0
     w8a8: bool = False
+    static: bool = False
 
     @property
     def in_blocks(self) -> bool:
         """Whether rows share a scale."""
         return self.block[0] > 1
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether a row has one scale, which it may share with others."""
+        return self.block == (1, None)
 
     @property
     def group(self) -> int | None:
@@ -48,6 +56,8 @@ FORMATS: dict[str, Format] = {
     "fp8_block": Format("fp8_block", 8, (128, 128), 32),  # e4m3, as DeepSeek-V3's
     "fp8_block_w8a8": Format("fp8_block_w8a8", 8, (128, 128), 32, w8a8=True),  # the same, as DeepSeek-V3 computes with them
     "fp8_channel": Format("fp8_channel", 8, (1, None), 32),  # e4m3, as compressed-tensors' of channels
+    "fp8_channel_w8a8": Format("fp8_channel_w8a8", 8, (1, None), 32, w8a8=True),
+    "fp8_channel_static": Format("fp8_channel_static", 8, (1, None), 32, w8a8=True, static=True),  # as ModelOpt's of matrices
     # Integers from -8 to 7 with a 16-bit scale to 32 or 128, as compressed-tensors packs them.
     "int4_g32": Format("int4_g32", 4, (1, 32), 16),
     "int4_g128": Format("int4_g128", 4, (1, 128), 16),

@@ -49,6 +49,8 @@ def fused_moe(
     down_scale: torch.Tensor | None = None,
     gate_up_zero_point: torch.Tensor | None = None,
     down_zero_point: torch.Tensor | None = None,
+    gate_up_input_scale: torch.Tensor | None = None,
+    down_input_scale: torch.Tensor | None = None,
     weight_format: str | None = None,
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
@@ -83,16 +85,19 @@ def fused_moe(
             products.
         weight_format: None for weights of the dtype of ``hidden_states``; else the format of the weights, which are the
             checkpoint's tensors, [N, K] an expert. They have no gradients; other gradients are computed by PyTorch's operators
-            from dequantised weights.
+            from dequantised weights, where states are quantised as if that had the derivative 1.
             "mxfp4": bytes [E, N, K / 2] or [E, N, K / 32, 16] (the low four bits are the even column); scales [E, N, K / 32],
             e8m0 or its bytes.
             "fp8_block": float8_e4m3fn [E, N, K]; scales [E, ceil(N / 128), ceil(K / 128)], fp32, bf16, fp16, e8m0 or its bytes.
             Gates and ups may have separate blocks, [E, 2 ceil(I / 128), ceil(H / 128)], as is assumed where both shapes are
             equal and 128 does not divide I.
             "fp8_block_w8a8": the same weights; ``hidden_states`` and the activations are quantised in the call, to e4m3 with an
-            fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS. Nothing has a gradient.
+            fp32 scale for 128 columns, as in DeepSeek-V3. That changes a result by some 4% of the RMS.
             "fp8_channel": float8_e4m3fn [E, N, K]; scales fp32, bf16 or fp16, a row [E, N] or [E, N, 1], a matrix [E], [E, 1]
             or [E, 1, 1], or one for gates and one for ups [E, 2] or [E, 2, 1].
+            "fp8_channel_w8a8": the same weights, quantised states and activations, as "fp8_block_w8a8".
+            "fp8_channel_static": the same weights; states and activations are quantised by the input scales that are given, as
+            checkpoints of ModelOpt and compressed-tensors have them: numbers beyond 448 times their scale become that.
             "int4_g32", "int4_g128": int32 [E, N, K / 8], each eight integers plus 8, the first in the lowest four bits; scales
             bf16, fp16 or fp32 [E, N, K / 32] or [E, N, K / 128]: compressed-tensors' weight_packed without g_idx. A weight is
             rounded to the dtype. "int4_g32_zero", "int4_g128_zero": the same with zero points. ``repack_experts`` converts
@@ -100,6 +105,8 @@ def fused_moe(
         gate_up_scale, down_scale: the scales of such weights.
         gate_up_zero_point, down_zero_point: int32 [E, N / 8, K / 32] or [E, N / 8, K / 128], those of eight rows, the first in
             the lowest four bits, as compressed-tensors' weight_zero_point: what is subtracted from the bits of a weight.
+        gate_up_input_scale, down_input_scale: of "fp8_channel_static", fp32, bf16 or fp16: a scale of ``hidden_states`` and one
+            of the activations, for each expert [E] or [E, 1], or for all [1] or [].
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
@@ -108,8 +115,8 @@ def fused_moe(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     # In the order of Tensors and Options, which a cached call does not make.
-    of_weights = gate_up_scale, down_scale, gate_up_zero_point, down_zero_point
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *of_weights)
+    of_format = gate_up_scale, down_scale, gate_up_zero_point, down_zero_point, gate_up_input_scale, down_input_scale
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias, *of_format)
     options = (activation, transposed, interleaved, alpha, limit, kernel, recompute, weight_format)
     if adapters is not None:
         return experts_adapted(tensors, options, adapters, weight_grads)

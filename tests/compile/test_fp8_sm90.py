@@ -16,6 +16,7 @@ from flashmoe_science.ops.moe.products.fp8_sm90.config import AT_LAUNCH, THREADS
 
 GPU = GPUS["h200"]
 QWEN3, UNEVEN = "moe t16 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8", "moe t700 e16 k3 d400 f272 bf16 w:fp8_block clamped"
+CHANNELS, STATIC = (QWEN3.replace("fp8_block_w8a8", f"fp8_channel_{one}") for one in ("w8a8", "static"))
 PRODUCTS = ("up", "down")
 
 
@@ -26,7 +27,9 @@ def built_of(product: str, text: str, tokens: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize(("text", "tokens"), [(QWEN3, 8), (QWEN3, 32), (QWEN3, 64), (UNEVEN, 16)])
+@pytest.mark.parametrize(
+    ("text", "tokens"), [(QWEN3, 8), (QWEN3, 32), (QWEN3, 64), (UNEVEN, 16), (CHANNELS, 64), (STATIC, 8), (STATIC, 64)]
+)
 def test_builds_and_fits(product: str, text: str, tokens: int, built: Callable[..., Build]) -> None:
     job, *names = built_of(product, text, tokens)
     build = built(job, *names)
@@ -35,8 +38,9 @@ def test_builds_and_fits(product: str, text: str, tokens: int, built: Callable[.
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_tiles_of_many_tokens_spill_nothing_in_a_loop(product: str, built: Callable[..., Build]) -> None:
-    job, *names = built_of(product, QWEN3, 128)
+@pytest.mark.parametrize("text", [QWEN3, CHANNELS, STATIC])
+def test_tiles_of_many_tokens_spill_nothing_in_a_loop(product: str, text: str, built: Callable[..., Build]) -> None:
+    job, *names = built_of(product, text, 128)
     build = built(job, *names)
     assert (build.refusal, build.threads, fits(build, GPU)) == (None, THREADS, None)
     assert build.spill_bytes <= 16  # of a tile, which has 16 steps or more

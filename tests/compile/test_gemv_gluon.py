@@ -31,6 +31,8 @@ CASES = (
     ("h200", f"moe t1 {QWEN3} bf16 w:fp8_block_w8a8"),
     ("h200", f"moe t8 {QWEN3} bf16 w:fp8_block_w8a8"),
     ("h200", f"moe t1 {QWEN3} fp16 w:fp8_channel"),
+    ("h200", f"moe t1 {QWEN3} bf16 w:fp8_channel_static"),
+    ("h200", f"moe t8 {QWEN3} bf16 w:fp8_channel_w8a8"),
     ("h200", f"moe t4 {QWEN3} bf16 w:int4_g128"),
     ("h200", f"moe t1 {QWEN3} bf16 w:int4_g32_zero"),
     ("h200", "moe t1 e256 k8 d7168 f2048 bf16 w:fp8_block"),

@@ -36,7 +36,7 @@ from flashmoe_science.ops.attention.front.backward import kernels as backward_ke
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.call.backward import BackwardInputs as MoEBackwardInputs
 from flashmoe_science.ops.moe.call.backward import Gradients as ExpertGradients
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT
 from flashmoe_science.ops.moe.front import kernels as moe_kernels
 from flashmoe_science.ops.moe.front.backward import kernels as expert_backward_kernels
 from flashmoe_science.records import RefusalRow, TimingRow
@@ -70,7 +70,7 @@ def gradients(fn: Callable[..., Any]) -> Callable[[BackwardInputs, Config], Grad
 def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
     def run(inputs: MoEInputs, config: Config) -> Any:
         form, t = inputs.problem.weight_format, inputs.tensors
-        of_weights = {name: getattr(t, name) for name in OF_WEIGHTS if getattr(t, name) is not None}
+        of_weights = {name: getattr(t, name) for name in OF_FORMAT if getattr(t, name) is not None}
         named = of_weights | {"weight_format": form} if form else {}
         return fn(*t[:5], **named)
 

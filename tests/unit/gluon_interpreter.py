@@ -23,6 +23,7 @@ import torch
 from tests.unit.ptx import run_block
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import PropagateNan
 
 from flashmoe_science.ops.descriptors import MOST_ROWS, RAGGED_ROWS
 from flashmoe_science.ops.launch import Pointer
@@ -355,6 +356,8 @@ _LANGUAGE = SimpleNamespace(
     min=lambda values, dim: _values(values.amin(dim)),
     expand_dims=torch.unsqueeze,
     broadcast_to=torch.broadcast_to,
+    clamp=lambda values, low, high, propagate_nan: _values(torch.clamp(values, low, high)),  # which keeps what is no number
+    PropagateNan=PropagateNan,
     math=SimpleNamespace(div_rn=torch.div),
     div_rn=torch.div,
     float8e4nv=torch.float8_e4m3fn,

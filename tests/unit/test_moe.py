@@ -285,7 +285,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
     ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
     ({"kernel": ["moe"]}, "kernel is ['moe']; it must be the name of one, or None"),
-    ({"gate_up_proj": torch.zeros(E, 2 * F, H).to_sparse()}, "gate_up_proj has layout torch.sparse_coo"),
+    ({"gate_up_proj": torch.zeros(E, 2 * F, H).to_sparse()}, "gate_up_proj is a torch.sparse_coo tensor; it must be dense"),
     ({"top_k_ids": [[0, 1]]}, "top_k_ids is a list; it must be a torch.Tensor"),
     ({"down_proj": torch.zeros(E, H, F, device="meta")}, "down_proj is on meta and hidden_states on cpu"),
     ({"top_k_ids": torch.zeros(T, K, device="meta").int()}, "top_k_ids is on meta and hidden_states on cpu"),

@@ -99,42 +99,8 @@ def test_scales_of_gates_and_ups_by_themselves_and_together(width: int) -> None:
     assert torch.equal(fm.fused_moe(**call | narrow), fm.fused_moe(**call | wide))
 
 
-@pytest.mark.parametrize("width", [96, 200, 256])
-def test_what_fp8_blocks_are_multiplied_by_is_rounded_to_e4m3_by_128_columns(width: int) -> None:
-    call = given("fp8_block_w8a8", width, torch.float64)
-    weights_only = call | {"weight_format": "fp8_block"}
-    w1, w2 = (dense(weights_only, torch.float64)[name] for name in ("gate_up_proj", "down_proj"))
-
-    def rounded(row: torch.Tensor) -> torch.Tensor:
-        blocks = (block.float() for block in row.split(128))
-        scales = [(block, block.abs().max() / 448) for block in blocks]
-        return torch.cat([(block / scale).to(torch.float8_e4m3fn).double() * scale.double() for block, scale in scales])
-
-    right = torch.zeros(T, H, dtype=torch.float64)
-    for token, row in enumerate(map(rounded, call["hidden_states"])):
-        for weight, expert in zip(call["top_k_weights"][token], call["top_k_ids"][token], strict=True):
-            gate, up = (w1[expert] @ row).chunk(2)
-            right[token] += weight * (w2[expert] @ rounded(torch.nn.functional.silu(gate) * up))
-    close(fm.fused_moe(**call), right)
-    assert (fm.fused_moe(**weights_only) - right).square().mean().sqrt() > 0.01 * right.square().mean().sqrt()
-    compiled = torch.compile(lambda kwargs: fm.fused_moe(**kwargs), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(call), fm.fused_moe(**call))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_is_rounded_to_e4m3_has_no_gradient(compiled: bool) -> None:
-    call = given("fp8_block_w8a8", dtype=torch.float32)
-    function = torch.compile(fm.fused_moe, fullgraph=True, backend="eager") if compiled else fm.fused_moe
-    for name in ("hidden_states", "top_k_weights"):
-        leaf = call[name].clone().requires_grad_()
-        with pytest.raises(Exception, match="weight_format is 'fp8_block_w8a8' and an argument requires a gradient"):
-            function(**call | {name: leaf})
-        with torch.no_grad():
-            assert torch.equal(function(**call | {name: leaf}), function(**call))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel"])
+@pytest.mark.parametrize("form", ["fp8_block", "fp8_block_w8a8", "fp8_channel", "fp8_channel_w8a8"])
 def test_scales_of_16_bits_are_those_of_32(form: str, dtype: torch.dtype) -> None:
     call = given(form)
     narrow = {name: call[name].to(dtype) for name in ("gate_up_scale", "down_scale")}
@@ -164,7 +130,7 @@ def test_scales_of_channels_and_of_whole_matrices_in_every_shape_of_checkpoints(
     assert torch.equal(w1, (call["gate_up_proj"].float() * rows["gate_up_scale"][..., None]).bfloat16())
 
 
-@pytest.mark.parametrize("form", [*FORMS, "fp8_block_w8a8"])
+@pytest.mark.parametrize("form", [*FORMS, "fp8_block_w8a8", "fp8_channel_w8a8"])
 def test_a_scale_that_is_no_number_and_a_token_that_is_none_reach_what_uses_them(form: str) -> None:
     call = given(form)
     whole = fm.fused_moe(**call)
@@ -217,6 +183,7 @@ def test_a_layer_is_left_as_it_is_where_a_format_is_refused() -> None:
     for form, words in (
         ("mxfp4", "down_proj has 40 columns; mxfp4 needs a multiple of 32"),
         ("int3", "weight_format is 'int3'"),
+        ("fp8_channel_static", "'fp8_channel_static', whose input scales are a checkpoint's; it must be 'fp8_channel' here"),
     ):
         with pytest.raises(ValueError, match=words):
             layer.quantize(form)
@@ -334,7 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mxfp4", {"kernel": "moe_gemv_triton"}, "kernel 'moe_gemv_triton' cannot serve"),
     ("fp8_block", {"kernel": "moe_fp8_gluon_sm90"}, "kernel 'moe_fp8_gluon_sm90' cannot serve"),
     ("fp8_block_w8a8", {"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
-    ("fp8_block_w8a8", {"adapters": (None, None)}, "adapters are given and weight_format is 'fp8_block_w8a8'; it must be"),
+    ("fp8_block_w8a8", {"adapters": (None, None)}, "is 'fp8_block_w8a8', which quantises states; it must not"),
     ("mxfp4", {"weight_grads": (None, None)}, "weight_grads is given and weight_format is 'mxfp4'"),
 ]
 
@@ -363,7 +330,7 @@ def test_the_operator_is_as_pytorch_wants_one_and_counts_its_weights() -> None:
     """PyTorch cannot compare what is e4m3."""
     call = given("mxfp4")
     names = ("gate_up_proj", "down_proj", "top_k_weights", "top_k_ids")
-    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"], None, None
+    rest = *(call[name] for name in names), None, None, call["gate_up_scale"], call["down_scale"], *4 * [None]
     for grad in (False, True):
         x = call["hidden_states"].clone().requires_grad_(grad)
         torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest, "silu", True, False, 1.702, 7.0))

@@ -44,6 +44,8 @@ _FUNCTIONS: dict[str, Function] = {
 _GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "gate_softcap", "up_softcap", "_apply_gate")
 # What follows a weight's name in those of its codes and scales: FP8Experts', and gpt-oss's in a checkpoint.
 _SUFFIXES = (("", "_scale_inv"), ("_blocks", "_scales"))
+_STATIC = ("gate_up_proj_activation_scale", "down_proj_activation_scale")
+_SCALES = ("gate_up_scale", "down_scale", "gate_up_input_scale", "down_input_scale")  # of fused_moe
 _FORMATS = {torch.float8_e4m3fn: "fp8_block", torch.int8: "mxfp4", torch.uint8: "mxfp4"}  # by the dtype of codes
 
 
@@ -82,7 +84,7 @@ def experts_forward(
 
     An id of ``num_experts``, which marks a pair of another rank under expert parallelism, adds nothing. States of another
     dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do. Weights
-    in a format are served as they lie and have no gradients; the states are not quantised.
+    in a format are served as they lie and have no gradients; the states are quantised where the module has static scales alone.
 
     Raises:
         ValueError: the module computes what ``fused_moe`` does not.
@@ -129,7 +131,7 @@ def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]
     """The format's arguments of ``fused_moe``.
 
     Raises:
-        ValueError: no format of codes of that dtype, or another size of blocks.
+        ValueError: no format of codes of that dtype, another size of blocks, or blocks beside static scales.
     """
     form, block = _FORMATS.get(codes), getattr(experts, "block_size", None)
     if form is None:
@@ -137,11 +139,14 @@ def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]
             f"{type(experts).__name__} has scales and weights of {codes}; they must be float8_e4m3fn, int8 or uint8"
         )
     if form == "fp8_block" and block is None:
-        form = "fp8_channel"  # a scale to all gates, to all ups and to down_proj
+        form = "fp8_channel_static" if layout.static else "fp8_channel"  # a scale to all gates, to all ups and to down_proj
     elif form == "fp8_block" and list(block or ()) != [128, 128]:
         raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128] or None")
-    scales = (getattr(experts, f"{name}{layout.scales}").detach() for name in (layout.first, "down_proj"))
-    return dict(zip(("gate_up_scale", "down_scale"), scales, strict=True)) | {"weight_format": form}
+    if layout.static and form != "fp8_channel_static":
+        raise ValueError(f"{type(experts).__name__} has static activation scales and block_size {block}; it must be None then")
+    names = [f"{name}{layout.scales}" for name in (layout.first, "down_proj")] + list(_STATIC if layout.static else ())
+    scales = (getattr(experts, name).detach() for name in names)
+    return dict(zip(_SCALES, scales, strict=False)) | {"weight_format": form}
 
 
 def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Adapter | None]:
@@ -159,11 +164,12 @@ def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Ad
 
 class _Layout(NamedTuple):
     """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights; ``codes`` and ``scales`` follow
-    a weight's name where it is in a format, and are "" and None elsewhere."""
+    a weight's name where it is in a format, and are "" and None elsewhere. ``static``: it has scales to quantise states by."""
 
     first: str
     codes: str
     scales: str | None
+    static: bool
     has_bias: bool
     transposed: bool
     activation: Activation
@@ -234,7 +240,9 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         used |= {f"{first}_bias", "down_proj_bias"}
     if scales is not None:
         used |= {first + scales, f"down_proj{scales}"}
-    if unused := set(module.members) - used:  # a norm, a bias, scales of static activations
+    if static := scales is not None and set(_STATIC) <= set(module.members):
+        used |= set(_STATIC)
+    if unused := set(module.members) - used:  # a norm, a bias
         raise _NotServed(f"it has {', '.join(sorted(unused))}, which would not be used")
     function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
     if function is None and module.act_fn is not NoneType:
@@ -245,7 +253,7 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
         activation = Activation(function, gated=False)
     else:
         raise _NotServed("it has neither a gate nor an act_fn")
-    return _Layout(first, codes, scales, attributes["has_bias"], attributes["is_transposed"], activation)
+    return _Layout(first, codes, scales, static, attributes["has_bias"], attributes["is_transposed"], activation)
 
 
 def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:

@@ -1,8 +1,8 @@
 """Weights in a format of ``formats.py`` as tensors: exact dequantisation and reference quantisers, by PyTorch's operators.
 
 Shapes: weights [..., N, K]. mxfp4: codes uint8 [..., N, K / 2], of a byte the low four bits are the even column; scales uint8
-[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8_block, fp8_block_w8a8: codes
-float8_e4m3fn [..., N, K]; scales fp32, bf16, fp16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8_channel: such codes;
+[..., N, K / 32], the e8m0 of OCP's Microscaling Formats 1.0: 2^(s - 127), NaN for 255. fp8 blocks: codes
+float8_e4m3fn [..., N, K]; scales fp32, bf16, fp16 or e8m0 [..., ceil(N / 128), ceil(K / 128)]. fp8 channels: such codes;
 scales fp32, bf16 or fp16 [..., N], or [..., 1] of all rows, or [..., 2] of each half. int4: codes int32 [..., N, K / 8], the
 first column in the lowest four bits, 8 more than the integer; scales bf16, fp16 or fp32 [..., N, K / 32] or [..., N, K / 128].
 int4 with zero points: from such codes, from 0 to 15, that of their block is subtracted in place of 8; zero points int32
@@ -106,7 +106,7 @@ def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: 
     """
     if form.name == "mxfp4":
         return _mxfp4(weight.float())
-    if form.name == "fp8_channel":
+    if form.in_channels:
         rows = _e4m3(weight.float(), (1, weight.shape[-1]), powers=False)
         return rows._replace(scale=rows.scale.squeeze(-1))
     if form.group:
@@ -116,15 +116,20 @@ def quantized(weight: torch.Tensor, form: Format, halves: bool = False, powers: 
     return Weights(*(torch.cat([getattr(one, name) for one in made], -2) for name in ("codes", "scale")))
 
 
-def quantized_rows(x: torch.Tensor) -> Weights:
-    """Rows in e4m3 with an fp32 scale to 128 columns: what fp8 products take beside fp8 blocks of weights."""
-    return _e4m3(x.float(), (1, SIDE), powers=False)
+def quantized_rows(x: torch.Tensor, scale: torch.Tensor | None = None) -> Weights:
+    """Rows in e4m3 with an fp32 scale to 128 columns, or with those that are given, of a row each or of all: what fp8 products
+    take beside fp8 weights."""
+    if scale is None:
+        return _e4m3(x.float(), (1, SIDE), powers=False)
+    of_rows = scale.float().expand(x.shape[:-1])[..., None]
+    return Weights((x.float() / of_rows).clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn), of_rows)
 
 
 def dequantized_rows(rows: Weights, dtype: torch.dtype) -> torch.Tensor:
     """The rows that ``quantized_rows`` gave."""
     wide = torch.promote_types(dtype, torch.float32)
-    scale = rows.scale.to(wide).repeat_interleave(SIDE, -1)[..., : rows.codes.shape[-1]]
+    scale, columns = rows.scale.to(wide), rows.codes.shape[-1]
+    scale = scale if scale.shape[-1] == 1 else scale.repeat_interleave(SIDE, -1)[..., :columns]
     return (rows.codes.to(wide) * scale).to(dtype)
 
 

@@ -75,6 +75,30 @@ def test_scales_of_whole_matrices_are_served_and_scales_of_blocks_in_bf16() -> N
         torch.testing.assert_close(experts(states, *routing).double(), right, rtol=1e-4, atol=1e-5 * right.abs().max().item())
 
 
+def test_states_are_quantised_by_the_static_scales_of_a_module() -> None:
+    torch.manual_seed(0)
+    model = model_like(QWEN, "fms")
+    config = FineGrainedFP8Config(weight_block_size=None, activation_scheme="static")
+    replace_with_fp8_linear(model, DENSE, config, pre_quantized=True)
+    experts = model.model.layers[0].mlp.experts.to_empty(device="cpu")
+    for name in ("gate_up_proj", "down_proj"):
+        codes, scale, of_input = (getattr(experts, name + suffix) for suffix in ("", "_scale_inv", "_activation_scale"))
+        codes.data, scale.data = (torch.randn(codes.shape) * 16).to(codes.dtype), torch.rand(scale.shape) / 64
+        of_input.data = torch.rand(8) / 64
+    states, ids, weights = torch.randn(4, 160), torch.randint(8, (4, 2)), torch.rand(4, 2)
+    right = torch.zeros(4, 160)
+    for token, (row, chosen) in enumerate(zip(states, ids, strict=True)):  # FP8Experts' eager loop, whose kernel is for a GPU
+        for place, one in enumerate(chosen):
+            for name, high in (("gate_up_proj", 96), ("down_proj", 160)):
+                codes, scale, by = (getattr(experts, name + suffix)[one] for suffix in ("", "_scale_inv", "_activation_scale"))
+                row = (row / by).clamp(-448, 448).to(codes.dtype).float() * by
+                row = codes.float() * scale.repeat_interleave(high, 0) @ row
+                row = experts._apply_gate(row) if name == "gate_up_proj" else row
+            right[token] += weights[token, place] * row
+            row = states[token]
+    torch.testing.assert_close(experts(states, ids, weights), right, rtol=1e-3, atol=1e-3 * right.abs().max().item())
+
+
 def test_in_bf16_it_is_as_near_to_fp32_as_the_dequantised_model() -> None:
     """The modules are cast but for the experts, of which ``to`` would cast codes too."""
     model, dense = in_fp8()
@@ -107,7 +131,7 @@ def test_it_compiles_into_one_graph() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"activation_scheme": "static"}, "down_proj_activation_scale, gate_up_proj_activation_scale, which would not be used"),
+        ({"activation_scheme": "static"}, r"has static activation scales and block_size \(128, 128\); it must be None then"),
         ({"weight_block_size": (64, 64)}, r"FP8Experts has block_size \(64, 64\); it must be \[128, 128\] or None"),
         (
             {"weight_block_size": None, "scale_fmt": "ue8m0"},

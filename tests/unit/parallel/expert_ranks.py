@@ -241,10 +241,12 @@ def check_formats(group: dist.ProcessGroup) -> list[str]:
     weights, ids = torch.rand(len(everyones), 3, generator=draw), torch.randint(experts, (len(everyones), 3), generator=draw)
     dense = torch.randn(experts, 2 * 32, DIM, generator=draw), torch.randn(experts, DIM, 32, generator=draw)
     own = slice(group.rank(), group.rank() + 1)
-    forms = ("mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero")
+    forms = ("mxfp4", "fp8_block", "fp8_channel", "fp8_channel_static", "int4_g32", "int4_g32_zero")
+    static = {name: torch.rand(experts, generator=draw) / 64 for name in ("gate_up_input_scale", "down_input_scale")}
     for form, dtype in product(forms, (torch.bfloat16, torch.float32)):
         x, workspace = everyones.to(dtype), ExpertWorkspace(group, 8, DIM, 3, experts, dtype)
-        given = quantize_experts(*dense, form)
+        given = quantize_experts(*dense, form.removesuffix("_static"))
+        given |= static | {"weight_format": form} if form.endswith("_static") else {}
         options = {name: one[mine] for name, one in given.items() if name != "weight_format"} | {"weight_format": form}
         gate_up, down = options.pop("gate_up_proj"), options.pop("down_proj")
         out = expert_parallel_moe(x[own], gate_up, down, weights[own], ids[own], workspace=workspace, **options)

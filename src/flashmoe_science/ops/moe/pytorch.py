@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.calls import is_plain, is_transformed
 from flashmoe_science.ops.formats import Weights, columns_of, dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
@@ -40,7 +40,11 @@ class Rows(NamedTuple):
 
     def of_experts(self, bias: torch.Tensor) -> torch.Tensor:
         """The bias of its expert [P, ...] of each; zeros where the pair has no expert here."""
-        return torch.where(self.inside, bias[self.expert.clamp(max=bias.shape[0] - 1)], 0.0)
+        return torch.where(self.inside, self.each(bias), 0.0)
+
+    def each(self, of_experts: torch.Tensor) -> torch.Tensor:
+        """That of its expert [P, ...] of each; the last one's where the pair has no expert here."""
+        return of_experts[self.expert.clamp(max=of_experts.shape[0] - 1)]
 
     def by_pair(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] of rows [P, ...]; zeros where the pair has no expert here."""
@@ -69,7 +73,7 @@ def saving_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO
     rows = _rows(ids, w1.shape[0])
     z = _pre_activations(tensors, rows, activation, adapters)
     _, w2 = _weights(tensors, activation)
-    active = as_multiplied(_activated_alike(z, activation), activation)
+    active = _as_multiplied(_activated_alike(z, activation), activation, tensors.down_input_scale, rows)
     down = _biased(_adapted(active, w2, adapters[1], rows), down_bias, rows)
     return weighted_sums(rows.by_pair(down), weights, rows.here), z
 
@@ -87,7 +91,7 @@ def pre_activations(tensors: Tensors, activation: Activation) -> torch.Tensor:
 
 def _pre_activations(tensors: Tensors, rows: Rows, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
     w1, _ = _weights(tensors, activation)
-    x = as_multiplied(rows.of_tokens(tensors.x), activation)
+    x = _as_multiplied(rows.of_tokens(tensors.x), activation, tensors.gate_up_input_scale, rows)
     return _biased(_adapted(x, w1, adapters[0], rows), tensors.gate_up_bias, rows)
 
 
@@ -128,7 +132,7 @@ def backward_by_rows(
     gradient is left^T right over the rows of each expert.
 
     With s the routing weights, a row of dout gives dA = dout W2, ds = <dA, A>, dZ = activation'(Z) (s dA), and the products
-    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1.
+    dW2 = dout^T (s A), dW1 = dZ^T x, dx = dZ W1. Of ``w8a8`` A in ds is what was multiplied, and rounding's derivative is 1.
     """
     x, _, _, weights, ids, gate_up_bias, down_bias, *_, z, dout = tensors
     first, second = (None if one is None else one.transposed() for one in adapters)
@@ -143,6 +147,8 @@ def backward_by_rows(
     if wanted.dw2:
         of_weights("dw2", of_out, (active * scale).to(x.dtype), rows)
     if wanted.dtopk_weights and of_active is not None:
+        if activation.w8a8:
+            active = _as_multiplied(active.to(x.dtype), activation, tensors.down_input_scale, rows)
         of_scale = (of_active * active).sum(1, keepdim=True)
         if down_bias is not None:
             of_scale += (of_out.to(wide) * rows.of_experts(down_bias).to(wide)).sum(1, keepdim=True)
@@ -216,9 +222,9 @@ def _weights(tensors: Tensors, activation: Activation) -> tuple[torch.Tensor | _
 
 
 def dequantised(tensors: Tensors, activation: Activation) -> Tensors:
-    """The tensors with weights of the dtype of x: of a format all experts', dequantised."""
+    """The tensors with weights of the dtype of x: of a format all experts', dequantised, without what they had beside codes."""
     w1, w2 = (one if isinstance(one, torch.Tensor) else one.all() for one in _weights(tensors, activation))
-    return Tensors(tensors.x, w1, w2, *tensors[3:7])
+    return Tensors(tensors.x, w1, w2, *tensors[3:7], None, None, None, None, *tensors[11:])
 
 
 def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows) -> torch.Tensor:
@@ -281,9 +287,17 @@ def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tenso
     return rows + (F.embedding(experts, bias) if isinstance(experts, torch.Tensor) else bias[experts]).to(rows.dtype)
 
 
-def as_multiplied(rows: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """What weights are multiplied by: the rows, of ``w8a8`` as their e4m3 has them."""
-    return dequantized_rows(quantized_rows(rows), rows.dtype) if activation.w8a8 else rows
+def as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """What weights are multiplied by: the rows, of ``w8a8`` as their e4m3 has them, of a static ``scale`` of each or of all."""
+    return dequantized_rows(quantized_rows(rows, scale), rows.dtype) if activation.w8a8 else rows
+
+
+def _as_multiplied(rows: torch.Tensor, activation: Activation, scale: torch.Tensor | None, of: Rows) -> torch.Tensor:
+    """The same of rows by expert and the scales of experts [E]; its derivative is taken for 1."""
+    if not activation.w8a8:
+        return rows
+    made = as_multiplied(rows.detach(), activation, None if scale is None else of.each(scale))
+    return made + (rows - rows.detach()) if rows.requires_grad or is_transformed() else made
 
 
 def _at_most(values: torch.Tensor, limit: float) -> torch.Tensor:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.moe import dequantize_experts, quantize_experts
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.gemv import NAME as GEMV
@@ -85,6 +86,10 @@ FORMAT_CASES = (
     Case("moe t9 e4 k2 d200 f180 bf16 w:fp8_channel bias clamped interleaved"),
     Case("moe t9 e4 k2 d130 f150 fp16 w:fp8_channel gelu", routing="foreign"),
     Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_channel ungated", routing="crowded"),
+    Case("moe t1 e8 k2 d64 f96 bf16 w:fp8_channel_static"),
+    Case("moe t9 e4 k2 d200 f180 fp16 w:fp8_channel_static bias clamped interleaved"),
+    Case("moe t9 e4 k2 d130 f150 bf16 w:fp8_channel_static gelu", routing="foreign"),
+    Case("moe t40 e3 k1 d264 f256 bf16 w:fp8_channel_static ungated", routing="crowded"),
     Case("moe t1 e8 k2 d64 f96 bf16 w:int4_g32"),
     Case("moe t9 e4 k2 d96 f64 fp16 w:int4_g32 bias clamped interleaved"),
     Case("moe t9 e6 k3 d384 f128 bf16 w:int4_g128 gelu", routing="foreign"),
@@ -121,17 +126,20 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
     x = (3 * torch.randn(problem.tokens, h)).to(device, dtype)
     routing = torch.rand(ids.shape).to(device), ids.to(device)
     activation = replace(activation_of(problem), alpha=case.alpha, limit=case.limit)
-    w1, w2, of_weights = weights(h, rows), weights(i, h), [None] * len(OF_WEIGHTS)
+    w1, w2, of_weights = weights(h, rows), weights(i, h), [None] * len(OF_FORMAT)
     if problem.weight_format is not None:
-        made = quantize_experts(w1, w2, problem.weight_format, interleaved=problem.interleaved)
-        w1, w2, of_weights = made["gate_up_proj"], made["down_proj"], [made.get(name) for name in OF_WEIGHTS]
+        made = quantize_experts(w1, w2, problem.weight_format.replace("static", "w8a8"), interleaved=problem.interleaved)
+        if FORMATS[problem.weight_format].static:  # some numbers that they are for are greater than 448 times them
+            scales = torch.rand(2, e).neg().exp2().to(device) / 56
+            made |= dict(zip(OF_FORMAT[4:], scales, strict=True))
+        w1, w2, of_weights = made["gate_up_proj"], made["down_proj"], [made.get(name) for name in OF_FORMAT]
     return MoEInputs(problem, Tensors(x, w1, w2, *routing, *biases, *of_weights), activation)
 
 
 def dense(inputs: MoEInputs) -> MoEInputs:
     """The inputs with weights of fp64, if they are in a format. A GPU rounds those of int4 to the dtype; the interpreter does
     not."""
-    form, (_, w1, w2, *_), of_weights = inputs.problem.weight_format, inputs.tensors, inputs.tensors[7:]
+    form, (_, w1, w2, *_), of_weights = inputs.problem.weight_format, inputs.tensors, inputs.tensors[7:11]
     if form is None:
         return inputs
     dtype = inputs.tensors.x.dtype if "int4" in form and not INTERPRETING else torch.float64
@@ -148,20 +156,31 @@ def changed(inputs: MoEInputs, **tensors: torch.Tensor) -> MoEInputs:
 def reference(inputs: MoEInputs) -> torch.Tensor:
     """The experts in fp64, pair by pair."""
     *tensors, gate_up_bias, down_bias = dense(inputs).tensors[:7]
+    of_x, of_active = inputs.tensors[11:]
     x, w1, w2, topk_weights = (one.double() for one in tensors[:4])
     out = torch.zeros_like(x)
     for token, (weights, ids) in enumerate(zip(topk_weights, inputs.tensors.topk_ids.tolist(), strict=True)):
         for weight, expert in zip(weights, ids, strict=True):
             if not 0 <= expert < inputs.problem.experts:
                 continue
-            both = w1[expert] @ x[token]
+            both = w1[expert] @ as_e4m3(x[token], of_x, expert)
             if gate_up_bias is not None:
                 both = both + gate_up_bias[expert].double()
-            row = w2[expert] @ activated(both, inputs.activation)
+            active = activated(both, inputs.activation)
+            if of_active is not None:
+                active = as_e4m3(active.to(inputs.tensors.x.dtype).double(), of_active, expert)
+            row = w2[expert] @ active
             if down_bias is not None:
                 row = row + down_bias[expert].double()
             out[token] += weight * row
     return out
+
+
+def as_e4m3(rows: torch.Tensor, scales: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """The fp64 rows of an expert as e4m3 by its static scale, if it has one."""
+    if scales is None:
+        return rows
+    return (rows / scales[expert]).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scales[expert]
 
 
 def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
@@ -189,7 +208,7 @@ def saved_z(inputs: MoEInputs) -> torch.Tensor:
     z, row = torch.full((ids.numel(), w1.shape[1]), torch.nan, dtype=torch.float64, device=x.device), 0
     for expert, weights in enumerate(w1):
         tokens = torch.nonzero(ids.flatten() == expert).flatten() // ids.shape[1]
-        rows = x[tokens].double() @ weights.double().T
+        rows = as_e4m3(x[tokens].double(), inputs.tensors.gate_up_input_scale, expert) @ weights.double().T
         z[row : row + len(tokens)] = rows if bias is None else rows + bias[expert].double()
         row += len(tokens)
     return z

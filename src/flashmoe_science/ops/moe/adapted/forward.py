@@ -84,9 +84,9 @@ def plan(inputs: MoEInputs, adapters: Adapters, config: Config) -> Callable[[MoE
             out, z, u1, u2 = map(argument, made)
             x, w1, w2, weights, ids = map(argument, tensors[:5])
             sort(ids, tables)
-            start_up(x, w1, None, None, None, active, z, tables, *beside(low_1, x, adapters[0], u1, tables))
+            start_up(x, w1, None, None, None, None, active, z, tables, *beside(low_1, x, adapters[0], u1, tables))
             low = beside(low_2, active, adapters[1], u2, tables)
-            start_down(active, w2, None, None, None, products, tables, *low)
+            start_down(active, w2, None, None, None, None, products, tables, *low)
             add(products, weights, out, tables)
             del memory
             return Made(*made)  # type: ignore[arg-type]  # of which the first is not None

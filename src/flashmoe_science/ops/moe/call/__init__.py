@@ -17,20 +17,25 @@ from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.kernel import CannotServe, Config, Kernel
 from flashmoe_science.ops.formats import Weights, columns_of, format_of
 from flashmoe_science.ops.moe.call.formats import (
-    OF_WEIGHTS,
+    OF_FORMAT,
     check_codes,
+    check_flags,
+    check_input_scale,
+    check_projections,
     check_scale,
+    check_tensor,
     check_zero_point,
     checked_format,
     codes_of,
+    input_scale_of,
     scale_of,
+    sizes_of,
 )
 from flashmoe_science.ops.moe.problem import Function, MoEProblem
 from flashmoe_science.printable import shown
 from flashmoe_science.problem import Dtype
 
 NO_PRE_ACTIVATIONS = "it does not give the pre-activations, which a backward needs unless recompute is True"
-NO_GRADIENTS = "weight_format is 'fp8_block_w8a8' and an argument requires a gradient; it must be 'fp8_block' then"
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -39,7 +44,7 @@ class Tensors(NamedTuple):
 
     Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
     [E, 2I] and [E, H]. Scales and zero points, those of weights in a format, and the weights' codes are as ``ops/formats.py``
-    has them.
+    has them; input scales are [E], of weights whose format is static.
     """
 
     x: torch.Tensor
@@ -53,6 +58,8 @@ class Tensors(NamedTuple):
     down_scale: torch.Tensor | None = None
     gate_up_zero_point: torch.Tensor | None = None
     down_zero_point: torch.Tensor | None = None
+    gate_up_input_scale: torch.Tensor | None = None
+    down_input_scale: torch.Tensor | None = None
 
     def in_format(self) -> tuple[Weights, Weights] | None:
         """w1 and w2 with their scales and zero points; None of weights of the dtype of x."""
@@ -160,9 +167,12 @@ def why_no_format(problem: MoEProblem) -> str | None:
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
 
-def format_in(w1: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None, w8a8: bool) -> Format | None:
+def format_in(tensors: Tensors, w8a8: bool) -> Format | None:
     """The format of a call's weights, as kernels take them."""
-    return FORMATS["fp8_block_w8a8"] if w8a8 else format_of(w1, scale, zero_point)
+    form = format_of(tensors.w1, tensors.gate_up_scale, tensors.gate_up_zero_point)
+    if form is None or not w8a8:
+        return form
+    return FORMATS[f"{form.name}_{'w8a8' if tensors.gate_up_input_scale is None else 'static'}"]
 
 
 def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dtype]:
@@ -182,26 +192,26 @@ def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {shown(options.kernel)}; it must be the name of one, or None")
-    for flag in ("transposed", "interleaved", "recompute"):
-        if not isinstance(getattr(options, flag), bool):
-            raise TypeError(f"{flag} is {shown(getattr(options, flag))}; it must be True or False")
-    form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_WEIGHTS}, options.transposed)
+    check_flags(transposed=options.transposed, interleaved=options.interleaved, recompute=options.recompute)
+    form = checked_format(options.weight_format, {name: getattr(given, name) for name in OF_FORMAT}, options.transposed)
     gate_up_proj, down_proj = _checked_weights(hidden_states, gate_up_proj, down_proj, options.transposed, form)
     _check_routing(hidden_states, top_k_weights, top_k_ids)
     activation = _checked_activation(options, gate_up_proj, down_proj)
     experts, rows, _ = gate_up_proj.shape
     dim = down_proj.shape[1]
     if form is not None:
-        if form.w8a8 and torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
-            raise ValueError(NO_GRADIENTS)
         for name, weights, halves in (("gate_up", gate_up_proj, activation.halves), ("down", down_proj, False)):
             scale = getattr(given, f"{name}_scale")
-            _check_tensor(f"{name}_scale", scale, hidden_states)
+            check_tensor(f"{name}_scale", scale, "hidden_states", hidden_states)
             check_scale(f"{name}_scale", scale, weights, form, halves)
             if form.zero_bits:
                 zero_point = getattr(given, f"{name}_zero_point")
-                _check_tensor(f"{name}_zero_point", zero_point, hidden_states)
+                check_tensor(f"{name}_zero_point", zero_point, "hidden_states", hidden_states)
                 check_zero_point(f"{name}_zero_point", zero_point, weights, form)
+            if form.static:
+                input_scale = getattr(given, f"{name}_input_scale")
+                check_tensor(f"{name}_input_scale", input_scale, "hidden_states", hidden_states)
+                check_input_scale(f"{name}_input_scale", input_scale, experts)
     for name, bias, width in zip(("gate_up_bias", "down_bias"), biases, (rows, dim), strict=True):
         if bias is not None:
             _check_bias(name, bias, hidden_states, (experts, width))
@@ -222,7 +232,8 @@ def views_of(given: Tensors, options: Options) -> Tensors:
         weights, ids = weights.reshape(-1, top_k), ids.reshape(-1, top_k)
     if hidden_states.stride(-1) != 1 and hidden_states.numel():
         hidden_states = hidden_states.contiguous()
-    rest = gate_up_bias, down_bias, gate_up_scale, down_scale, *given[9:]
+    of_inputs = (None if one is None else input_scale_of(one, gate_up_proj.shape[0]) for one in given[11:])
+    rest = gate_up_bias, down_bias, gate_up_scale, down_scale, *given[9:11], *of_inputs
     return Tensors(hidden_states, gate_up_proj, down_proj, weights, ids, *rest)
 
 
@@ -230,7 +241,7 @@ def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -
     """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
-    form = format_in(w1, tensors.gate_up_scale, tensors.gate_up_zero_point, activation.w8a8)
+    form = format_in(tensors, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed
@@ -275,11 +286,6 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
     alpha = 1.702 if alpha is None else alpha  # no default: what torch.compile traces has no float there
     check_activation(function, alpha, limit)
     rows, width = w1.shape[1], columns_of(w2)
-    if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change
-        raise ValueError(
-            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
-            "and ups) or as many (no gate)"
-        )
     if interleaved and rows == width:
         raise ValueError("interleaved is True, and gate_up_proj has no gates; it must be False")
     w8a8 = options.weight_format is not None and FORMATS[options.weight_format].w8a8
@@ -291,7 +297,9 @@ def _checked_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights as [experts, out, in] views, of a format their codes."""
     for name, tensor in (("hidden_states", hidden_states), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        _check_tensor(name, tensor, hidden_states)
+        check_tensor(name, tensor, "hidden_states", hidden_states)
+        if tensor is hidden_states and tensor.device.type not in ("cpu", "cuda") and not is_assumed():
+            raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")
         if form is not None and tensor is not hidden_states:
             check_codes(name, tensor, form)
             continue
@@ -310,21 +318,21 @@ def _checked_weights(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; no size of it may be 0")
     if transposed:
         gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    dim, experts, taken = hidden_states.shape[-1], gate_up_proj.shape[0], columns_of(gate_up_proj)
-    if taken != dim or down_proj.shape[1] != dim:
+    dim, taken, given = hidden_states.shape[-1], columns_of(gate_up_proj), down_proj.shape[1]
+    if taken != dim or given != dim:
+        way = "transposed=True for weights that are [experts, in, out]"
+        way = way if form is None else "weights in a format are [experts, out, in]"
         raise ValueError(
-            f"hidden_states has {dim} columns, gate_up_proj takes {taken} and down_proj gives "
-            f"{down_proj.shape[1]}; they must agree (transposed=True for weights that are [experts, in, out])"
+            f"hidden_states has {dim} columns, gate_up_proj takes {taken} and down_proj gives {given}; they must agree ({way})"
         )
-    if down_proj.shape[0] != experts:
-        raise ValueError(f"gate_up_proj has {experts} experts and down_proj {down_proj.shape[0]}; they must have as many")
+    check_projections(sizes_of(gate_up_proj), sizes_of(down_proj))
     return gate_up_proj, down_proj
 
 
 def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
     """Raise unless the routing is [..., top_k] of these tokens."""
     for name, tensor in (("top_k_weights", weights), ("top_k_ids", ids)):
-        _check_tensor(name, tensor, hidden_states)
+        check_tensor(name, tensor, "hidden_states", hidden_states)
         if tensor.dim() != hidden_states.dim() or tensor.shape[:-1] != hidden_states.shape[:-1] or tensor.shape[-1] < 1:
             wanted = ", ".join(map(str, (*hidden_states.shape[:-1], "top_k")))
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{wanted}]")
@@ -336,7 +344,7 @@ def _check_routing(hidden_states: torch.Tensor, weights: torch.Tensor, ids: torc
 
 
 def _check_bias(name: str, bias: torch.Tensor, hidden_states: torch.Tensor, shape: Shape) -> None:
-    _check_tensor(name, bias, hidden_states)
+    check_tensor(name, bias, "hidden_states", hidden_states)
     _check_float(name, bias, hidden_states)
     if tuple(bias.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(bias.shape)}; it must be {shape}")
@@ -346,17 +354,3 @@ def _check_float(name: str, tensor: torch.Tensor, hidden_states: torch.Tensor) -
     """Raise TypeError unless the tensor is of a dtype that kernels take with ``hidden_states``."""
     if tensor.dtype not in DTYPES and tensor.dtype is not hidden_states.dtype:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be float32, bfloat16 or float16, or as hidden_states")
-
-
-def _check_tensor(name: str, tensor: object, hidden_states: torch.Tensor) -> None:
-    """Raise unless it is a dense tensor on the device of ``hidden_states``."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.is_nested:
-        raise TypeError(f"{name} is nested; it must be a dense tensor")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
-    if tensor.device != hidden_states.device:
-        raise ValueError(f"{name} is on {tensor.device} and hidden_states on {hidden_states.device}; they must be on one")
-    if tensor.device.type not in ("cpu", "cuda") and not is_assumed():
-        raise ValueError(f"{name} is on device {tensor.device}; it must be on a CPU or a CUDA device")

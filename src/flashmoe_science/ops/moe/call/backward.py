@@ -38,11 +38,13 @@ class BackwardTensors(NamedTuple):
     down_scale: torch.Tensor | None
     gate_up_zero_point: torch.Tensor | None
     down_zero_point: torch.Tensor | None
+    gate_up_input_scale: torch.Tensor | None
+    down_input_scale: torch.Tensor | None
     z: torch.Tensor | None
     dout: torch.Tensor
 
     def of_call(self) -> Tensors:
-        return Tensors(*self[:11])
+        return Tensors(*self[:13])
 
 
 INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # that have gradients, in the order of the gradients

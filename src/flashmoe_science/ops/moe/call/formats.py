@@ -20,10 +20,11 @@ _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 _E4M3, _INT4, _FLOATS = (torch.float8_e4m3fn,), (torch.int32,), (torch.float32, torch.bfloat16, torch.float16)
 _OF_INT4 = tuple(name for name in FORMATS if name.startswith("int4"))
 _OF_BLOCKS = tuple(name for name, form in FORMATS.items() if form.in_blocks)
-_CODES = {"mxfp4": _BYTES, "fp8_channel": _E4M3} | dict.fromkeys(_OF_BLOCKS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4)
+_CODES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(FORMATS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4) | {"mxfp4": _BYTES}
 _SCALES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(FORMATS, _FLOATS) | {"mxfp4": _E8M0}
 _SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS, *_E8M0))
 OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has beside codes
+OF_FORMAT = (*OF_WEIGHTS, "gate_up_input_scale", "down_input_scale")  # and beside weights, of what they are multiplied by
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
@@ -35,17 +36,20 @@ def format_named(name: object, none: str = "") -> Format:
 
 
 def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
-    """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS.
+    """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS or
+    OF_FORMAT.
 
     Raises:
         ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format; zero
-            points of a format that has none, a format with zero points that are not given.
+            points or input scales of a format that has none, a format that has them and to which they are not given.
     """
     form = None if weight_format is None else format_named(weight_format, "None or ")
-    for name in OF_WEIGHTS:
-        given, words = of_weights[name] is not None, "scales"
+    for name, one in of_weights.items():
+        given, words = one is not None, "scales"
         expected = form is not None
-        if name.endswith("zero_point"):
+        if name.endswith("input_scale"):
+            expected, words = form is not None and form.static, "input scales, of a format whose name ends in _static,"
+        elif name.endswith("zero_point"):
             expected, words = form is not None and form.zero_bits > 0, "zero points, of a format whose name ends in _zero,"
         if given != expected:
             state = "given" if given else "None"
@@ -55,21 +59,45 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
     return form
 
 
-def check_parts(parts: Mapping[str, object]) -> None:
-    """Raise unless the parts of weights in a format, None where there is none, are dense tensors with memory on one device.
+def check_tensor(name: str, tensor: object, first: str, like: torch.Tensor) -> None:
+    """Raise unless it is a dense tensor on the device of ``like``, the argument ``first``.
 
     Raises:
-        TypeError, ValueError: one is not; it is named.
+        TypeError, ValueError: it is not.
     """
-    given = {name: one for name, one in parts.items() if one is not None}
-    for name, one in given.items():
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} is {shown(one)}; it must be a torch.Tensor")
-        if one.is_nested or one.layout != torch.strided:
-            raise TypeError(f"{name} is {'nested' if one.is_nested else f'a {one.layout} tensor'}; it must be dense")
-        first, device = next((key, of.device) for key, of in given.items() if isinstance(of, torch.Tensor))
-        if one.device != device:
-            raise ValueError(f"{name} is on {one.device} and {first} on {device}; they must be on one")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise TypeError unless each is True or False."""
+    for name, one in flags.items():
+        if not isinstance(one, bool):
+            raise TypeError(f"{name} is {shown(one)}; it must be True or False")
+
+
+def check_projections(gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
+    """Raise ValueError unless (experts, rows, columns) of both are of one layer."""
+    (experts, rows, taken), (others, given, width) = gate_up, down
+    if experts != others:
+        raise ValueError(f"gate_up_proj has {experts} experts and down_proj {others}; they must have as many")
+    if taken != given:
+        raise ValueError(f"gate_up_proj takes {taken} columns and down_proj gives {given}; they must agree")
+    if rows != width and rows != 2 * width:  # torch.compile traces no "in" of sizes that change
+        raise ValueError(
+            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
+            "and ups) or as many (no gate)"
+        )
+
+
+def sizes_of(weights: torch.Tensor) -> tuple[int, int, int]:
+    """Experts, rows and columns of weights [E, N, K] or of their codes."""
+    experts, rows, _ = weights.shape
+    return experts, rows, columns_of(weights)
 
 
 def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:
@@ -114,6 +142,17 @@ def check_zero_point(name: str, zero_point: torch.Tensor, codes: torch.Tensor, f
         raise ValueError(f"{name} has shape {tuple(zero_point.shape)}; it must be {list(allowed)}")
 
 
+def check_input_scale(name: str, scale: torch.Tensor, experts: int) -> None:
+    """Raise unless it is one scale of what weights are multiplied by, or one an expert."""
+    if scale.dtype not in _FLOATS:
+        raise TypeError(f"{name} has dtype {scale.dtype}; it must be float32 or bfloat16 or float16")
+    allowed = [(experts,), (experts, 1), (1,), ()]
+    if tuple(scale.shape) not in allowed:
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {', or '.join(str(list(one)) for one in allowed)}")
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient; scales have none")
+
+
 def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, ...]]:
     """The shapes that the scales of codes may have."""
     (experts, rows), (high, wide) = codes.shape[:2], form.block
@@ -134,9 +173,14 @@ def codes_of(codes: torch.Tensor) -> torch.Tensor:
 
 def scale_of(scale: torch.Tensor, weight_format: str | None) -> torch.Tensor:
     """Scales that have been checked as ``ops.formats`` takes them: no copy."""
-    if weight_format == "fp8_channel":
+    if weight_format is not None and FORMATS[weight_format].in_channels:
         return scale.squeeze(2) if scale.dim() == 3 else scale[:, None] if scale.dim() == 1 else scale
     return scale.view(torch.uint8) if scale.dtype in _E8M0 else scale
+
+
+def input_scale_of(scale: torch.Tensor, experts: int) -> torch.Tensor:
+    """Input scales that have been checked as [E], whose stride is 0 where all experts have one: no copy."""
+    return scale.view(-1).expand(experts) if scale.numel() == 1 else scale.view(experts)
 
 
 def _any(dtypes: dict[str, tuple[torch.dtype, ...]], form: Format) -> str:

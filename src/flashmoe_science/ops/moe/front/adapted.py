@@ -37,7 +37,7 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
     given = Tensors(*(autocast(tensors[:3]) or tensors[:3]), *tensors[3:])
     views, activation = checked(given, how)
     if activation.w8a8:
-        raise ValueError(f"adapters are given and weight_format is {how.weight_format!r}; it must be 'fp8_block' then")
+        raise ValueError(f"adapters are given and weight_format is {how.weight_format!r}, which quantises states; it must not")
     low = checked_adapters(adapters, views)
     decision = _decide(views, activation, how, low)
     if is_explaining():

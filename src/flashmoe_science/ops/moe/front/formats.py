@@ -10,13 +10,16 @@ from flashmoe_science.ops.formats import Weights, columns_of, dequantized, packe
 from flashmoe_science.ops.moe.call.formats import (
     OF_WEIGHTS,
     check_codes,
-    check_parts,
+    check_flags,
+    check_projections,
     check_scale,
+    check_tensor,
     check_zero_point,
     checked_format,
     codes_of,
     format_named,
     scale_of,
+    sizes_of,
 )
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
@@ -30,14 +33,19 @@ def in_format(
 ) -> dict[str, Any]:
     """The arguments of ``fused_moe`` that are the weights. Raises as ``quantize_experts``."""
     form = format_named(weight_format)
-    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj})
+    if form.static:
+        raise ValueError(
+            f"weight_format is {weight_format!r}, whose input scales are a checkpoint's; it must be 'fp8_channel' here"
+        )
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        if not isinstance(one, torch.Tensor) or one.dtype not in _DTYPES or one.dim() != 3:
-            raise TypeError(f"{name} must be a tensor [E, N, K] of bfloat16, float16 or float32")
+        check_tensor(name, one, "gate_up_proj", gate_up_proj)
+        _check_stacked(name, one, _DTYPES)
         if 0 in one.shape:
             raise ValueError(f"{name} has shape {tuple(one.shape)}; no size of it may be 0")
         if form.group and one.shape[2] % form.group:
             raise ValueError(f"{name} has {one.shape[2]} columns; {form.name} needs a multiple of {form.group}")
+    check_projections(sizes_of(gate_up_proj), sizes_of(down_proj))
+    check_flags(interleaved=interleaved, powers=powers)
     if powers and not form.in_blocks:
         raise ValueError(f"powers is True and weight_format is {weight_format!r}; it must be one of fp8 blocks then")
     halves = _halves(gate_up_proj.shape[1], down_proj.shape[2], interleaved) and form.in_blocks
@@ -56,10 +64,16 @@ def out_of_format(
     """The weights. ``of_weights``: the arguments of OF_WEIGHTS. Raises as ``dequantize_experts``."""
     form = format_named(weight_format)
     checked_format(weight_format, of_weights, transposed=False)
-    check_parts({"gate_up_proj": gate_up_proj, "down_proj": down_proj, **of_weights})
+    given = {name: one for name, one in of_weights.items() if one is not None}
+    for name, one in {"gate_up_proj": gate_up_proj, "down_proj": down_proj, **given}.items():
+        check_tensor(name, one, "gate_up_proj", gate_up_proj)
     check_codes("gate_up_proj", gate_up_proj, form)
     check_codes("down_proj", down_proj, form)
+    check_flags(interleaved=interleaved)
+    if dtype not in (*_DTYPES, torch.float64):
+        raise TypeError(f"dtype is {dtype!r}; it must be bfloat16, float16, float32 or float64")
     both = codes_of(gate_up_proj), codes_of(down_proj)
+    check_projections(sizes_of(both[0]), sizes_of(both[1]))
     halves, made = _halves(both[0].shape[1], columns_of(both[1]), interleaved), []
     for name, codes, split in zip(("gate_up", "down"), both, (halves, False), strict=True):
         scale, zero_point = (of_weights[f"{name}_{part}"] for part in ("scale", "zero_point"))
@@ -75,7 +89,9 @@ def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...
     ``repack_experts``."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, get_args(Layout)))}")
-    groups = [_checked_layout(name, layout, one) for name, one in (("gate_up", gate_up), ("down", down))]
+    made = [_checked_layout(name, layout, one) for name, one in (("gate_up", gate_up), ("down", down))]
+    groups, sizes = zip(*made, strict=True)
+    check_projections(*sizes)
     group = 32 if any(one % 128 for one in groups) else 128
     first, second = (_repacked(layout, one // group, *given[:3]) for one, given in zip(groups, (gate_up, down), strict=True))
     eight = packed(torch.full((8,), 8)).to(first.codes.device)
@@ -84,15 +100,23 @@ def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...
     return _arguments(first, second, f"int4_g{group}_zero")
 
 
-def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
-    """How many rows share a scale."""
+def _check_stacked(name: str, one: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise unless it has three dimensions and one of the dtypes."""
+    if one.dtype not in dtypes:
+        words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} has dtype {one.dtype}; it must be {words}")
+    if one.dim() != 3:
+        raise ValueError(f"{name} has shape {tuple(one.shape)}; it must have three dimensions, experts first")
+
+
+def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> tuple[int, tuple[int, int, int]]:
+    """How many rows share a scale; experts, rows and columns of the weights [E, N, K]."""
     qweight, scales, qzeros, g_idx = given
     for what, one, dtypes in (
         ("qweight", qweight, (torch.int32,)), ("scales", scales, _DTYPES), ("qzeros", qzeros, (torch.int32,))
     ):  # fmt: skip
-        if not isinstance(one, torch.Tensor) or one.dtype not in dtypes or one.dim() != 3:
-            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name}_{what} must be a tensor of {words} with three dimensions, experts first")
+        check_tensor(f"{name}_{what}", one, f"{name}_qweight", qweight)
+        _check_stacked(f"{name}_{what}", one, dtypes)
     experts, rows, columns = qweight.shape
     rows, columns = (rows, 8 * columns) if layout == "awq" else (8 * rows, columns)
     count = scales.shape[1]
@@ -102,9 +126,15 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> int:
     for what, one, shape in (("scales", scales, (experts, count, columns)), ("qzeros", qzeros, (experts, count, columns // 8))):
         if tuple(one.shape) != shape or columns % 8:
             raise ValueError(f"{name}_{what} has shape {tuple(one.shape)}; it must be {list(shape)}, columns a multiple of 8")
-    if g_idx is not None and not torch.equal(g_idx.cpu().long(), (torch.arange(rows) // group).expand(experts, -1)):
-        raise ValueError(f"{name}_g_idx is of another order (desc_act); it must be row // {group} of every expert, or None")
-    return group
+    if g_idx is not None:
+        check_tensor(f"{name}_g_idx", g_idx, f"{name}_qweight", qweight)
+        if tuple(g_idx.shape) != (experts, rows):
+            raise ValueError(
+                f"{name}_g_idx has shape {tuple(g_idx.shape)}; it must be {[experts, rows]}, the group of each row"
+            )
+        if not torch.equal(g_idx.cpu().long(), (torch.arange(rows) // group).expand(experts, -1)):
+            raise ValueError(f"{name}_g_idx is of another order (desc_act); it must be row // {group} of every expert, or None")
+    return group, (experts, columns, rows)
 
 
 def _repacked(layout: Layout, parts: int, qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> Weights:

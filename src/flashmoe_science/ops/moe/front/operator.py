@@ -25,7 +25,7 @@ from flashmoe_science.ops.calls import (
 )
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.formats import columns_of
-from flashmoe_science.ops.moe.call import NO_GRADIENTS, Activation, Options, Rows, Tensors, checked, format_in, inputs_of
+from flashmoe_science.ops.moe.call import Activation, Options, Rows, Tensors, checked, format_in, inputs_of
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, copied, follow, joined
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
@@ -37,7 +37,7 @@ from flashmoe_science.ops.operator import register
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
 _COUNT = len(Tensors._fields)
 _ROWS = f"{MoEProblem.op}, rows"
-_PLAIN = True, True, True, True, True, True
+_PLAIN = (True,) * (_COUNT - 5)
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
@@ -124,8 +124,8 @@ def _autocast(tensors: Given) -> Given | None:
 
 def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Launch | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
-    _, _, _, _, _, a, b, c, d, e, f = tensors
-    absent = a is None, b is None, c is None, d is None, e is None, f is None
+    _, _, _, _, _, a, b, c, d, e, f, g, h = tensors
+    absent = a is None, b is None, c is None, d is None, e is None, f is None, g is None, h is None
     given = tensors[:5] if absent == _PLAIN else [one for one in tensors if one is not None]
     try:
         # The types of options too: True and 1 are equal.
@@ -168,7 +168,7 @@ def decide(tensors: Tensors, options: Options) -> Decision:
 
 def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     views, a = checked(tensors, options)
-    rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, options.recompute, a.w8a8
+    rest = a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel, a.w8a8, options.recompute
     out: torch.Tensor = _OPERATOR(*views, *rest)
     return unviewed(out, tensors.x.shape)
 
@@ -185,10 +185,11 @@ def _saving(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _launched(op: str, *args: Any) -> Any:
-    tensors, (function, _, interleaved, alpha, limit, *kernel) = args[:_COUNT], args[_COUNT:]
-    form = format_in(tensors[1], tensors[7], tensors[9], bool(kernel[2:] and kernel[2]))
+    tensors, (function, _, interleaved, alpha, limit, *rest) = args[:_COUNT], args[_COUNT:]
+    kernel, w8a8 = (*rest, None, False)[:2]
+    form = format_in(Tensors(*tensors), w8a8)
     name = None if form is None else form.name
-    options = (function, False, interleaved, alpha, limit, kernel[0] if kernel else None, False, name)
+    options = (function, False, interleaved, alpha, limit, kernel, False, name)
     launch, key = _find(tensors, options, op)
     if launch is not None:
         return launch(*tensors)
@@ -205,10 +206,8 @@ def _fake_saving(x: torch.Tensor, w1: torch.Tensor, w2: object, weights: torch.T
 
 def _differentiable(*args: Any) -> torch.Tensor:
     tensors, (function, gated, interleaved, alpha, limit, *rest) = Tensors(*args[:_COUNT]), args[_COUNT:]
-    kernel, recompute, w8a8 = (*rest, None, None, None)[:3]
-    if w8a8:
-        raise ValueError(NO_GRADIENTS)
-    return differentiable(tensors, Activation(function, gated, interleaved, alpha, limit), kernel, bool(recompute))
+    kernel, w8a8, recompute = (*rest, None, False, False)[:3]
+    return differentiable(tensors, Activation(function, gated, interleaved, alpha, limit, w8a8), kernel, recompute)
 
 
 def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, *rest: Any, **results: Any) -> int:
@@ -218,10 +217,11 @@ def _flops(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: to
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, str function, bool gated, "
-    "bool interleaved, float alpha, float limit, str? kernel_name=None"
+    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, "
+    "Tensor? gate_up_input_scale, Tensor? down_input_scale, str function, bool gated, bool interleaved, float alpha, "
+    "float limit, str? kernel_name=None, bool w8a8=False"
 )
-_FORWARD = f"moe_forward{_SCHEMA}, bool recompute=False, bool w8a8=False) -> Tensor"
+_FORWARD = f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor"
 _OPERATOR = register(_FORWARD, _forward, _fake, _differentiable, _flops)
 # What the autograd rule calls in its place: the pre-activations too.
 register(f"moe_forward_saving{_SCHEMA}) -> (Tensor out, Tensor z)", _saving, _fake_saving, None, _flops)

@@ -15,7 +15,7 @@ from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.choose import choose
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, MoELaunch, Shape, Tensors, activation_of, run_of
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import dequantised, pytorch_moe
 from flashmoe_science.ops.peer import one_config
@@ -30,7 +30,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 def load(problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     given = Tensors(*(inputs.get(name) for name in Tensors._fields))  # type: ignore[arg-type]  # of routing it may have none
     _, w1, w2, *_ = dequantised(given, activation_of(problem))
-    return {name: one for name, one in inputs.items() if name not in OF_WEIGHTS} | {"w1": w1, "w2": w2}
+    return {name: one for name, one in inputs.items() if name not in OF_FORMAT} | {"w1": w1, "w2": w2}
 
 
 def plan(inputs: MoEInputs, config: Config) -> Bind:

@@ -23,14 +23,15 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     results are gathered and summed in one kernel, an embedding bag, or as transformers does where the weights need gradients,
     which the bag has none of in 16 bits on a GPU; there nothing waits for the host (in bf16). Weights in a format are
     dequantised in each call."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_, of_x, of_active = dequantised(tensors, activation)
     (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    rows = as_multiplied(x, activation)[order // top_k]
+    of_x, of_active = (None if one is None else one[by_expert] for one in (of_x, of_active))
+    rows = as_multiplied(x[order // top_k], activation, of_x)
     both = add_bias(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
-    down = functional.grouped_mm(as_multiplied(activate(both, activation), activation), w2.transpose(1, 2), offs=ends)
+    down = functional.grouped_mm(as_multiplied(activate(both, activation), activation, of_active), w2.mT, offs=ends)
     down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device)).view(tokens, top_k)
     weights = topk_weights.to(x.dtype)
@@ -56,12 +57,13 @@ def batched_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
 
 def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
     """The experts by a loop over all of them, each on the tokens that chose it: how models write it without a fused kernel."""
-    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_ = dequantised(tensors, activation)
+    x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias, *_, of_x, of_active = dequantised(tensors, activation)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        both = add_bias(as_multiplied(x[tokens], activation) @ w1[expert].T, gate_up_bias, expert)
-        down = add_bias(as_multiplied(activate(both, activation), activation) @ w2[expert].T, down_bias, expert)
+        scale_x, scale_active = (None if one is None else one[expert] for one in (of_x, of_active))
+        both = add_bias(as_multiplied(x[tokens], activation, scale_x) @ w1[expert].T, gate_up_bias, expert)
+        down = add_bias(as_multiplied(activate(both, activation), activation, scale_active) @ w2[expert].T, down_bias, expert)
         out.index_add_(0, tokens, down * topk_weights[tokens, place, None])
     return out.to(x.dtype)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LARGEST = tl.constexpr(448.0)  # e4m3
+
 # Of two units in $4: the n-th weights of both in $n, times $5. A product puts the four bits of a code twice, for its sign and
 # for the rest.
 _E2M1 = """{
@@ -93,6 +95,22 @@ def power(code):
     """fp32 of e8m0."""
     code = code.to(tl.int32)
     return _as_fp32(tl.where(code == 0, 0x40, tl.where(code == 255, 0x7FC0, code << 7)))
+
+
+@triton.jit
+def in_e4m3(values):
+    """Values in e4m3's range, the nearest to those past it."""
+    return tl.clamp(values, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def as_e4m3(values):
+    """The e4m3 nearest to fp32 values, halves to even, the largest for greater ones; by additions alone, as not every GPU has
+    an instruction for it."""
+    values = in_e4m3(values)
+    power = (values.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)  # of fp32 so large the last bit is the last of e4m3
+    return (values + step) - step
 
 
 @triton.jit

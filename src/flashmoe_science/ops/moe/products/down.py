@@ -15,7 +15,7 @@ from flashmoe_science.ops.moe.products.tiles import store_rows, tile_of
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_down(
-    a, w, scale, zero_point, bias, out, tables, pairs, tiles,
+    a, w, scale, zero_point, input_scale, bias, out, tables, pairs, tiles,
     EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -31,7 +31,7 @@ def flashmoe_moe_down(
         columns = tile.column + tl.arange(0, BLOCK_N)  # [BLOCK_N]
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
         acc, _ = multiply_weights(
-            a, w, scale, zero_point, tile, rows, rows, columns, even, WIDTH, None,
+            a, w, scale, zero_point, input_scale, tile, rows, rows, columns, even, WIDTH, None,
             DEPTH, DEPTH, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
         )  # fmt: skip
         if bias is not None:

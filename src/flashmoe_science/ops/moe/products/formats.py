@@ -5,6 +5,7 @@ time, a unit: four weights of four bits, two of fp8. The n-th weights of all uni
 second) column of the tokens: no code changes its place, and an operand is what the instruction reads.
 
 The scale of a block of 128 x 128 multiplies the sum over its depth, in fp32, that of a channel the sum over the whole depth.
+Of channels the tokens may be rounded to e4m3 by a scale of the call, static, which multiplies the same sum.
 That of int4 multiplies the weight, and so does that of mxfp4, a power of two, which up to 2 is one product with the 2^126 of
 e2m1: a tile is computed so, and once more, by two products a weight, where it met a greater scale or what is no number. No
 model's weights are known to have one.
@@ -27,13 +28,13 @@ from flashmoe_science.ops.formats import BITS, SIDE, has_own_scales
 from flashmoe_science.ops.launch import INTERPRETING, address
 from flashmoe_science.ops.moe.call import MoEInputs, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.codes import by_place, of_fp8, of_int4, of_mxfp4, power
+from flashmoe_science.ops.moe.products.codes import as_e4m3, by_place, of_fp8, of_int4, of_mxfp4, power
 from flashmoe_science.ops.moe.products.tiles import dot, multiply
 
 
 class Scales(NamedTuple):
     """What a product is specialised on of weights in a format: its name, strides of the scales, where the scales of the second
-    half of the rows begin, in rows, how many rows have one, and columns; strides of the zero points."""
+    half of the rows begin, in rows, how many rows have one, and columns; strides of the zero points and of the input scales."""
 
     name: str
     of_expert: int
@@ -43,6 +44,7 @@ class Scales(NamedTuple):
     high: int
     wide: int
     of_zero_points: tuple[int, int, int]
+    of_inputs: int
 
 
 @triton.jit
@@ -100,11 +102,11 @@ def _add(units, scale, zero_point, x, acc, FORMAT: tl.constexpr, EXACT: tl.const
 
 @triton.jit
 def _multiply(
-    a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, SECOND: tl.constexpr, DEPTH: tl.constexpr,
+    a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, by, SECOND: tl.constexpr, DEPTH: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EXACT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """The sums, [BLOCK_N, BLOCK_M], of rows ``of_w`` of weights, and of those ``SECOND`` units further; the greatest scale of
-    mxfp4. Of channels without their scales."""
+    mxfp4. Of channels without their scales. ``by``, unless it is None: tokens times it are rounded to e4m3."""
     FORMAT: tl.constexpr = SCALES[0]
     STRIDE_K: tl.constexpr = SCALES[3]
     WIDE: tl.constexpr = SCALES[6]
@@ -129,6 +131,8 @@ def _multiply(
                 zero_second = _zero_points(zero_point, of_w + SCALES[4], 0, DEPTH, OF_ZEROS, WIDE, BLOCK_K)
     for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
         x = tl.load(a_ptrs, mask=inside_a & (k + depth < DEPTH)[None, :], other=0.0)
+        if by is not None:
+            x = as_e4m3(x.to(tl.float32) * by).to(x.dtype)
         x = tl.trans(by_place(x, UNIT))
         inside = None if DEPTH % BLOCK_K == 0 else (place < (DEPTH - k) // UNIT)[None, :]
         other: tl.constexpr = None if DEPTH % BLOCK_K == 0 else 0
@@ -155,7 +159,7 @@ def _multiply(
 
 @triton.jit
 def multiply_in_format(
-    a, w, scale, zero_point, tile, rows, of_a, of_w, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    a, w, scale, zero_point, input_scale, tile, rows, of_a, of_w, WIDTH: tl.constexpr, SECOND: tl.constexpr,
     DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, SCALES: tl.constexpr,
     BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -175,26 +179,33 @@ def multiply_in_format(
     rows_first = (of_w // HIGH).to(tl.int64) * SCALES[2]  # [BLOCK_N]
     rows_second = ((of_w + SCALES[4]) // HIGH).to(tl.int64) * SCALES[2]
     inside_a = (rows < tile.end)[:, None]
+    by, of_input = None, None
+    if input_scale is not None:
+        of_input = tl.load(input_scale + tile.expert * SCALES[8]).to(tl.float32)
+        by = 1.0 / of_input
     first, second, greatest = _multiply(
-        a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+        a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, by, UP, DEPTH,
         SCALES, BLOCK_K, NUM_STAGES, False, INTERPRET,
     )  # fmt: skip
     if FORMAT == "mxfp4":
         if tl.max(greatest.to(tl.int32)) > 128:
             first, second, greatest = _multiply(
-                a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, UP, DEPTH,
+                a_ptrs, w_ptrs, scale, zero_point, of_w, rows_first, rows_second, inside_a, by, UP, DEPTH,
                 SCALES, BLOCK_K, NUM_STAGES, True, INTERPRET,
             )  # fmt: skip
     if FORMAT == "fp8_channel":
         first *= tl.load(scale + rows_first).to(tl.float32)[:, None]
         if SECOND is not None:
             second *= tl.load(scale + rows_second).to(tl.float32)[:, None]
+    if input_scale is not None:
+        first *= of_input
+        second *= of_input
     return tl.trans(first), tl.trans(second)
 
 
 @triton.jit
 def multiply_weights(
-    a, w, scale, zero_point, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
+    a, w, scale, zero_point, input_scale, tile, rows, of_a, of_w, EVEN: tl.constexpr, WIDTH: tl.constexpr, SECOND: tl.constexpr,
     DEPTH: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +217,7 @@ def multiply_weights(
         )  # fmt: skip
     else:
         first, second = multiply_in_format(
-            a, w, scale, zero_point, tile, rows, of_a, of_w, WIDTH, SECOND,
+            a, w, scale, zero_point, input_scale, tile, rows, of_a, of_w, WIDTH, SECOND,
             DEPTH, STRIDE_A, STRIDE_E, STRIDE_N, SCALES, BLOCK_K, NUM_STAGES, INTERPRET,
         )  # fmt: skip
     return first, second
@@ -219,9 +230,10 @@ def why_not_in_format(problem: MoEProblem, device: Gpu) -> str | None:
     """Why these tiles do not support a problem's weights, in words; None where they may, and of weights in no format."""
     if problem.weight_format is None:
         return None
-    if FORMATS[problem.weight_format].w8a8:
+    form = FORMATS[problem.weight_format]
+    if form.w8a8 and not form.static:
         return f"{problem.weight_format} quantises tokens; it multiplies tokens of the problem's dtype"
-    dtypes = ("bf16",) if problem.weight_format in ("mxfp4", "fp8_block") else ("bf16", "fp16")
+    dtypes = ("bf16",) if form.name == "mxfp4" or form.in_blocks else ("bf16", "fp16")
     if problem.dtype not in dtypes:
         return f"weights in {problem.weight_format} are multiplied as {' or '.join(dtypes)}, and the problem is {problem.dtype}"
     if device.compute_capability[0] == 10 and problem.weight_format != "fp8_block" and activation_of(problem).halves:
@@ -248,7 +260,7 @@ def configs_in_format(problem: MoEProblem, device: Gpu) -> tuple[Config, ...]:
         tiles = [(128, 128, 64, 8, 4), (64, 256, 64, 8, 4)]
         if wgmma and problem.weight_format == "mxfp4":  # half the upcasts; the sums of blocks would spill, and mma.sync's
             tiles = [(128, 256, 64, 8, 3), *tiles]
-    if problem.weight_format in ("fp8_block", "fp8_channel"):
+    if FORMATS[str(problem.weight_format)].bits == 8:
         tiles = [(m, max(n, 128), min(k, 128), warps, 4) for m, n, k, warps, _ in tiles]
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
     return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(tiles))
@@ -281,13 +293,15 @@ def scales_in_format(inputs: MoEInputs) -> tuple[Scales, Scales]:
     assert name is not None
     in_format = tensors.in_format()
     assert in_format is not None
-    for (codes, scale, zero_point), halves in zip(in_format, (inputs.activation.halves, False), strict=True):
+    rest = (inputs.activation.halves, tensors.gate_up_input_scale), (False, tensors.down_input_scale)
+    for (codes, scale, zero_point), (halves, input_scale) in zip(in_format, rest, strict=True):
         half = codes.shape[1] // 2
         own = name.startswith("fp8_block") and halves and has_own_scales(codes.shape[1], scale.shape[1])
         of_expert, of_row, of_column = (*scale.stride(), 0)[:3]
         second = -(-half // SIDE) * SIDE if own else half
         high, wide = FORMATS[name].block
-        high = codes.shape[1] // scale.shape[1] if name == "fp8_channel" else high
+        high = codes.shape[1] // scale.shape[1] if FORMATS[name].in_channels else high
         of_zeros = (0, 0, 0) if zero_point is None else zero_point.stride()
-        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0, of_zeros))
+        of_inputs = 0 if input_scale is None else input_scale.stride(0)
+        made.append(Scales(name.partition("_g")[0], of_expert, of_row, of_column, second, high, wide or 0, of_zeros, of_inputs))
     return made[0], made[1]

@@ -17,6 +17,7 @@ from flashmoe_science.ops.launch import (
     Part,
     address,
     allocator,
+    argument,
     can_start_early,
     stand_in,
     workspace_allocator,
@@ -31,8 +32,8 @@ from flashmoe_science.ops.moe.rows import RowCounts
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # bind(counts) of a grouped product that is built, for any number of rows, which writes out[row] of every row of the tables:
-# launch(x, w, scale, zero_point, bias, out, z, tables) of the up product, launch(a, w, scale, zero_point, bias, out, tables) of
-# the down product, a being what the up product wrote, ``scale`` and ``zero_point`` None of weights that have none.
+# launch(x, w, scale, zero_point, input_scale, bias, out, z, tables) of the up product; of the down product without z, and x is
+# what the up product wrote. ``scale``, ``zero_point`` and ``input_scale`` are None of weights that have none.
 Product = Callable[[RowCounts], KernelLaunch]
 
 
@@ -80,18 +81,15 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
             gate_up_scale: torch.Tensor | None = None, down_scale: torch.Tensor | None = None,
             gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
+            gate_up_input_scale: torch.Tensor | None = None, down_input_scale: torch.Tensor | None = None,
         ) -> Any:  # fmt: skip
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
             z = None if of_z is None else allocate(*of_z)
-            bias = None if gate_up_bias is None else address(gate_up_bias)
-            scale = None if gate_up_scale is None else address(gate_up_scale)
-            zero = None if gate_up_zero_point is None else address(gate_up_zero_point)
-            up(address(x), address_of_weights(w1), scale, zero, bias, active, None if z is None else address(z), tables)
-            bias = None if down_bias is None else address(down_bias)
-            scale = None if down_scale is None else address(down_scale)
-            zero = None if down_zero_point is None else address(down_zero_point)
-            down(active, address_of_weights(w2), scale, zero, bias, products, tables)
+            rest = map(argument, (gate_up_scale, gate_up_zero_point, gate_up_input_scale, gate_up_bias))
+            up(address(x), address_of_weights(w1), *rest, active, argument(z), tables)
+            rest = map(argument, (down_scale, down_zero_point, down_input_scale, down_bias))
+            down(active, address_of_weights(w2), *rest, products, tables)
             if not sums:
                 return Rows(memory, products, tables)
             out = allocate(*result)

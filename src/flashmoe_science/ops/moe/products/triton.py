@@ -50,7 +50,7 @@ NAME = "moe_grouped_triton"
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def flashmoe_moe_up(
-    x, w, scale, zero_point, bias, out, z, tables, pairs, tiles,
+    x, w, scale, zero_point, input_scale, bias, out, z, tables, pairs, tiles,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -77,7 +77,7 @@ def flashmoe_moe_up(
         UP: tl.constexpr = WIDTH if GATED and not INTERLEAVED else None
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
         gate, up = multiply_weights(
-            x, w, scale, zero_point, tile, rows, token, of_w, even, ROWS, UP,
+            x, w, scale, zero_point, input_scale, tile, rows, token, of_w, even, ROWS, UP,
             DEPTH, STRIDE_X, STRIDE_E, STRIDE_N, STRIDE_K, SCALES, BLOCK_K, NUM_STAGES, PRECISION, INTERPRET,
         )  # fmt: skip
         if bias is not None:
@@ -148,7 +148,9 @@ def plan(inputs: MoEInputs, config: Config) -> Bind:
     of_scales = (None, None) if p.weight_format is None else scales_in_format(inputs)
     of_up = {**up_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": _columns(p, config), **rest}
     of_down = {**down_constexprs(inputs), "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], **rest}
-    of_up["SCALES"], of_down["SCALES"] = of_scales
+    of_up["SCALES"], of_down["SCALES"] = (
+        one and one._replace(name=one.name.removesuffix("_static")) for one in of_scales
+    )  # tokens are quantised where there are input scales
     new, schedule = Pointer(x.dtype), (config["num_warps"], config["num_stages"])
     z = new if inputs.saves_z else None
     up_pointers = *map(stand_in, (x, w1, *of_weights[::2], gate_up_bias)), new, z

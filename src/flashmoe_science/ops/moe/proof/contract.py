@@ -22,14 +22,22 @@ from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, 
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
-from flashmoe_science.ops.formats import packed, quantized, unpacked
+from flashmoe_science.ops.formats import packed, unpacked
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
+from flashmoe_science.ops.moe.proof.inputs import in_format, input_scale, router_logits, touching_every_expert
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_scheme, moe_single_level, routing_oracle
-from flashmoe_science.ops.moe.proof.variants import SCALES, VARIANTS, ZERO_POINTS, Made, scales_between_two_of_bf16
+from flashmoe_science.ops.moe.proof.variants import (
+    INPUT_SCALES,
+    SCALES,
+    VARIANTS,
+    ZERO_POINTS,
+    Made,
+    scales_between_two_of_bf16,
+)
 from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
@@ -55,11 +63,13 @@ class RouterInputs:
     down_scale: torch.Tensor | None = None
     gate_up_zero_point: torch.Tensor | None = None
     down_zero_point: torch.Tensor | None = None
+    gate_up_input_scale: torch.Tensor | None = None
+    down_input_scale: torch.Tensor | None = None
     activation: Activation = SWIGLU
 
     def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
         """The inputs of the experts when these have been chosen."""
-        rest = (getattr(self, name) for name in (*BIASES, *OF_WEIGHTS))
+        rest = (getattr(self, name) for name in (*BIASES, *OF_FORMAT))
         tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
         return MoEInputs(from_ids, tensors, self.activation)
 
@@ -88,7 +98,7 @@ class SharedContract(Contract):
         "this project": "^flashmoe_",
     }
     sweep_variants: ClassVar[tuple[str, ...]] = tuple(VARIANTS)
-    constants: ClassVar[frozenset[str]] = frozenset(OF_WEIGHTS)
+    constants: ClassVar[frozenset[str]] = frozenset(OF_FORMAT)
 
     def __init__(self, changed: Callable[[Made], Made] | None = None) -> None:
         self._changed = changed
@@ -138,9 +148,9 @@ class SharedContract(Contract):
             weights, ids = routing_oracle(logits, p.top_k)
             if p.top_k == 1:  # which a router does not make one, as that of Llama 4
                 weights = weights * torch.linspace(0.5, 0.9, p.tokens, device=device)[:, None]
-            routing = {"topk_weights": weights.float(), "topk_ids": _touching_every_expert(ids, p.experts)}
+            routing = {"topk_weights": weights.float(), "topk_ids": touching_every_expert(ids, p.experts)}
         else:
-            routing = {"router_logits": _logits(p, device, generator)}
+            routing = {"router_logits": router_logits(p, device, generator)}
         made = {
             "x": normal(p.tokens, p.dim, width=1),
             "w1": weights_of(rows, p.dim),
@@ -150,13 +160,15 @@ class SharedContract(Contract):
         if p.bias:
             made |= {name: normal(p.experts, width, width=4) for name, width in zip(BIASES, (rows, p.dim), strict=True)}
         if p.weight_format is not None:
-            made |= _in_format(p, made["w1"], made["w2"], generator)
+            made |= in_format(p, made["w1"], made["w2"], generator)
+            if FORMATS[p.weight_format].static:
+                made |= {name: input_scale(p, device, generator) for name in INPUT_SCALES}
         # Of sums that cancel, quantised rows are off by more than any rounding of scales.
         out_of_place = self._changed is scales_between_two_of_bf16 and activation_of(p).w8a8
         return made if self._changed is None or p.routing != "ids" or out_of_place else self._changed(made)
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
-        named = {name: inputs[name] for name in (*BIASES, *OF_WEIGHTS) if name in inputs}
+        named = {name: inputs[name] for name in (*BIASES, *OF_FORMAT) if name in inputs}
         tensors = [one for name, one in inputs.items() if name not in named]
         routing = () if problem.routing == "ids" else (problem.top_k,)
         return fn(*tensors, *routing, **named, **_options(problem))
@@ -188,6 +200,11 @@ class SharedContract(Contract):
             swapped = {name: (one << 4 | one >> 4).view(inputs[name].dtype) for name, one in halves.items()}
             words = "it is right for codes whose even column is the high four bits"
             yield Mistake("nibbles-swapped", words, self.reference(problem, {**inputs, **swapped}))
+        if INPUT_SCALES[0] in inputs:
+            by = inputs[INPUT_SCALES[1]]
+            moved = {SCALES[1]: inputs[SCALES[1]] * (by.roll(1) / by)[:, None]}
+            words = "it is right for products times the input scale of another expert"
+            yield Mistake("input-scale-moved", words, self.reference(problem, {**inputs, **moved}))
         if ZERO_POINTS[0] in inputs:
             yield from self._mistakes_of_zero_points(problem, inputs)
         elif "int4" in problem.weight_format:
@@ -297,11 +314,11 @@ class MoEContract(SharedContract):
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))
 
         def from_ids(one: MoEInputs) -> Any:
-            return experts(*one.tensors[:5], **{name: getattr(one.tensors, name) for name in (*BIASES, *OF_WEIGHTS)})
+            return experts(*one.tensors[:5], **{name: getattr(one.tensors, name) for name in (*BIASES, *OF_FORMAT)})
 
         def from_logits(one: RouterInputs) -> Any:
             routing = route(one.router_logits, top_k, normalize="sum")
-            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *OF_WEIGHTS)})
+            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *OF_FORMAT)})
 
         return from_ids if problem.routing == "ids" else from_logits
 
@@ -336,49 +353,6 @@ def oracle_tensors(problem: MoEProblem, inputs: Inputs, dtype: torch.dtype) -> T
         logits = given.pop("router_logits")
         given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)
     return Tensors(**given)
-
-
-def _in_format(problem: MoEProblem, w1: torch.Tensor, w2: torch.Tensor, generator: torch.Generator) -> Made:
-    """The weights in the problem's format, an expert at a time, and their scales, each half, once or twice its own: neighbours
-    differ."""
-    form, halves, made = FORMATS[str(problem.weight_format)], activation_of(problem).halves, Made()
-    for n, (name, weights, split) in enumerate((("w1", w1, halves), ("w2", w2, False))):
-        split &= form.in_blocks
-        experts = weights[:1] if weights.is_meta else weights  # without memory all are alike, and each takes milliseconds
-        parts = [quantized(one, form, split) for one in experts] * (len(weights) // len(experts))
-        codes, scale = torch.stack([one.codes for one in parts]), torch.stack([one.scale for one in parts])
-        by = torch.randint(-1, 2, scale.shape, device=scale.device, generator=generator)
-        scale = (
-            (scale.int() + by).clamp(0, 254).to(torch.uint8)
-            if scale.dtype == torch.uint8
-            else (scale * 2.0**by).to(scale.dtype)
-        )
-        made |= {name: codes, SCALES[n]: scale}
-        zero_points = [one.zero_point for one in parts if one.zero_point is not None]
-        made |= {ZERO_POINTS[n]: torch.stack(zero_points)} if zero_points else {}
-    return made
-
-
-def _logits(problem: MoEProblem, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """fp32 [tokens, experts], see MoEContract. Experts arrive at random, each at a rate of its own, the first has the largest
-    logit: the first ``top_k`` are a draw without replacement, in proportion to the rates."""
-
-    def integers(low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high, (problem.tokens, 1), device=device, generator=generator) / 64
-
-    arrivals = torch.rand(problem.tokens, problem.experts, device=device, generator=generator).log_().neg_()
-    if problem.routing == "zipf":
-        arrivals *= 1 + torch.randperm(problem.experts, device=device, generator=generator)
-    place = arrivals.argsort(-1).argsort(-1)
-    return integers(-64, 65) - place * integers(8, 33)
-
-
-def _touching_every_expert(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The routing with its first tokens assigned in turn to all experts: ``MoEProblem.min_bytes`` counts as many."""
-    tokens, top_k = ids.shape
-    assigned = min(tokens, -(-experts // top_k))
-    turns = torch.arange(assigned * top_k, device=ids.device, dtype=ids.dtype) % experts
-    return torch.cat([turns.view(assigned, top_k), ids[assigned:]])
 
 
 CONTRACT = MoEContract()

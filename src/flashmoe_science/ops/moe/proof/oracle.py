@@ -58,7 +58,7 @@ def _experts(
     dtype: torch.dtype,
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> torch.Tensor:
-    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_ = tensors
+    x, w1, w2, topk_weights, _, gate_up_bias, down_bias, *_, of_x, of_active = tensors
     in_format = tensors.in_format() or (None, None)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert, tokens, place in assigned(tensors):
@@ -66,9 +66,9 @@ def _experts(
             one[expert].to(dtype) if coded is None else dequantized(coded.of(expert), dtype, halves)
             for one, coded, halves in zip((w1, w2), in_format, (activation.halves, False), strict=True)
         )
-        rows = as_multiplied(x[tokens].to(dtype), activation)
+        rows = as_multiplied(x[tokens].to(dtype), activation, None if of_x is None else of_x[expert])
         both = add_bias(product(rows, first.T), gate_up_bias, expert)  # [rows, 2 * hidden]
-        active = as_multiplied(activate(both, activation), activation)
+        active = as_multiplied(activate(both, activation), activation, None if of_active is None else of_active[expert])
         row = add_bias(product(active, second.T), down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out

@@ -67,6 +67,8 @@ BUILD = (
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
     "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel",
     "moe t1024 e128 k8 d2048 f768 fp16 w:fp8_channel",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel_w8a8",
+    "moe t64 e128 k8 d2048 f768 bf16 w:fp8_channel_static",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128",
     "moe t1024 e128 k8 d2048 f768 fp16 w:int4_g32",
     "moe t1 e128 k8 d2048 f768 bf16 w:int4_g128_zero",
@@ -89,6 +91,8 @@ SMALL = (
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block",
     "moe t5 e4 k2 d200 f72 bf16 w:fp8_block_w8a8",
     "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel",
+    "moe t5 e4 k2 d200 f72 bf16 w:fp8_channel_w8a8",
+    "moe t5 e4 k2 d200 f72 bf16 w:fp8_channel_static",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32",
     "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",
 )
@@ -158,11 +162,16 @@ _ALONE = {
         "moe t1 e4 k2 d200 f72 bf16 w:fp8_block",
         "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block",  # deep enough to show sums of few bits
         "moe t5 e2 k1 d2048 f128 bf16 w:fp8_block_w8a8",
+        "moe t5 e2 k1 d2048 f128 bf16 w:fp8_channel_w8a8",
     ),
     "gate_up_zero_point": (
         "moe t5 e4 k2 d64 f96 bf16 w:int4_g32_zero",
         "moe t1 e4 k2 d256 f128 fp16 w:int4_g128_zero",
         "moe t5 e4 k2 d256 f128 bf16 w:int4_g128_zero",
+    ),
+    "gate_up_input_scale": (
+        "moe t5 e4 k2 d40 f24 fp16 w:fp8_channel_static",
+        "moe t5 e2 k1 d2048 f128 bf16 w:fp8_channel_static",
     ),
 }
 # gpt-oss, of functions that have all of these arguments.
@@ -172,17 +181,18 @@ _OF_GPT_OSS = tuple(f"moe {sizes} e4 k2 d96 f64 bf16 w:mxfp4 bias clamped interl
 _WORDS = {
     "gate_up_scale": ("w:mxfp4", "w:int4_g32", "w:fp8_channel", "w:fp8_block"),
     "gate_up_zero_point": ("w:int4_g32_zero",),
+    "gate_up_input_scale": ("w:fp8_channel_static",),
     "gate_up_bias": ("bias",),
     "activation": ("clamped",),
     "interleaved": ("interleaved",),
 }
-_NOT_TOGETHER = {"gate_up_scale", "gate_up_zero_point"}  # a problem has one format
+_OF_FORMATS = {"gate_up_scale", "gate_up_zero_point", "gate_up_input_scale"}  # a problem has one format
 
 
 def sweep_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """The problems of what a function has these arguments for, alone and each two together; those of gpt-oss last."""
     given = [name for name in _WORDS if name in arguments]
-    pairs = (pair for pair in combinations(given, 2) if set(pair) != _NOT_TOGETHER)
+    pairs = (pair for pair in combinations(given, 2) if not set(pair) <= _OF_FORMATS)
     return (
         *(text for name in given for text in _ALONE[name]),
         *(f"moe t140 e40 k4 d64 f96 bf16 {word}" for name in given for word in _WORDS[name]),

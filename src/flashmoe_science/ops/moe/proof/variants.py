@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import torch
 
 from flashmoe_science.ops.formats import SIDE
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT
 
 Made = dict[str, torch.Tensor]
-SCALES, ZERO_POINTS = OF_WEIGHTS[:2], OF_WEIGHTS[2:]
+SCALES, ZERO_POINTS, INPUT_SCALES = OF_FORMAT[:2], OF_FORMAT[2:4], OF_FORMAT[4:]
 
 
 def _any_sum(made: Made) -> Made:
@@ -60,6 +60,8 @@ def _cancelling(made: Made) -> Made:
         return made
     x[:, :count] *= 2**7
     x[:, -count:] = -x[:, :count]
+    if INPUT_SCALES[0] in made:
+        made[INPUT_SCALES[0]] *= 2**7
     for name in ("w1", SCALES[0], ZERO_POINTS[0]):
         if name in made and made[name].dim() == 3:
             parts = count * made[name].shape[2] // x.shape[1] or 1

@@ -114,7 +114,7 @@ def test_rows_beyond_2_to_the_31_elements(kernel: BackwardKernel) -> None:
     z = torch.empty(tokens * top_k, 2 * width, dtype=x.dtype, device="cuda").normal_()
     assert tokens * top_k * 2 * width > 2**31
     problem = inputs_of(Case(f"moe t8 e{experts} k{top_k} d{dim} f{width} bf16"), "cpu").problem
-    inputs = BackwardInputs(replace(problem, tokens=tokens), BackwardTensors(x, w1, w2, weights, ids, *6 * [None], z, dout))
+    inputs = BackwardInputs(replace(problem, tokens=tokens), BackwardTensors(x, w1, w2, weights, ids, *8 * [None], z, dout))
     got = kernel.run(inputs, kernel.configs(inputs.problem, current_gpu(torch.device("cuda")))[0])
     last, scale = slice((experts - 1) * tokens, None), weights[:, -1:]
     of_a = dout.float() @ w2[-1].float()

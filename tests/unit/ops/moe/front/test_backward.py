@@ -50,7 +50,7 @@ def leaves(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def saved(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The arguments of the backward's operator but dout and what is wanted, of arguments that need no gradient."""
-    tensors = [*(given.get(name) for name in ORDER), *4 * [None]]
+    tensors = [*(given.get(name) for name in ORDER), *6 * [None]]
     return *tensors, torch.ops.flashmoe.moe_forward_saving.default(*tensors, *SILU)[1]  # type: ignore[return-value]
 
 
@@ -99,7 +99,7 @@ def test_where_the_clamp_saturates_the_gradient_is_zero_and_at_its_bound_it_is_n
     w1, w2, ids = torch.zeros(1, 2 * width, 1), torch.ones(1, 1, width), torch.zeros(1, 1, dtype=torch.int32)
     options = ("clamped_silu", True, interleaved, 1.702, limit)
     wanted = [False, True, False, False, False, False]
-    _, dw1, *_ = OPERATOR(x, w1, w2, torch.ones(1, 1), ids, *6 * [None], z[None], torch.ones(1, 1), wanted, *options)
+    _, dw1, *_ = OPERATOR(x, w1, w2, torch.ones(1, 1), ids, *8 * [None], z[None], torch.ones(1, 1), wanted, *options)
     of_gate, of_up = dw1[0, :, 0].unflatten(0, (width, 2)).T if interleaved else dw1[0, :, 0].chunk(2)
     assert torch.equal(of_gate == 0, (gate > limit) | (up == -1.0))  # no up is -1 here
     assert torch.equal(of_up == 0, up.abs() > limit)
@@ -266,7 +266,7 @@ def test_opcheck_of_the_operators(wanted: list[bool], bias: bool) -> None:
     torch.library.opcheck(torch.ops.flashmoe.moe_forward_saving.default, (*tensors, *SILU), test_utils="test_faketensor")
     leaves(given)
     for recompute in (False, True):
-        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (*tensors, *SILU, None, recompute))
+        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (*tensors, *SILU, None, False, recompute))
 
 
 def test_a_second_derivative_is_refused_by_name_but_of_pytorchs_own_operators() -> None:

@@ -108,10 +108,10 @@ def test_opcheck_of_the_operator_that_adds() -> None:
     x, w1, w2 = (one.detach() for one in given())
     routing = torch.rand(ROWS, 2), torch.randint(0, E, (ROWS, 2))
     silu = ("silu", True, False, 1.702, 7.0)
-    _, z = torch.ops.flashmoe.moe_forward_saving.default(x, w1, w2, *routing, *6 * [None], *silu)
+    _, z = torch.ops.flashmoe.moe_forward_saving.default(x, w1, w2, *routing, *8 * [None], *silu)
     wanted = [True, True, True, True, False, False]
     for sums in ((torch.ones_like(w1), torch.ones_like(w2)), (None, torch.ones_like(w2))):
-        call = (x, w1, w2, *routing, *6 * [None], z, torch.randn_like(x), wanted, *silu, None, *sums)
+        call = (x, w1, w2, *routing, *8 * [None], z, torch.randn_like(x), wanted, *silu, None, False, *sums)
         operator = torch.ops.flashmoe.moe_backward_adding.default
         torch.library.opcheck(operator, call, test_utils=("test_schema", "test_faketensor"))
 

@@ -116,22 +116,44 @@ def test_rows_in_the_order_of_their_groups_are_as_none_are_given_and_others_are_
 @pytest.mark.parametrize(
     ("place", "other", "message"),
     [
-        (0, torch.zeros(E, 12, 320), "gate_up_qweight must be a tensor of int32 with three dimensions"),
-        (0, torch.zeros(12, 320, dtype=torch.int32), "gate_up_qweight must be a tensor of int32 with three dimensions"),
+        (0, torch.zeros(E, 12, 320), "gate_up_qweight has dtype torch.float32; it must be int32"),
+        (
+            0,
+            torch.zeros(12, 320, dtype=torch.int32),
+            "gate_up_qweight has shape (12, 320); it must have three dimensions, experts",
+        ),
+        (0, [[0]], "gate_up_qweight is a list; it must be a torch.Tensor"),
+        (
+            1,
+            torch.zeros(E, 3, 320, device="meta").half(),
+            "gate_up_scales is on meta and gate_up_qweight on cpu; they must be on",
+        ),
+        (3, torch.zeros(E, 20, 64, dtype=torch.int32), "down_scales has shape (3, 5, 96); it must be [3, 5, 64]"),
         (1, torch.zeros(E, 2, 320), "gate_up_scales has 2 rows to 96 of weights; it must have one to a multiple of 32"),
         (1, torch.zeros(E, 0, 320), "gate_up_scales has 0 rows to 96 of weights; it must have one to a multiple of 32"),
-        (1, torch.zeros(E, 3, 320).double(), "gate_up_scales must be a tensor of bfloat16 or float16 or float32"),
+        (1, torch.zeros(E, 3, 320).double(), "gate_up_scales has dtype torch.float64; it must be bfloat16 or"),
         (4, torch.zeros(E, 5, 97), "down_scales has shape (3, 5, 97); it must be [3, 5, 96]"),
         (5, torch.zeros(E, 5, 96, dtype=torch.int32), "down_qzeros has shape (3, 5, 96); it must be [3, 5, 12]"),
-        (5, None, "down_qzeros must be a tensor of int32"),
+        (5, None, "down_qzeros is a NoneType; it must be a torch.Tensor"),
+        (6, [0], "gate_up_g_idx is a list; it must be a torch.Tensor"),
+        (6, torch.arange(H) // 32, "gate_up_g_idx has shape (96,); it must be [3, 96], the group of each row"),
     ],
 )
 def test_what_is_no_such_checkpoint_is_refused(place: int, other: torch.Tensor | None, message: str) -> None:
     packed, _ = both("gptq")
+    packed = [*packed, None]
     packed[place] = other
     with pytest.raises((TypeError, ValueError)) as caught:
-        fm.repack_experts("gptq", *packed)
+        fm.repack_experts("gptq", *packed[:6], gate_up_g_idx=packed[6])
     assert message in str(caught.value)
+
+
+def test_projections_of_two_checkpoints_are_refused() -> None:
+    (first, _), (other, _) = both("awq"), both("awq", h=H + 32)
+    with pytest.raises(ValueError, match="gate_up_proj takes 96 columns and down_proj gives 128; they must agree"):
+        fm.repack_experts("awq", *first[:3], *other[3:])
+    with pytest.raises(ValueError, match="gate_up_proj has 3 experts and down_proj 2; they must have as many"):
+        fm.repack_experts("awq", *first[:3], *(one[:2] for one in first[3:]))
 
 
 def test_other_layouts_are_refused() -> None:

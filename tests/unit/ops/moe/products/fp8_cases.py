@@ -45,22 +45,35 @@ CASES = (
     Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block_w8a8", "scales of e8m0"),
     Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_block_w8a8", "NaN in one token"),
     Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_block_w8a8", "zeros in one token"),
+    Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_channel_w8a8 clamped"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_channel_w8a8", "a scale of gates and one of ups"),
+    Case("moe t9 e6 k3 d384 f256 bf16 w:fp8_channel_static", "foreign", programs=7),
+    Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_channel_static gelu"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_channel_static", "a scale of gates and one of ups"),
+    Case("moe t9 e4 k2 d256 f144 bf16 w:fp8_channel_static", "one scale of all"),
+    Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_channel_static", "NaN in one token"),
 )
 
 
 def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     problem, x, w1, w2, ids, draw = drawn(case)
-    form, powers = FORMATS["fp8_block_w8a8"], case.change == "scales of e8m0"
+    form, powers, of_inputs = FORMATS[str(problem.weight_format)], case.change == "scales of e8m0", (None, None)
     (w1, s1, _), (w2, s2, _) = quantized(w1, form, halves=True, powers=powers), quantized(w2, form, powers=powers)
+    if form.static:  # some numbers that they are for are greater than 448 times them
+        of_inputs = torch.rand(2, problem.experts, generator=draw).neg().exp2().div(448).mul(torch.tensor([[2.0], [0.25]]))
     if case.change == "zeros in one token":
         x[3] = 0.0
+    elif case.change == "one scale of all":
+        s1, s2, of_inputs = s1[:, :1], s2[:, :1], [one[:1].expand(problem.experts) for one in of_inputs]
+    elif case.change == "a scale of gates and one of ups":
+        s1, s2 = s1[:, problem.hidden - 1 : problem.hidden + 1], s2[:, :1].bfloat16()
     elif case.change == "blocks 2^20 apart":
         s1[..., 1::2] *= 2.0**20
         x.unflatten(1, (-1, 128))[:, 1::2] *= 2.0**-20
     if case.change == "slices of larger tensors":
         w1, w2 = (torch.cat((one.view(torch.uint8),) * 2, -1)[..., : one.shape[-1]].view(one.dtype) for one in (w1, w2))
         s1, s2 = (torch.cat((one, one.flip(0)), -1)[..., : one.shape[-1]] for one in (s1, s2))
-    tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, None, None, s1, s2)
+    tensors = Tensors(x, w1, w2, torch.rand(ids.shape, generator=draw), ids, None, None, s1, s2, None, None, *of_inputs)
     return on(MoEInputs(problem, tensors, activation_of(problem)), device)
 
 
@@ -102,7 +115,7 @@ def wrong_between(inputs: MoEInputs, given: Between) -> list[str]:
         x = inputs.tensors.x[given.pair[begin:end] // inputs.problem.top_k]
         clean = x.isfinite().all(1)
         codes, scale = (one[begin:end][clean] for one in given.active[:2])
-        found += _wrong_codes(inputs, x[clean], first.of(expert), Weights(codes, scale))
+        found += _wrong_codes(inputs, expert, x[clean], first.of(expert), Weights(codes, scale))
         right = dequantized_rows(Weights(codes, scale), torch.float64) @ dequantized(second.of(expert), torch.float64).T
         square += right.square().sum().item()
         square_error += (given.rows[begin:end][clean].double() - right).square().sum().item()
@@ -111,9 +124,10 @@ def wrong_between(inputs: MoEInputs, given: Between) -> list[str]:
     return found
 
 
-def _wrong_codes(inputs: MoEInputs, x: torch.Tensor, weights: Weights, active: Weights) -> list[str]:
+def _wrong_codes(inputs: MoEInputs, expert: int, x: torch.Tensor, weights: Weights, active: Weights) -> list[str]:
     """What is wrong with an expert's codes, or their scales."""
-    rows = dequantized_rows(quantized_rows(x), torch.float64)
+    of_x, of_active = (None if one is None else one[expert] for one in inputs.tensors[11:])
+    rows = dequantized_rows(quantized_rows(x, of_x), torch.float64)
     w = dequantized(weights, torch.float64, inputs.activation.halves)
     both, off = rows @ w.T, SUMS * (rows.square() @ w.square().T).sqrt()
     right, half = activate(both, inputs.activation), off.shape[1] // 2
@@ -121,7 +135,8 @@ def _wrong_codes(inputs: MoEInputs, x: torch.Tensor, weights: Weights, active: W
     near = torch.stack([(activate(both + off * sign, inputs.activation) - right).abs() for sign in signs]).amax(0)
     near += 2.0**-21 * right.abs()  # the activation in fp32
     largest, most = (_of_blocks(one).amax(-1) for one in (right.abs(), near))
-    found = [] if ((448 * active.scale - largest).abs() <= most + 2.0**-100).all() else ["scales of the first product's codes"]
+    far = (448 * active.scale - largest).abs() > most + 2.0**-100 if of_active is None else active.scale != of_active
+    found = ["scales of the first product's codes"] if far.any() else []
     scale = active.scale.double().repeat_interleave(SIDE, 1)[:, : right.shape[1]]
     low, high = (((right + by) / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() for by in (-near, near))
     codes = active.codes.double()

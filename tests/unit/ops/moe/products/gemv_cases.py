@@ -47,10 +47,14 @@ CHANGES = (
     "NaN in one token",
     "zeros in one token",
 )
+STATIC = "", "a scale of gates and one of ups", "one scale of all", "NaN in one token"
 W8A8 = (
     fp8_cases.Case("moe t1 e4 k2 d384 f256 bf16 w:fp8_block_w8a8"),
     fp8_cases.Case("moe t8 e3 k2 d400 f272 bf16 w:fp8_block_w8a8 clamped"),
     *(fp8_cases.Case("moe t7 e6 k3 d256 f128 bf16 w:fp8_block_w8a8", change) for change in CHANGES),
+    fp8_cases.Case("moe t8 e3 k2 d400 f272 bf16 w:fp8_channel_w8a8 clamped"),
+    fp8_cases.Case("moe t7 e6 k3 d256 f128 bf16 w:fp8_channel_w8a8", "a scale of gates and one of ups"),
+    *(fp8_cases.Case("moe t7 e6 k3 d400 f144 bf16 w:fp8_channel_static", change) for change in (*STATIC, "foreign")),
 )
 
 

@@ -14,7 +14,7 @@ import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.ops.moe.call import MoEInputs
-from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.products.gemv_gluon.launch import NAME as GEMV_IN_FORMAT
 from flashmoe_science.ops.moe.products.weights_sm90.config import NAME as MXFP4
@@ -26,11 +26,11 @@ KERNELS = pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.na
 
 
 def called(one: MoEInputs) -> torch.Tensor:
-    x, w1, w2, weights, ids, of_up, of_down, *of_weights = one.tensors
+    x, w1, w2, weights, ids, of_up, of_down, *of_format = one.tensors
     return fm.fused_moe(
         x, w1, w2, weights, ids, activation=one.activation.function, gate_up_bias=of_up, down_bias=of_down,
         interleaved=one.activation.interleaved, weight_format=one.problem.weight_format,
-        **dict(zip(OF_WEIGHTS, of_weights, strict=True)),
+        **dict(zip(OF_FORMAT, of_format, strict=True)),
     )  # fmt: skip
 
 

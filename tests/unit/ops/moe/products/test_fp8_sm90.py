@@ -87,8 +87,9 @@ def test_sums_of_a_whole_depth_are_wrong_by_the_contract(seed: int, two_levels: 
     [
         (QWEN3.format(1), None, "need a GPU"),
         (QWEN3.format(1), GPUS["b200"], "compute capability 9.0"),
-        ("moe t1 e4 k2 d64 f64 bf16", GPU, "its weights are fp8_block_w8a8, and the problem's bf16"),
-        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block", GPU, "the problem's fp8_block"),
+        ("moe t1 e4 k2 d64 f64 bf16", GPU, "its weights are multiplied by rows in e4m3, and the problem's are bf16"),
+        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_block", GPU, "the problem's are fp8_block"),
+        ("moe t1 e4 k2 d128 f128 bf16 w:fp8_channel", GPU, "the problem's are fp8_channel"),
         ("moe t1 e4 k2 d64 f64 fp16 w:fp8_block_w8a8", GPU, "serves bf16, not fp16"),
         ("moe t1 e4 k2 d72 f64 bf16 w:fp8_block_w8a8", GPU, "dim is 72; the copy engine needs a multiple of 16"),
         ("moe t1 e4 k2 d64 f72 bf16 w:fp8_block_w8a8", GPU, "hidden is 72"),
@@ -103,8 +104,10 @@ def test_problems_that_it_does_not_serve(text: str, gpu: Any, words: str) -> Non
 
 
 def test_kernels_of_ours_that_compute_with_rows_in_e4m3() -> None:
-    for tokens, others in ((8, {"moe_gemv_gluon"}), (9, set())):
-        problem = parse_problem(QWEN3.format(tokens))
+    gemv, portable = "moe_gemv_gluon", "moe_grouped_triton"
+    cases = ("fp8_block_w8a8", 8, {gemv}), ("fp8_block_w8a8", 9, set()), ("fp8_channel_w8a8", 1, {gemv})
+    for form, tokens, others in (*cases, ("fp8_channel_static", 1, {gemv, portable})):
+        problem = parse_problem(QWEN3.format(tokens).replace("fp8_block_w8a8", form))
         assert {one.name for one in ours() if one.cannot(problem, GPU) is None} == {KERNEL.name, *others}
 
 

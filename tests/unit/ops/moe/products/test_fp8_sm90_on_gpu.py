@@ -17,6 +17,9 @@ LARGER = (
     Case("moe t300 e16 k8 d2048 f768 bf16 w:fp8_block_w8a8"),
     Case("moe t3 e16 k8 d2048 f768 bf16 w:fp8_block_w8a8", "foreign"),
     Case("moe t700 e4 k2 d7168 f2048 bf16 w:fp8_block_w8a8"),
+    Case("moe t300 e16 k8 d2048 f768 bf16 w:fp8_channel_w8a8"),
+    Case("moe t1 e16 k8 d2048 f768 bf16 w:fp8_channel_static"),
+    Case("moe t300 e16 k8 d2048 f768 bf16 w:fp8_channel_static", "one scale of all"),
 )
 
 

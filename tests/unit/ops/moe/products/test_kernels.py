@@ -142,6 +142,11 @@ def test_weights_in_a_format_are_served_by_kernels_of_theirs(gpu: str) -> None:
         of_hopper = "moe_mxfp4_gluon_sm90" if form == "mxfp4" else "moe_weights_gluon_sm90"
         assert decision.kernel == (of_hopper if gpu == "h200" else "moe_grouped_triton")
         assert dict(decision.others)["moe_gemv_triton"] == f"its weights are bf16, and the problem's {form}"
+    for gpu_of_static, words, serving in (
+        ("h200", "", "moe_fp8_gluon_sm90"), ("h200", " bias", "moe_grouped_triton"), ("a100", "", "moe_grouped_triton")
+    ):  # fmt: skip
+        problem = parse_problem(f"moe t16 e32 k4 d2880 f2880 bf16 w:fp8_channel_static{words}")
+        assert select(problem, gpu_named(gpu_of_static), committed_table(), ours(), FALLBACK).kernel == serving
     halves = select(
         parse_problem("moe t16 e32 k4 d64 f64 bf16 w:fp8_channel"), gpu_named("b200"), committed_table(), ours(), FALLBACK
     )

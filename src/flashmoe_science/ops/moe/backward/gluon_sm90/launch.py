@@ -38,7 +38,7 @@ def rows(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
 
     def bound(counts: RowCounts) -> KernelLaunch:
         start = bind(counts)
-        return lambda dz, w, out, tables, *low: start(dz, w, None, None, None, out, tables, *low)
+        return lambda dz, w, out, tables, *low: start(dz, w, None, None, None, None, out, tables, *low)
 
     return bound
 

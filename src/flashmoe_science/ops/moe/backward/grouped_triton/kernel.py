@@ -93,11 +93,12 @@ def build_rows(inputs: BackwardInputs, config: Config) -> Product:
         "SCALES": None,
     }  # fmt: skip
     new = Pointer(w1.dtype)
-    bind = build_product(flashmoe_moe_down, (new, stand_in(w1), None, None, None, new), constexprs, tile.warps, tile.stages)
+    pointers = new, stand_in(w1), None, None, None, None, new
+    bind = build_product(flashmoe_moe_down, pointers, constexprs, tile.warps, tile.stages)
 
     def bound(counts: RowCounts) -> Any:
         start = bind(counts)
-        return lambda dz, w, out, tables: start(dz, w, None, None, None, out, tables)
+        return lambda dz, w, out, tables: start(dz, w, None, None, None, None, out, tables)
 
     return bound
 

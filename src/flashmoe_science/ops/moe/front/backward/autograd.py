@@ -65,10 +65,10 @@ class _Experts(torch.autograd.Function):
         options = a.function, a.gated, a.interleaved, a.alpha, a.limit
         z, out = None, None
         if recompute:
-            out = operators.moe_forward.default(*tensors, *options, kernel)
+            out = operators.moe_forward.default(*tensors, *options, kernel, a.w8a8)
         else:
-            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel or backward)
-        ctx.call = options, backward, sums
+            out, z = operators.moe_forward_saving.default(*tensors, *options, kernel or backward, a.w8a8)
+        ctx.call = options, (backward, a.w8a8), sums
         kept = tensors if gate is None else (*tensors[:_W1], None, *tensors[_W1 + 1 :])
         ctx.save_for_backward(gate, up, *kept, z)
         return out  # type: ignore[no-any-return]
@@ -82,9 +82,9 @@ class _Experts(torch.autograd.Function):
         if gate is not None:
             tensors[_W1], wanted[_GRADIENTS.index(_W1)] = joined(gate, up), any(of_parts)
         if not any(one is not None for one in sums):
-            made = OPERATOR(*tensors, dout, wanted, *options, kernel)
+            made = OPERATOR(*tensors, dout, wanted, *options, *kernel)
         else:
-            made = ADDING(*tensors, dout, wanted, *options, kernel, *sums)
+            made = ADDING(*tensors, dout, wanted, *options, *kernel, *sums)
         gradients: list[torch.Tensor | None] = [None] * len(Tensors._fields)
         added = (None, *sums, None, None, None)
         for place, gradient, needed, total in zip(_GRADIENTS, made, wanted, added, strict=True):

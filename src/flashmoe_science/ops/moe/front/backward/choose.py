@@ -17,8 +17,7 @@ from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import is_transformed
 from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, TRANSFORMED, asked_backward, asked_by_switch, backward_by_record
-from flashmoe_science.ops.formats import format_of
-from flashmoe_science.ops.moe.call import Activation, Tensors, inputs_of
+from flashmoe_science.ops.moe.call import Activation, Tensors, format_in, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.moe.front.kernels import FALLBACK as PYTORCH
@@ -47,9 +46,9 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
     return None, kernel
 
 
-def why_pytorch(tensors: Tensors) -> str | None:
+def why_pytorch(tensors: Tensors, w8a8: bool = False) -> str | None:
     """Why PyTorch's operators must serve the backward, in words; None where ours may."""
-    x, form = tensors.x, format_of(tensors.w1, tensors.gate_up_scale, tensors.gate_up_zero_point)
+    x, form = tensors.x, format_in(tensors, w8a8)
     if form is not None:
         return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
     if x.dtype == torch.float64:
@@ -66,7 +65,7 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
     """
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
-    if (required := why_pytorch(tensors)) is not None:
+    if (required := why_pytorch(tensors, activation.w8a8)) is not None:
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {GRADIENTS}, and {required}")
         return Decision(FALLBACK, Config(), required, "required")

@@ -94,8 +94,8 @@ def _bind_of(name: str, config: Config, inputs: BackwardInputs) -> BackwardBind:
 
 def _unpacked(*args: Any) -> tuple[BackwardTensors, Activation, Wanted, str | None, Sums]:
     wanted, function, gated, interleaved, alpha, limit, *rest = args[_COUNT:]
-    activation = Activation(function, gated, interleaved, alpha, limit)
-    kernel, *sums = rest or (None,)
+    kernel, w8a8, *sums = (*rest, None, False)[: max(len(rest), 2)]
+    activation = Activation(function, gated, interleaved, alpha, limit, w8a8)
     return BackwardTensors(*args[:_COUNT]), activation, Wanted(*wanted), kernel, Sums(*sums)
 
 
@@ -152,16 +152,17 @@ def _flops(*args: Any, out_val: object = None) -> int:
 
 _SCHEMA = (
     "(Tensor x, Tensor w1, Tensor w2, Tensor topk_weights, Tensor topk_ids, Tensor? gate_up_bias, Tensor? down_bias, "
-    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, Tensor? z, Tensor dout, "
-    "bool[6] wanted, str function, bool gated, bool interleaved, float alpha, float limit, str? kernel_name"
+    "Tensor? gate_up_scale, Tensor? down_scale, Tensor? gate_up_zero_point, Tensor? down_zero_point, "
+    "Tensor? gate_up_input_scale, Tensor? down_input_scale, Tensor? z, Tensor dout, "
+    "bool[6] wanted, str function, bool gated, bool interleaved, float alpha, float limit, "
+    "str? kernel_name"
 )
 _RESULTS = ", ".join(f"Tensor d{name}" for name in INPUTS)
 _ONCE = (
     "the gradients of flashmoe::moe_backward are asked for, which has none: differentiate experts once, or use "
     "kernel='grouped_mm'"
 )
-OPERATOR = register(f"moe_backward{_SCHEMA}=None) -> ({_RESULTS})", _backward, _fake, _ONCE, _flops)
+OPERATOR = register(f"moe_backward{_SCHEMA}=None, bool w8a8=False) -> ({_RESULTS})", _backward, _fake, _ONCE, _flops)
 # The same, which adds dW1 and dW2 to tensors that are given; what it returns of them is empty.
-ADDING = register(
-    f"moe_backward_adding{_SCHEMA}, Tensor(a!)? sum_w1, Tensor(b!)? sum_w2) -> ({_RESULTS})", _backward, _fake, _ONCE, _flops
-)
+_ADDING = f"moe_backward_adding{_SCHEMA}, bool w8a8, Tensor(a!)? sum_w1, Tensor(b!)? sum_w2) -> ({_RESULTS})"
+ADDING = register(_ADDING, _backward, _fake, _ONCE, _flops)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import why_no_hopper
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.formats import has_own_scales
@@ -29,8 +30,8 @@ _MOST_SCALES = 2**31  # their index is counted in 32 bits
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_hopper(device):
         return reason
-    if problem.weight_format != "fp8_block_w8a8":
-        return f"its weights are fp8_block_w8a8, and the problem's {problem.weight_format or problem.dtype}"
+    if problem.weight_format is None or not FORMATS[problem.weight_format].w8a8:
+        return f"its weights are multiplied by rows in e4m3, and the problem's are {problem.weight_format or problem.dtype}"
     if problem.dtype != "bf16":
         return f"serves bf16, not {problem.dtype}"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
@@ -64,16 +65,18 @@ def check_inputs(inputs: MoEInputs) -> None:
     """Raises CannotServe for tensors that it does not take."""
     check_sums_alone(inputs)
     check_memory(w1=inputs.tensors.w1, w2=inputs.tensors.w2)
-    blocks_of_ups(inputs)
+    ups(inputs)
 
 
-def blocks_of_ups(inputs: MoEInputs) -> int:
-    """Rows of scales from a gate's to its up's. Raises CannotServe where a block has gates and ups."""
+def ups(inputs: MoEInputs) -> int:
+    """Elements from a gate's scale to its up's. Raises CannotServe where a block has gates and ups."""
     w1, scale, hidden = inputs.tensors.w1, inputs.tensors.gate_up_scale, inputs.problem.hidden
     assert scale is not None
+    if scale.dim() == 2:  # of rows, of gates and of ups, or of all
+        return scale.shape[1] // 2 * scale.stride(1)
     if not has_own_scales(w1.shape[1], scale.shape[1]):
         raise CannotServe(f"hidden is {hidden} and a block of w1's scales has gates and ups; it needs separate blocks")
-    return cdiv(hidden, STEP.value)
+    return cdiv(hidden, STEP.value) * scale.stride(1)
 
 
 def parts(problem: MoEProblem, config: Config) -> tuple[Part, ...]:

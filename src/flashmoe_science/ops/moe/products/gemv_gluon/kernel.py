@@ -75,7 +75,7 @@ def _rows_of(pairs, BY: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def flashmoe_moe_gemv_up_gluon(
-    x, w, scale, zero_point, bias, ids, out, tokens,
+    x, w, scale, zero_point, input_scale, bias, ids, out, tokens,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_X: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr,
     FUNCTION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -95,7 +95,7 @@ def flashmoe_moe_gemv_up_gluon(
         pairs = _pairs_of(ids, expert, tokens, TOP_K, EXPERTS, PLACES, 1, WARPS)
         if gl.min(gl.min(pairs, 1), 0) == pair:  # one program has all tokens of an expert
             _up(
-                x, w, scale, zero_point, bias, out, expert, pairs, gl.program_id(0) // (tokens * TOP_K),
+                x, w, scale, zero_point, input_scale, bias, out, expert, pairs, gl.program_id(0) // (tokens * TOP_K),
                 TOP_K, DEPTH, WIDTH, STRIDE_X, STRIDE_E, STRIDE_N, FUNCTION, GATED, INTERLEAVED, ALPHA, LIMIT,
                 SCALES, ROWS, STEPS, WARPS,
             )  # fmt: skip
@@ -103,7 +103,7 @@ def flashmoe_moe_gemv_up_gluon(
 
 @gluon.jit
 def _up(
-    x, w, scale, zero_point, bias, out, expert, pairs, block,
+    x, w, scale, zero_point, input_scale, bias, out, expert, pairs, block,
     TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_X: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     FUNCTION: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -117,6 +117,9 @@ def _up(
         w, scale, zero_point, warp * 0 + expert, warp >= 0, warp, column,
         WIDTH, UPS, INTERLEAVED, STRIDE_E, STRIDE_N, SCALES, ROWS, WARPS,
     )  # fmt: skip
+    of_input = None
+    if input_scale is not None:
+        of_input = gl.load(input_scale + (warp * 0 + expert) * SCALES[8]).to(gl.float32)
     at = _rows_of(pairs, TOP_K)
     CHUNKS: gl.constexpr = (DEPTH + 127) // 128
     EACH: gl.constexpr = (CHUNKS + WARPS - 1) // WARPS  # chunks of a warp
@@ -124,10 +127,10 @@ def _up(
     for part in gl.static_range((EACH + STEPS - 1) // STEPS):
         held = read(rows, part * STEPS, steps_of(part, STEPS, EACH), DEPTH, SCALES, ROWS, WARPS, WARPS)
         acc = multiply(
-            acc, held, rows, x, at, part * STEPS, steps_of(part, STEPS, EACH),
+            acc, held, rows, x, at, of_input, part * STEPS, steps_of(part, STEPS, EACH),
             DEPTH, SCALES, ROWS, WARPS, WARPS, STRIDE_X, x.dtype.element_ty,
         )  # fmt: skip
-    acc = of_channels(acc, rows, SCALES, WARPS)
+    acc = of_channels(acc, rows, of_input, SCALES, WARPS)
     stored: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [0, 1])
     nth = numbers(RESULTS, 0, stored, 2)
     inside = column + nth < WIDTH
@@ -168,7 +171,7 @@ def _next_experts(experts, last, SIDE: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["tokens"])
 def flashmoe_moe_gemv_down_gluon(
-    a, w, scale, zero_point, bias, ids, weights, out, tokens,
+    a, w, scale, zero_point, input_scale, bias, ids, weights, out, tokens,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
     STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr, STRIDE_K: gl.constexpr, TOP_K: gl.constexpr,
     SCALES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr,
@@ -185,14 +188,14 @@ def flashmoe_moe_gemv_down_gluon(
     expert, begin, last = _next_experts(experts, -1, SIDE, WARPS)
     if ONCE:
         total = _add(
-            total, a, w, scale, zero_point, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
-            TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
+            total, a, w, scale, zero_point, input_scale, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH,
+            STRIDE_E, STRIDE_N, TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
         )  # fmt: skip
     else:
         while begin != NONE:
             total = _add(
-                total, a, w, scale, zero_point, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH, STRIDE_E, STRIDE_N,
-                TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
+                total, a, w, scale, zero_point, input_scale, ids, weights, tokens, expert, first, EXPERTS, DEPTH, WIDTH,
+                STRIDE_E, STRIDE_N, TOP_K, SCALES, PLACES, ROWS, STEPS, WARPS, SIDE, out.dtype.element_ty, EARLY_START,
             )  # fmt: skip
             expert, begin, last = _next_experts(experts, last, SIDE, WARPS)
         if EARLY_START:
@@ -215,7 +218,7 @@ def flashmoe_moe_gemv_down_gluon(
 
 @gluon.jit
 def _add(
-    total, a, w, scale, zero_point, ids, weights, tokens, expert, first,
+    total, a, w, scale, zero_point, input_scale, ids, weights, tokens, expert, first,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_E: gl.constexpr, STRIDE_N: gl.constexpr,
     TOP_K: gl.constexpr, SCALES: gl.constexpr, PLACES: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr,
     WARPS: gl.constexpr, SIDE: gl.constexpr, DTYPE: gl.constexpr, EARLY_START: gl.constexpr,
@@ -229,6 +232,9 @@ def _add(
         w, scale, zero_point, gl.where(here, expert, 0), here, warp % BY, first,
         WIDTH, 0, False, STRIDE_E, STRIDE_N, SCALES, ROWS, WARPS,
     )  # fmt: skip
+    of_input = None
+    if input_scale is not None:
+        of_input = gl.load(input_scale + gl.where(here, expert, 0) * SCALES[8]).to(gl.float32)
     CHUNKS: gl.constexpr = (DEPTH + 127) // 128
     EACH: gl.constexpr = (CHUNKS + BY - 1) // BY
     acc = gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result_layout(WARPS))
@@ -241,10 +247,10 @@ def _add(
             if EARLY_START:
                 gdc_wait()
         acc = multiply(
-            acc, held, rows, a, at, part * STEPS, steps_of(part, STEPS, EACH),
+            acc, held, rows, a, at, of_input, part * STEPS, steps_of(part, STEPS, EACH),
             DEPTH, SCALES, ROWS, BY, WARPS, DEPTH, DTYPE,
         )  # fmt: skip
-    acc = of_channels(acc, rows, SCALES, WARPS)
+    acc = of_channels(acc, rows, of_input, SCALES, WARPS)
     by_column: gl.constexpr = places_layout(WARPS, WARPS, PLACES, True)
     place = numbers(PLACES, 2, by_column, 3)
     one = spread(expert, 0, by_column, 3)

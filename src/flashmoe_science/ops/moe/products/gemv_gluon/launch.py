@@ -100,13 +100,13 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
     """The ``plan`` of both kernels."""
     check_sums_alone(inputs)
     inputs = in_bytes(inputs)
-    p, (x, w1, w2, weights, ids, *biases), of_weights = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
+    p, (x, w1, w2, weights, ids, *biases), of_format = inputs.problem, inputs.tensors[:7], inputs.tensors[7:]
     early, of_scales, new = starts_early(x), scales_in_format(inputs), Pointer(_between(p))
-    for scale in of_weights[:2]:
+    for scale in of_format[:2]:
         assert scale is not None
         if FORMATS[str(p.weight_format)].group == 32 and scale.dtype not in (torch.uint8, x.dtype):
             raise CannotServe(f"scales of groups of 32 are {scale.dtype}; it multiplies weights by those of {x.dtype}")
-    places, (of_up, of_down) = next_power_of_2(p.top_k), (tuple(map(stand_in, of_weights[n::2])) for n in (0, 1))
+    places, (of_up, of_down) = next_power_of_2(p.top_k), (tuple(map(stand_in, of_format[n::2])) for n in (0, 1))
 
     @cache
     def builds(once: bool) -> tuple[Build, tuple[Any, ...], Build, tuple[Any, ...]]:
@@ -133,18 +133,21 @@ def plan_both(inputs: MoEInputs, config: Config, up: Any, down: Any) -> Bind:
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
             gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
             gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
+            gate_up_input_scale: torch.Tensor | None = None, down_input_scale: torch.Tensor | None = None,
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active), allocate(*result)
             rows, chosen = address(active), address(ids)
             # Not by ``argument``: a host waits for each Python call of a token's.
-            zeros_up, zeros_down, bias_up, bias_down = (
+            zeros_up, zeros_down, static_up, static_down, bias_up, bias_down = (
                 None if gate_up_zero_point is None else address(gate_up_zero_point),
                 None if down_zero_point is None else address(down_zero_point),
+                None if gate_up_input_scale is None else address(gate_up_input_scale),
+                None if down_input_scale is None else address(down_input_scale),
                 None if gate_up_bias is None else address(gate_up_bias),
                 None if down_bias is None else address(down_bias),
             )
-            launch_up(address(x), address(w1), address(gate_up_scale), zeros_up, bias_up, chosen, rows)
-            of_down = address(down_scale), zeros_down, bias_down
+            launch_up(address(x), address(w1), address(gate_up_scale), zeros_up, static_up, bias_up, chosen, rows)
+            of_down = address(down_scale), zeros_down, static_down, bias_down
             launch_down(rows, address(w2), *of_down, chosen, address(weights), address(out))
             return out
 

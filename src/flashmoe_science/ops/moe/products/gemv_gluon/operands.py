@@ -12,7 +12,8 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LARGEST, LEAST
+from flashmoe_science.ops.moe.products.codes import LARGEST
+from flashmoe_science.ops.moe.products.fp8_sm90.quantize import LEAST
 from flashmoe_science.ops.moe.products.words import (
     BYTES,
     FP8_AS_BF16,
@@ -140,7 +141,7 @@ def upcast(codes, scale, zero, FORMAT: gl.constexpr, DTYPE: gl.constexpr, operan
     """[warps, rows, CHUNK] of a chunk's codes, with their scales of mxfp4 and of groups of 32, else without."""
     W: gl.constexpr = codes.shape[0]
     ROWS: gl.constexpr = codes.shape[1]
-    if FORMAT == "fp8_block_w8a8":
+    if FORMAT == "fp8 w8a8":
         values = codes.to(gl.float8e4nv, bitcast=True).reshape([W, ROWS, 4, 4, 2, 4]).permute(0, 1, 3, 4, 2, 5)
     elif FORMAT == "fp8":
         values = _of_fp8(codes, DTYPE).reshape([W, ROWS, 4, 8, 2, 2]).permute(0, 1, 3, 4, 2, 5)  # [.., q, word, n, half]
@@ -155,7 +156,7 @@ def upcast(codes, scale, zero, FORMAT: gl.constexpr, DTYPE: gl.constexpr, operan
 def of_tokens(x, FORMAT: gl.constexpr, operand: gl.constexpr):
     """[warps, CHUNK, 8] of the tokens' columns [warps, 8, 4, 32] of a chunk, in the order of ``upcast``."""
     W: gl.constexpr = x.shape[0]
-    if FORMAT == "fp8_block_w8a8":
+    if FORMAT == "fp8 w8a8":
         x = x.reshape([W, TOKENS, 4, 4, 2, 4]).permute(0, 3, 4, 2, 5, 1)
     elif FORMAT == "fp8":
         x = x.reshape([W, TOKENS, 4, 8, 2, 2]).permute(0, 3, 5, 2, 4, 1)  # [.., q, word, half, n]

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from flashmoe_science.ops.gluon_bridge import as_gluon
-from flashmoe_science.ops.moe.products.codes import power
+from flashmoe_science.ops.moe.products.codes import in_e4m3, power
 from flashmoe_science.ops.moe.products.gemv_gluon.operands import (
     CHUNK,
     THREADS,
@@ -27,7 +27,7 @@ from flashmoe_science.ops.moe.products.gemv_gluon.operands import (
 
 NONE = gl.constexpr(2**31 - 1)  # of no pair, and of no expert
 _CHUNK: int = CHUNK.value
-_power = as_gluon(power)
+_in_e4m3, _power = as_gluon(in_e4m3), as_gluon(power)
 
 
 class Rows(NamedTuple):
@@ -51,8 +51,10 @@ def by_thread(scales: Any) -> bool:
 def form_of(scales: Any) -> str:
     """As ``operands.upcast`` knows it."""
     name: str = scales[0]
-    if name in ("mxfp4", "fp8_block_w8a8"):
+    if name == "mxfp4":
         return name
+    if in_fp8(scales) and name not in ("fp8_block", "fp8_channel"):
+        return "fp8 w8a8"
     return "fp8" if in_fp8(scales) else "int4 scaled" if by_thread(scales) else "int4"
 
 
@@ -66,6 +68,12 @@ def with_zeros(scales: Any) -> bool:
 def in_fp8(scales: Any) -> bool:
     """Whether a code is a byte."""
     return bool(scales[0].startswith("fp8"))
+
+
+@gluon.constexpr_function
+def in_channels(scales: Any) -> bool:
+    """Whether a row has one scale."""
+    return bool(scales[0].startswith("fp8_channel"))
 
 
 @gluon.constexpr_function
@@ -128,7 +136,7 @@ def rows_of(
     else:
         of_scale = row_of(numbers(ROWS, 1, result, 3), first, WIDTH, UP_SCALES, INTERLEAVED) // SCALES[5]
         scales = scale + spread(expert.to(gl.int64), 0, result, 3) * SCALES[1] + of_scale * SCALES[2]
-        if SCALES[0] != "fp8_channel":
+        if not in_channels(SCALES):
             scales += spread(chunk, 0, result, 3) * SCALES[3]
     if with_zeros(SCALES):
         group = spread(chunk, 0, block, 4) * (CHUNK // SCALES[6]) + q * (CHUNK // THREADS) // SCALES[6]
@@ -158,7 +166,7 @@ def _read(
     if by_thread(SCALES):
         inside = here & (first + q * (CHUNK // THREADS) < DEPTH)
         scale = gl.load(rows.scales + STEP * BY * (CHUNK // SCALES[6]) * SCALES[3], mask=inside, other=0)
-    elif SCALES[0] != "fp8_channel":
+    elif not in_channels(SCALES):
         inside = spread(rows.here, 0, result, 3) & ((spread(rows.chunk, 0, result, 3) + STEP * BY) * CHUNK < DEPTH)
         scale = gl.load(rows.scales + STEP * BY * SCALES[3], mask=inside, other=0)
     if with_zeros(SCALES):
@@ -198,16 +206,17 @@ def _operand(codes, scale, zero, shift, SCALES: gl.constexpr, DTYPE: gl.constexp
 
 @gluon.jit
 def multiply(
-    acc, held, rows, x, at, FIRST: gl.constexpr, STEPS: gl.constexpr, DEPTH: gl.constexpr, SCALES: gl.constexpr,
+    acc, held, rows, x, at, of_input, FIRST: gl.constexpr, STEPS: gl.constexpr, DEPTH: gl.constexpr, SCALES: gl.constexpr,
     ROWS: gl.constexpr, BY: gl.constexpr, WARPS: gl.constexpr, STRIDE: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The sums ``acc`` [warps, rows, 8] and those of the steps that were ``read``: of the rows ``at``, [warps or 1, 8], of
-    ``x``. Of channels without their scales."""
+    ``x``. Of channels without their scales, nor those of the input, [warps], if ``of_input`` is not None."""
     FORMAT: gl.constexpr = form_of(SCALES)
     FP8: gl.constexpr = in_fp8(SCALES)
     tokens: gl.constexpr = block_layout(WARPS, TOKENS, CHUNK // THREADS)
     result: gl.constexpr = result_layout(WARPS)
-    K_WIDTH: gl.constexpr = 4 if FORMAT == "fp8_block_w8a8" else 2
+    K_WIDTH: gl.constexpr = 4 if FORMAT == "fp8 w8a8" else 2
+    DYNAMIC: gl.constexpr = FORMAT == "fp8 w8a8" and of_input is None
     column = column_of(numbers(THREADS, 2, tokens, 4), numbers(CHUNK // THREADS, 3, tokens, 4), FP8)
     column += spread(rows.chunk, 0, tokens, 4) * CHUNK
     row = gl.convert_layout(at, gl.SliceLayout(2, gl.SliceLayout(3, tokens)), assert_trivial=True)
@@ -222,25 +231,34 @@ def multiply(
             b = gl.load(x_ptrs + further)
         else:
             b = gl.load(x_ptrs + further, mask=column + further < DEPTH, other=0.0)
-        if FORMAT == "fp8_block_w8a8":
+        if DYNAMIC:
             b, of_b = quantized(b)
+        elif FORMAT == "fp8 w8a8":
+            b = _in_e4m3(b.to(gl.float32) * spread(1.0 / of_input, 0, tokens, 4)).to(gl.float8e4nv)
         b = of_tokens(b, FORMAT, gl.DotOperandLayout(1, result, K_WIDTH))
-        if by_thread(SCALES) or SCALES[0] == "fp8_channel":
+        if by_thread(SCALES) or (in_channels(SCALES) and not DYNAMIC):
             acc = mma_v2(a, b, acc)
         else:
             part = mma_v2(a, b, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, result))
-            scale = held[3 * step + 1]
-            by = _power(scale) if scale.dtype == gl.uint8 else scale.to(gl.float32)
-            if FORMAT == "fp8_block_w8a8":
-                by = by * gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
+            if DYNAMIC:
+                of_b = gl.expand_dims(gl.convert_layout(of_b, gl.SliceLayout(1, result)), 1)
+            if in_channels(SCALES):
+                by = of_b
+            else:
+                scale = held[3 * step + 1]
+                by = _power(scale) if scale.dtype == gl.uint8 else scale.to(gl.float32)
+                if DYNAMIC:
+                    by = by * of_b
             acc = acc + part * by
     return acc
 
 
 @gluon.jit
-def of_channels(acc, rows, SCALES: gl.constexpr, WARPS: gl.constexpr):
-    """The sums times the scales of their rows, of channels."""
-    if SCALES[0] == "fp8_channel":
+def of_channels(acc, rows, of_input, SCALES: gl.constexpr, WARPS: gl.constexpr):
+    """The sums times the scales of their rows and of the input, of channels."""
+    if of_input is not None:
+        acc = acc * spread(of_input, 0, result_layout(WARPS), 3)
+    if in_channels(SCALES):
         scale = gl.load(rows.scales, mask=spread(rows.here, 0, result_layout(WARPS), 3), other=0.0)
         acc = acc * scale.to(gl.float32)
     return acc

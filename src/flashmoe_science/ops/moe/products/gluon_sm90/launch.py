@@ -103,7 +103,7 @@ def product(
         (encode_a, encode_low), programs = encoders_of_rows(counts.pairs), grid(counts, of_weights, config["block_n"], gpu)
         start = build.bound(programs, counts.pairs, counts.tiles, *values)
 
-        def launch(a: Any, w: Any, scale: None, zero_point: None, bias: None, out: Any, *rest: Any) -> None:
+        def launch(a: Any, w: Any, scale: None, zero_point: None, input_scale: None, bias: None, out: Any, *rest: Any) -> None:
             z, (tables, *low) = rest[: bool(of_z)], rest[bool(of_z) :]
             if encode_z is not None:  # the gates, and the ups ``width`` elements of two bytes further
                 z = *encode_z[0](z[0]), *encode_z[1](z[0] + 2 * width)

@@ -120,7 +120,7 @@ def bind_all(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Pro
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
             gate_up_scale: torch.Tensor, down_scale: torch.Tensor,
-            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None,
+            gate_up_zero_point: torch.Tensor | None = None, down_zero_point: torch.Tensor | None = None, *input_scales: None,
         ) -> torch.Tensor:  # fmt: skip
             memory, tables, tokens, active, products, sums, flags = take()  # kept alive to the end of this call
             sort(address(ids), tables)
