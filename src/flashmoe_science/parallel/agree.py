@@ -32,22 +32,22 @@ def compares(x: object) -> bool:
 @contextmanager
 def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str, object]]:
     """A block that checks the arguments of a call, and fills in the facts of them, by name, that all ranks must have alike.
-    Every rank runs it. At its end it raises the TypeError or ValueError by which this rank refuses, or ValueError where another
-    rank refuses or has other facts.
+    Every rank runs it. At its end it raises the error by which this rank refuses, or ValueError where another rank refuses or
+    has other facts.
 
     Args:
         compare: send both to the other ranks; else this rank's own refusal is all that is known.
     """
-    facts, refused = dict[str, object](), None
+    facts, refused, words = dict[str, object](), None, ""
     try:
         yield facts
-    except (TypeError, ValueError) as error:
-        refused = error
+    except Exception as error:  # whatever it is, the others would wait for this rank
+        refused, words = error, str(error) or type(error).__name__
     everyone: list[tuple[dict[str, object], str]] = []
     if compare:
         everyone = [(facts, "")] * group.size()
         with waiting(group, "comparing its arguments with the others'"):
-            dist.all_gather_object(everyone, (facts, str(refused or "")), group=group)
+            dist.all_gather_object(everyone, (facts, words), group=group)
     if refused is not None:
         raise refused
     for rank, (theirs, refusal) in enumerate(everyone):

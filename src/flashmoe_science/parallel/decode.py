@@ -129,7 +129,7 @@ def _has_kernels(x: torch.Tensor) -> bool:
 
 def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor | None) -> None:
     names = ("q", "k_cache", "v_cache", "k", "v")
-    given = [(name, one) for name, one in zip(names, (q, *others), strict=True) if one is not None]
+    given = [(name, one) for name, one in zip(names, (q, *others), strict=True) if one is not None or name not in names[3:]]
     check_dimensions(tuple(given), (_ROWS,) * len(given))
     if q.shape[1] != 1:
         raise ValueError(f"q has {q.shape[1]} queries a sequence; it must have 1")

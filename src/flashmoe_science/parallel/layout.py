@@ -12,6 +12,7 @@ from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.tensors import ArgNames
 from flashmoe_science.parallel.agree import compares
+from flashmoe_science.printable import shown
 
 Layout = Literal["head_tail", "contiguous"]
 
@@ -114,6 +115,8 @@ def length_of(x: torch.Tensor, dim: int) -> int:
     """The length of a dimension. Raises TypeError, ValueError: no tensor, or no dimension of that number."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {shown(dim)}; it must be an integer")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}; x has {x.dim()} dimensions")
     return x.shape[dim]

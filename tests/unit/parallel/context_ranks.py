@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flashmoe_science import checkpoint_context, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.parallel import ContextWorkspace, context_attention, positions, shard, unshard
+from flashmoe_science.parallel.agree import agreed
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -240,6 +241,22 @@ def refused(call: Callable[[], object], words: str) -> list[str]:
     return [f"it is not refused: {words}"]
 
 
+def check_other_errors(group: dist.ProcessGroup) -> list[str]:
+    """Whether all ranks hear of an error that is no refusal, and has no words."""
+    for error in (RuntimeError("out of memory"), KeyError()):
+        try:
+            with agreed(group):
+                if group.rank() == 1:
+                    raise error
+        except (ValueError, type(error)) as found:
+            words = f"rank 1 of the group refuses the call: {str(error) or type(error).__name__}"
+            if found is not error and words not in str(found):
+                return [f"{found!r} does not say {words!r}"]
+        else:
+            return [f"{error!r} is not heard of"]
+    return []
+
+
 def check_refusals(group: dist.ProcessGroup) -> list[str]:
     """What is refused, by every rank: none waits for another."""
     rank, ranks = group.rank(), group.size()
@@ -295,6 +312,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     wrong += refused(lambda: unshard(q, -5 if rank == 1 else 1, group), "dim is -5; x has 4 dimensions")
     wrong += refused(lambda: unshard(q[0, rank == 1 :], 0, group), "which its 2 chunks do not divide; seqlen must be given")
     wrong += refused(lambda: unshard(q.half() if rank == 1 else q, 1, group), "x.dtype is torch.float16 on rank 1")
+    wrong += refused(lambda: unshard(q, torch.ones(2) if rank == 1 else 1, group), "it must be an integer")
     for words, qkv, more in calls:
         wrong += refused(partial(context_attention, *qkv, **{"group": group, **more}), words)
     return wrong
@@ -307,7 +325,7 @@ def found(group: dist.ProcessGroup) -> dict[str, list[str]]:
     chosen = {f"{name}, chosen": CASES[name]._replace(heads=heads) for name in CHOSEN} if group.size() > 3 else {}
     results = {name: faults(case, group) for name, case in (CASES | by_heads | chosen).items()}
     checks = [check_positions, check_local, check_halo, check_unshard, check_without_gradients]
-    checks += [check_groups, check_refusals]
+    checks += [check_groups, check_other_errors, check_refusals]
     if group.size() == 2:  # a checkpoint imports PyTorch's compiler
         checks.append(check_checkpoint)
     return results | {check.__name__: check(group) for check in checks}

@@ -167,7 +167,10 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),
         ("cache_seqlens is 500 for sequence 3, of which rank", {"cache_seqlens": longest}),
         ("cache_seqlens is -2 for sequence 0; it must be at least 0", {"cache_seqlens": given.lengths - 2}),
+        ("rotary_cos is a list; it must be a torch.Tensor", {"k": given.k, "v": given.v, "rotary_cos": [1], "rotary_sin": [1]}),
+        ("k_cache is a NoneType; it must be a torch.Tensor", {"k_cache": None}),
         # By rank 1 alone.
+        ("q is a NoneType; it must be a torch.Tensor", {"q": None if rank == 1 else given.q}),
         ("s_aux has shape (3,)", {"s_aux": torch.zeros(3 if rank == 1 else HEADS)}),
         ("it has room for 0", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
         ("kernel is 'none'", {"kernel": "none" if rank == 1 else None}),

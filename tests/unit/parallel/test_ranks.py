@@ -61,6 +61,8 @@ def test_what_is_no_sequence_is_refused_before_the_group_is_looked_at() -> None:
         shard(torch.zeros(4, 4), 9, None)
     with pytest.raises(ValueError, match="seqlen is -1"):
         positions(-1, None)
+    with pytest.raises(TypeError, match="dim is 'x'; it must be an integer"):
+        shard(torch.zeros(4, 4), "x", None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="x is a list; it must be"):
         shard([1, 2], 0, None)  # type: ignore[arg-type]
     for starts, words in (([], "0 entries"), ([0, 50], "ends at 50"), ([0, 20], "ends at 20"), ([1, 40], "begins at 1")):
