@@ -32,6 +32,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     space_of,
     waves_in_order,
     waves_of,
+    waves_without_ds,
 )
 from flashmoe_science.ops.attention.call.backward import Wanted
 from flashmoe_science.ops.attention.problem.backward import parse
@@ -90,6 +91,15 @@ def test_a_launcher_serves_other_lengths_and_groups_of_heads(monkeypatch: pytest
             launcher.bind(like.tensors, like.saved, like.options, like.wanted)
             assert seen[-1] == sizes(f"{text} d64 bf16 causal")
     assert len(jobs) == 3
+
+
+@pytest.mark.parametrize("text", ["b40000 h4 q64 d64 bf16", "b3000 h32 q8 k200 d128 bf16 causal"])
+def test_a_grid_has_less_than_two_to_the_sixteen_heads(text: str) -> None:
+    one = sizes(text)
+    for waves in (waves_of(one, 132), waves_without_ds(one)):
+        every = waves_in_order(waves, one)
+        assert sum(wave.heads for wave in every if wave.first_step == wave.first_tile == 0) == one.batch * one.heads_kv
+        assert all(number < 2**16 for wave in every for grid in grids_of(wave, one) for number in grid[1:])
 
 
 @pytest.mark.parametrize("text", SUITES["train"])
@@ -215,6 +225,7 @@ PARTLY = (
 @pytest.mark.parametrize("text", PARTLY)
 def test_what_is_not_wanted_changes_no_bit(text: str, budget: int, uncompiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waves_module, "BUDGET", budget)
+    monkeypatch.setattr(waves_module, "MOST_HEADS", 1 if budget == 1 else waves_module.MOST_HEADS)
     check_some_wanted(text, torch.device("cpu"))
 
 

@@ -268,7 +268,9 @@ def test_what_is_frozen_is_not_computed_by_the_fused_kernel(wanted: tuple[bool, 
         assert choose_backward(of_sinks, Options(deterministic=True)).kernel == "bwd_gluon_sm90"
     assert every.kernel == named.kernel == "bwd_fused_gluon_sm90"
     assert (chosen.kernel, chosen.basis) == ("bwd_gluon_sm90" if one_side else "bwd_fused_gluon_sm90", every.basis)
-    assert ("one side is wanted" in chosen.reason) == one_side
+    assert (
+        "dQ alone, or none, is wanted; for all gradients bwd_fused_gluon_sm90: deterministic is" in chosen.reason
+    ) == one_side
 
 
 def test_a_record_of_other_tiles_is_not_taken_for_what_another_kernel_suits(monkeypatch: pytest.MonkeyPatch) -> None:

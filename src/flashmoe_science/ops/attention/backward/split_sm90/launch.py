@@ -28,11 +28,11 @@ from flashmoe_science.ops.attention.backward.split_sm90.queries import flashmoe_
 from flashmoe_science.ops.attention.backward.split_sm90.waves import (
     Space,
     Wave,
-    Waves,
     grids_of,
     space_of,
     waves_in_order,
     waves_of,
+    waves_without_ds,
 )
 from flashmoe_science.ops.attention.call.backward import (
     BackwardInputs,
@@ -81,7 +81,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         packed = (0, 0) if tensors.cu_seqlens_q is None else (sequences(tensors), options.max_seqlen_q)
         sizes = sizes_like(self._problem, self._config, batch, heads, heads_kv, rows, keys, *packed)
         every = gradients_like(tensors, wanted)
-        waves = waves_of(sizes, self._sm_count) if wanted.dq else Waves(batch * heads_kv, sizes.steps, sizes.tiles)
+        waves = waves_of(sizes, self._sm_count) if wanted.dq else waves_without_ds(sizes)
         space, each = space_of(waves, sizes), waves_in_order(waves, sizes) if any(wanted[:3]) else []
         space = space if wanted.dq else space._replace(ds=0)
         space = space if wanted.dk or wanted.dv else space._replace(dk=0, dv=0)

@@ -10,6 +10,7 @@ from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes
 from flashmoe_science.ops.launch import Grid, cdiv
 
 BUDGET = 2**30  # bytes of the workspace: it does not depend on the memory that is free, nor the bits on it
+MOST_HEADS = 2**15  # of a wave: the last number of a grid is less than 2^16
 MOST_TOGETHER = 8  # heads whose tiles go out in turns, so that Q, K, V and dO of them stay in the L2 cache
 # The time of a wave is counted in steps of a program of the first kernel, by what was measured on an H100: what a program takes
 # besides its steps, what a launch takes, and the bytes that a processor's share of the memory moves in a step.
@@ -65,6 +66,11 @@ def waves_of(sizes: Sizes, sm_count: int) -> Waves:
     tried = {waves: _count(waves, sizes) for waves in _tried(sizes)} or {Waves(1, sizes.unit, 1): 1}
     few = [waves for waves, count in tried.items() if count <= _MORE * min(tried.values())]
     return min(few, key=lambda waves: _time(waves, sizes, sm_count))
+
+
+def waves_without_ds(sizes: Sizes) -> Waves:
+    """As few as grids allow: nothing of a wave is kept."""
+    return Waves(min(sizes.batch * sizes.heads_kv, MOST_HEADS), sizes.steps, sizes.tiles)
 
 
 def _count(waves: Waves, sizes: Sizes) -> int:

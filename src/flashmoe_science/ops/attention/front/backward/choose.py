@@ -108,7 +108,7 @@ def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Dev
     if decision.kernel != FUSED:
         return decision
     config = asked_backward(problem, gpu, SPLIT, "").config
-    reason = f"of dQ, dK and dV one side is wanted, and {FUSED} would compute both"
+    reason = f"dQ alone, or none, is wanted; for all gradients {FUSED}: {decision.reason}"
     return Decision(SPLIT, config, reason, "requested" if decision.basis == "requested" else "modelled", None, decision.others)
 
 
