@@ -17,7 +17,7 @@ from flashmoe_science.ops.calls import autocast, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.parts import DecodeWorkspace, check_workspace, merge_parts, told
+from flashmoe_science.parallel.parts import DecodeWorkspace, Part, check_workspace, merge_parts, told
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 Maybe = torch.Tensor | None
@@ -76,9 +76,9 @@ def context_decode(
             _check(q, cache_seqlens, k_cache, v_cache, k, v)
             _check_cache(q, k_cache, page_table, s_aux)
             (q,) = autocast((q,)) or (q,)
-            like = q[..., :1].expand(*q.shape[:-1], v_cache.shape[-1])
+            part = Part.of(q.shape[0] * q.shape[2], v_cache.shape[3], q.dtype)
             if workspace is not None:
-                check_workspace(workspace, ranks, like)
+                check_workspace(workspace, ranks, part, q.dtype)
             if compare:
                 _check_lengths(cache_seqlens, k_cache, page_table, int(k is not None), ranks)
                 facts |= {
@@ -97,7 +97,7 @@ def context_decode(
                 s_aux=s_aux if ranks.rank() == 0 else None, kernel=kernel, return_softmax_lse=True,
             )  # fmt: skip
     except Explained as found:
-        reason = f"{found.decision.reason}; {told(ranks, workspace, like)}"
+        reason = f"{found.decision.reason}; {told(ranks, workspace, part)}"
         raise Explained(replace(found.decision, reason=reason)) from None
     return merge_parts(ranks, workspace, out, lse)
 

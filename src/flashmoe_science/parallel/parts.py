@@ -88,8 +88,8 @@ class DecodeWorkspace:
         return f"DecodeWorkspace({self.group.size()} ranks, parts of at most {self.max_bytes / 1e6:.2f} MB)"
 
 
-def check_workspace(workspace: object, group: dist.ProcessGroup, results: torch.Tensor) -> None:
-    """Raise unless the workspace is one of the group that has room for ``results``, of whose shape and dtype a part is.
+def check_workspace(workspace: object, group: dist.ProcessGroup, part: Part, dtype: torch.dtype) -> None:
+    """Raise unless the workspace is one of the group that has room for a part, of results of this dtype.
 
     Raises:
         TypeError, ValueError: it is not.
@@ -98,10 +98,10 @@ def check_workspace(workspace: object, group: dist.ProcessGroup, results: torch.
         raise TypeError(f"workspace is {workspace!r}; it must be a DecodeWorkspace or None")
     if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(group):
         raise ValueError(f"workspace is of a group of ranks {ranks}, and group is another")
-    if results.dtype not in DTYPES:
-        raise ValueError(f"workspace is given and the result is {results.dtype}; it must be float16, bfloat16 or float32")
-    if (size := _part(results).size) > workspace.max_bytes:
-        raise ValueError(f"the part of a rank has {size} bytes; the workspace is for at most {workspace.max_bytes}")
+    if dtype not in DTYPES:
+        raise ValueError(f"workspace is given and the result is {dtype}; it must be float16, bfloat16 or float32")
+    if part.size > workspace.max_bytes:
+        raise ValueError(f"the part of a rank has {part.size} bytes; the workspace is for at most {workspace.max_bytes}")
 
 
 def merge_parts(
@@ -118,7 +118,8 @@ def merge_parts(
     results, lse = results.contiguous(), lse.contiguous()
     if workspace is not None:
         return workspace.merge(results, lse)
-    (parts,) = gathered(group, (part := _part(results)).filled(results, lse))
+    part = Part.of(lse.numel(), results.shape[-1], results.dtype)
+    (parts,) = gathered(group, part.filled(results, lse))
     parts = parts.view(group.size(), part.size)
     if results.is_cuda and not TRITON_MISSING and results.dtype in DTYPES:
         from flashmoe_science.parallel.merge import merge_gathered  # it brings Triton
@@ -131,18 +132,14 @@ def merge_parts(
     return merged(outs.unbind(), lses.unbind())[0].to(results.dtype)
 
 
-def told(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, results: torch.Tensor) -> str:
-    """What merges parts of this shape and dtype, and the bytes that a rank receives."""
-    received = (group.size() - 1) * _part(results).size
+def told(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, part: Part) -> str:
+    """What merges such parts, and the bytes that a rank receives."""
+    received = (group.size() - 1) * part.size
     if workspace is not None:
         return f"parts are merged in one launch through symmetric memory: {Cost.by(EXCHANGED, received)}"
     backend = dist.get_backend(group)
     link = MESSAGES if "nccl" in backend else None
     return f"parts are merged behind a collective of {backend}: {Cost.by(link, received)}"
-
-
-def _part(results: torch.Tensor) -> Part:
-    return Part.of(results[..., 0].numel(), results.shape[-1], results.dtype)
 
 
 def _aligned(size: int) -> int:
