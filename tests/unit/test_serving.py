@@ -400,6 +400,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: cached(rotary_cos=randn(9, 8), rotary_sin=randn(9, 8)), ValueError, "k is None and rotary_cos is given; new keys"),
     (lambda: cached(k=Q, v=Q, rotary_cos=randn(9, 8)), ValueError, "rotary_cos and rotary_sin: one is given"),
     (lambda: cached(k=Q, v=Q, rotary_cos=randn(9, 9), rotary_sin=randn(9, 9)), ValueError, "rotary_cos rotates 18 dimensions"),
+    (lambda: cached(k=Q, v=Q, rotary_cos=randn(9, 8), rotary_sin=randn(8, 9).t()), ValueError, "rotary_sin has stride 9 in"),
     (lambda: cached(k=Q, v=Q, cache_seqlens=None), ValueError, "k and v are given without cache_seqlens"),
     (lambda: cached(k=Q.half(), v=Q.half()), TypeError, "k has dtype torch.float16 and k_cache has torch.float32"),
     (lambda: cached(k=Q[:, :, :3], v=Q[:, :, :3]), ValueError, "k has (batch, heads, tokens, head_dim) (2, 3, 3, 16)"),

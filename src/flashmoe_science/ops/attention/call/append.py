@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_table
+from flashmoe_science.ops.attention.call.checks import check_contiguous, check_table
 
 
 class Append(NamedTuple):
@@ -97,6 +97,7 @@ def _check_rotary(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor) -> None
             raise TypeError(f"rotary_sin has dtype {sin.dtype} and rotary_cos has {cos.dtype}; they must be the same")
         if not table.is_floating_point() or table.device != q.device:
             raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be floating, on {q.device}")
+        check_contiguous(table, name)
     width = 2 * cos.shape[1]
     if width % 16 != 0 or width > q.shape[3]:
         raise ValueError(

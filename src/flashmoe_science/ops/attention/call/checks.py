@@ -58,7 +58,7 @@ def _check_features(tensors: Tensors, options: Options) -> None:
     _check_bias(tensors, options, batch)
     if tensors.sinks is not None:
         check_float(tensors.sinks, names.sinks, (q.shape[1],), q, (torch.float32, q.dtype))
-        _check_contiguous(tensors.sinks, names.sinks)
+        check_contiguous(tensors.sinks, names.sinks)
     check_table(tensors.prefix, names.prefix, (batch,), q)
     if tensors.prefix is not None and options.mask != "causal":
         raise ValueError(f"{names.prefix} is given and the mask is {options.mask!r}; it must be 'causal'")
@@ -207,7 +207,7 @@ def _check_bias(tensors: Tensors, options: Options, batch: int) -> None:
         if bias is not None:
             raise ValueError(f"{names.alibi_slopes} and {names.bias} are given; only one of them may be")
         check_float(slopes, names.alibi_slopes, (batch, q.shape[1]), q, (torch.float32,))
-        _check_contiguous(slopes, names.alibi_slopes)
+        check_contiguous(slopes, names.alibi_slopes)
     if bias is not None:
         rows = q.shape[2] if tensors.cu_seqlens_q is None else options.max_seqlen_q
         shape = (batch, q.shape[1], rows, max_keys(tensors, options))
@@ -228,7 +228,7 @@ def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, 
     if table.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {table.dtype}; it must be torch.int32")
     _check_shape(table, name, shape, q)
-    _check_contiguous(table, name)
+    check_contiguous(table, name)
 
 
 def check_float(
@@ -253,7 +253,7 @@ def _check_shape(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...],
         raise ValueError(f"{name} is on {tensor.device} and the queries on {q.device}; they must be on the same device")
 
 
-def _check_contiguous(tensor: torch.Tensor, name: str) -> None:
+def check_contiguous(tensor: torch.Tensor, name: str) -> None:
     """Raise ValueError unless the last dimension is contiguous, as kernels read it."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         have = f"{name} has stride {tensor.stride(-1)} in its last dimension"
