@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml tools/venv.py
 prove: $(STAMP) ## prove the kernels: on the GPU here, or what can be proved without one (ARGS: see flashmoe prove --help)
 	@$(BIN)/flashmoe prove $(ARGS) && $(BIN)/flashmoe claims
 
-collect: $(STAMP) ## import every test; in a fresh clone each later process is spared 7 s of writing bytecode
+collect: $(STAMP) ## import every test; in a fresh clone each later process is spared 5 s of writing bytecode
 	@found=$$($(BIN)/python -m pytest --collect-only -qq -p no:cacheprovider) || { echo "$$found"; exit 1; }
 
 test: $(STAMP) ## the tests of a few minutes (ARGS="-m slow": the slow ones; ARGS="-k name": some)
