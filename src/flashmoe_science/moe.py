@@ -105,8 +105,8 @@ def fused_moe(
         gate_up_scale, down_scale: the scales of such weights.
         gate_up_zero_point, down_zero_point: int32 [E, N / 8, K / 32] or [E, N / 8, K / 128], those of eight rows, the first in
             the lowest four bits, as compressed-tensors' weight_zero_point: what is subtracted from the bits of a weight.
-        gate_up_input_scale, down_input_scale: of "fp8_channel_static", fp32, bf16 or fp16: a scale of ``hidden_states`` and one
-            of the activations, for each expert [E] or [E, 1], or for all [1] or [].
+        gate_up_input_scale, down_input_scale: of "fp8_channel_static", above 0, fp32, bf16 or fp16: of ``hidden_states`` and
+            of the activations, a scale for each expert [E] or [E, 1], or one for all [1] or [].
 
     Returns:
         [..., H] in the dtype of ``hidden_states``, under torch.autocast in its dtype.
