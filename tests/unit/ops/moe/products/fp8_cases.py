@@ -49,6 +49,7 @@ CASES = (
     Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_channel_w8a8", "a scale of gates and one of ups"),
     Case("moe t9 e6 k3 d384 f256 bf16 w:fp8_channel_static", "foreign", programs=7),
     Case("moe t20 e3 k2 d400 f272 bf16 w:fp8_channel_static gelu"),
+    Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_channel_static", "scales that are too small"),
     Case("moe t9 e4 k2 d256 f128 bf16 w:fp8_channel_static", "a scale of gates and one of ups"),
     Case("moe t9 e4 k2 d256 f144 bf16 w:fp8_channel_static", "one scale of all"),
     Case("moe t9 e6 k3 d256 f128 bf16 w:fp8_channel_static", "NaN in one token"),
@@ -59,8 +60,9 @@ def inputs_of(case: Case, device: str = "cpu") -> MoEInputs:
     problem, x, w1, w2, ids, draw = drawn(case)
     form, powers, of_inputs = FORMATS[str(problem.weight_format)], case.change == "scales of e8m0", (None, None)
     (w1, s1, _), (w2, s2, _) = quantized(w1, form, halves=True, powers=powers), quantized(w2, form, powers=powers)
-    if form.static:  # some numbers that they are for are greater than 448 times them
-        of_inputs = torch.rand(2, problem.experts, generator=draw).neg().exp2().div(448).mul(torch.tensor([[2.0], [0.25]]))
+    if form.static:
+        largest = torch.tensor([[8.0], [8.0]]) if case.change != "scales that are too small" else torch.tensor([[2.0], [0.25]])
+        of_inputs = torch.rand(2, problem.experts, generator=draw).neg().exp2() * largest / 448
     if case.change == "zeros in one token":
         x[3] = 0.0
     elif case.change == "one scale of all":
