@@ -305,6 +305,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--size", choices=SIZES, default="8b")
     arguments = parser.parse_args()
+    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = SIZES[arguments.size]
     found, absent = ways(size, device)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from tests.unit.interpreter import Interpreter
-from tests.unit.parallel.test_ranks import run
 
 
 def test_no_order_of_steps_reads_what_another_call_wrote(interpreted: Interpreter) -> None:
@@ -18,5 +17,5 @@ def test_no_order_of_steps_reads_what_another_call_wrote(interpreted: Interprete
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.redundant])])
-def test_ranks_that_read_each_others_memory_merge_their_parts(ranks: int, tmp_path: Path) -> None:
-    run("merging_ranks", ranks, tmp_path, TRITON_INTERPRET="1")
+def test_ranks_that_read_each_others_memory_merge_their_parts(ranks: int, tmp_path: Path, interpreted: Interpreter) -> None:
+    assert interpreted("parallel/interpreted_ranks.py", "merging_ranks", str(ranks), str(tmp_path / "ranks")) == ranks

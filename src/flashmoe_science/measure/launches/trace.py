@@ -33,7 +33,7 @@ Event = Mapping[str, Any]
 def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], None]) -> list[list[SeenLaunch]]:
     """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device. The calls
     must have run before, so that nothing is compiled, loaded or autotuned here."""
-    # Of torch.profiler's the first imports torch._dynamo, for 3 s, to ask it for a setting.
+    # torch.profiler.profile imports the compiler of PyTorch, for 3 s, to ask it for a setting.
     from torch.autograd.profiler import profile as torch_profile
     from torch.autograd.profiler import record_function
 

@@ -17,7 +17,6 @@ from flashmoe_science.ops.launch import (
     Part,
     address,
     allocator,
-    argument,
     can_start_early,
     stand_in,
     workspace_allocator,
@@ -86,10 +85,17 @@ def grouped(inputs: MoEInputs, config: Config, bind_up: Product, bind_down: Prod
             memory, tables, active, products = take()  # kept alive to the end of this call
             sort(address(ids), tables)
             z = None if of_z is None else allocate(*of_z)
-            rest = map(argument, (gate_up_scale, gate_up_zero_point, gate_up_input_scale, gate_up_bias))
-            up(address(x), address_of_weights(w1), *rest, active, argument(z), tables)
-            rest = map(argument, (down_scale, down_zero_point, down_input_scale, down_bias))
-            down(active, address_of_weights(w2), *rest, products, tables)
+            scale = None if gate_up_scale is None else address(gate_up_scale)  # by a function it would be a frame each
+            zero = None if gate_up_zero_point is None else address(gate_up_zero_point)
+            input_scale = None if gate_up_input_scale is None else address(gate_up_input_scale)
+            bias = None if gate_up_bias is None else address(gate_up_bias)
+            to_z = None if z is None else address(z)
+            up(address(x), address_of_weights(w1), scale, zero, input_scale, bias, active, to_z, tables)
+            scale = None if down_scale is None else address(down_scale)
+            zero = None if down_zero_point is None else address(down_zero_point)
+            input_scale = None if down_input_scale is None else address(down_input_scale)
+            bias = None if down_bias is None else address(down_bias)
+            down(active, address_of_weights(w2), scale, zero, input_scale, bias, products, tables)
             if not sums:
                 return Rows(memory, products, tables)
             out = allocate(*result)
