@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_contiguous, check_table
+from flashmoe_science.ops.attention.call.checks import check_contiguous, check_dense, check_table
 
 
 class Append(NamedTuple):
@@ -89,8 +89,7 @@ def check_append(a: Append) -> None:
 
 def _check_rotary(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor) -> None:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"{name} is a {type(table).__name__}; it must be a torch.Tensor")
+        check_dense(((name, table),))
         if table.dim() != 2 or table.shape != cos.shape:
             raise ValueError(f"{name} has shape {tuple(table.shape)}; both must be [positions, half of the rotated width]")
         if table.dtype != cos.dtype:

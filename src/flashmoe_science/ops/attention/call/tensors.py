@@ -114,9 +114,7 @@ class Options(NamedTuple):
     kernel: str | None = None
     window_left: int | None = None
     window_right: int | None = None
-    softcap: float = (
-        0  # no 0.0: under torch.compile(dynamic=True) a float that is a default fails in a second checkpointed region
-    )
+    softcap: float = 0  # no 0.0: with torch.compile(dynamic=True) a second checkpointed region fails by a float default
     num_splits: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0

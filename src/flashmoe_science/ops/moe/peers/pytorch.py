@@ -28,8 +28,11 @@ def grouped_mm(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tenso
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    of_x, of_active = (None if one is None else one[by_expert] for one in (of_x, of_active))
-    rows = as_multiplied(x[order // top_k], activation, of_x)
+    if of_x is None or of_active is None:
+        rows = as_multiplied(x, activation)[order // top_k]  # a token once, for all of its experts
+    else:
+        of_x, of_active = of_x[by_expert], of_active[by_expert]
+        rows = as_multiplied(x[order // top_k], activation, of_x)
     both = add_bias(functional.grouped_mm(rows, w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
     down = functional.grouped_mm(as_multiplied(activate(both, activation), activation, of_active), w2.mT, offs=ends)
     down = add_bias(down, down_bias, by_expert)
