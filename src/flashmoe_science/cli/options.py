@@ -1,5 +1,5 @@
-"""Options of ``flashmoe prove``: a budget as a duration, the price of an hour of the machine, and --resume, which takes what
-runs that were cut left to do and the options that they were given."""
+"""Options of ``flashmoe prove``: a budget as a duration, a shard of the problems, the price of an hour of the machine, and
+--resume, which takes what runs that were cut left to do and the options that they were given."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def seconds_of_budget(text: str) -> float:
     if not 0 < amount < math.inf:
         raise ValueError(f"--budget is {text!r}; it must be more than 0")
     return amount * _UNITS[match[2].lower()]
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """``K/N`` as two numbers. Raises ValueError: they are none, or K is not from 1 to N."""
+    match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text.strip())
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError(f"--shard is {text!r}; it must be K/N with K from 1 to N, as 1/4 for the first of four processes")
+    return int(match[1]), int(match[2])
 
 
 def price_per_hour() -> float | None:

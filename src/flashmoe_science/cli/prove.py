@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashmoe_science.cli.evidence import runs_under
-from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget
+from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget, shard_of
 from flashmoe_science.cli.progress import Screen
 from flashmoe_science.cli.sheet import console, print_wrapped
 from flashmoe_science.cli.verdicts import print_verdicts
@@ -65,6 +65,10 @@ def prove(
         int | None,
         typer.Option("--draw", metavar="N", help="N problems drawn at random around the suite, in place of the suite."),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option("--shard", metavar="K/N", help="Every N-th problem, from the K-th on: a process for each of N GPUs."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs of our kernels and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>-<id>).")] = None,
@@ -108,6 +112,7 @@ def prove(
       flashmoe prove "attn b1 h16 q4096 d128 bf16" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
       flashmoe prove examples/row_softmax.py:row_softmax --quick
+      CUDA_VISIBLE_DEVICES=1 flashmoe prove train --shard 2/4
       flashmoe prove --resume reports/20260102-030405-a1b2c3
       torchrun --nproc-per-node 2 -m flashmoe_science prove context experts
     """
@@ -125,6 +130,7 @@ def prove(
         targets=tuple(asked["targets"] or ()),
         kernel=tuple(asked["kernel"] or ()),
         against=tuple(asked["against"] or ()),
+        shard=None if asked["shard"] is None else shard_of(asked["shard"]),
         watchdog_s=asked["watchdog"],
         budget_s=None if asked["budget"] is None else seconds_of_budget(asked["budget"]),
         price=price,

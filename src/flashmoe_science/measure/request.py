@@ -32,8 +32,8 @@ class Request:
     other.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
-    that is named, in place of the suite. ``price`` is USD for an hour of the machine. ``tunes``: a quick run that tries as many
-    configs as any other.
+    that is named, in place of the suite. ``shard``: (1, 4) keeps the first of each four problems. ``price`` is USD for an hour
+    of the machine. ``tunes``: a quick run that tries as many configs as any other.
     """
 
     targets: tuple[str, ...] = ()
@@ -42,6 +42,7 @@ class Request:
     quick: bool = False
     full: bool = False
     draw: int | None = None
+    shard: tuple[int, int] | None = None
     seed: int = 42
     watchdog_s: float = 60.0
     budget_s: float | None = None
@@ -105,6 +106,10 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
     if not found and not request.functions:
         name = "cpu" if device is None else "quick"
         found = [_suite(name, op, texts, request) for suite, (op, texts) in _suites().items() if suite == name]
+    part, parts = request.shard or (1, 1)
+    found = [kept for one in found if (kept := replace(one, problems=one.problems[part - 1 :: parts])).problems]
+    if not found and not request.functions:
+        raise ValueError(f"--shard is {part}/{parts}, and there are fewer problems than shards; nothing is left to measure")
     for name, problem in ((group.name, problem) for group in found for problem in group.problems):
         if device is None and problem.flops() > MAX_CPU_FLOPS:
             what = "problem" if name == "custom" else f"suite {name!r}"

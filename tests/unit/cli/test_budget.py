@@ -1,10 +1,10 @@
-"""Budgets and prices as a user writes them."""
+"""Budgets, shards and prices as a user writes them."""
 
 from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.cli.options import PRICE_VARIABLE, price_per_hour, seconds_of_budget
+from flashmoe_science.cli.options import PRICE_VARIABLE, price_per_hour, seconds_of_budget, shard_of
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,13 @@ def test_what_is_no_budget_is_told_in_one_line(text: str) -> None:
     with pytest.raises(ValueError, match=r"--budget is .*; it must be seconds") as caught:
         seconds_of_budget(text)
     assert "\n" not in str(caught.value)
+
+
+def test_a_shard_is_one_of_so_many() -> None:
+    assert (shard_of("1/4"), shard_of(" 4/4 ")) == ((1, 4), (4, 4))
+    for wrong in ("", "0/4", "5/4", "1", "1/0", "-1/4", "1.0/4", "a/b"):
+        with pytest.raises(ValueError, match=r"--shard is .*; it must be K/N with K from 1 to N"):
+            shard_of(wrong)
 
 
 def test_the_price_is_the_environments_else_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,15 @@ def test_a_quick_run_tries_one_config_of_ours_and_every_one_of_a_peer(name: str,
     assert len(of_kernel(kernel_named(name)).with_configs(problem, H200, Request(quick=True))) == tried
 
 
+def test_shards_have_each_problem_of_a_suite_once() -> None:
+    (whole,) = groups(Request(targets=("train",)), H200)
+    parts = [groups(Request(targets=("train",), shard=(part, 4)), H200)[0] for part in range(1, 5)]
+    assert {one.name for one in parts} == {"train"}
+    assert [parts[number % 4].problems[number // 4] for number in range(len(whole.problems))] == list(whole.problems)
+    with pytest.raises(ValueError, match="--shard is 2/2, and there are fewer problems than shards"):
+        groups(Request(targets=(TINY,), shard=(2, 2)), H200)
+
+
 def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
     (one,), (again,), (other,) = (groups(Request(targets=("long",), draw=12, seed=seed), H200) for seed in (1, 1, 2))
     assert (one.name, len(one.problems)) == ("long-draw", 12)

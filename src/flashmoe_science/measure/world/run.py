@@ -33,7 +33,7 @@ class WorldPlan:
     def __init__(self, request: Request) -> None:
         self.request, self.found = request, list[str]()
         named = distributed_suites()
-        refused = [f"--{word} is given" for word in ("kernel", "against", "draw") if getattr(request, word)]
+        refused = [f"--{word} is given" for word in ("kernel", "against", "draw", "shard") if getattr(request, word)]
         refused += [f"{word} is named" for word in request.functions]
         if refused:
             raise ValueError(f"{refused[0]}, which is not for several ranks")

@@ -144,6 +144,7 @@ def test_the_suites_are_few_problems_that_two_ranks_share() -> None:
         ({"targets": ("op rows cols4 fp16 flops1 bytes1",)}, "is not measured on several ranks"),
         ({"targets": ("attn b1 h1 q8 d8 fp32 cp3",)}, "is of 3 ranks; torchrun started 2"),
         ({"targets": ("moebwd t8 e4 k2 d16 f16 bf16",)}, "is not measured on several ranks"),
+        ({"shard": (1, 2)}, "--shard is given, which is not for several ranks"),
         ({"kernel": "fwd_triton"}, "--kernel is given, which is not for several ranks"),
     ],
 )
