@@ -1,4 +1,4 @@
-"""Ranks that are two GPUs of one host: the examples by NCCL, and what is read from the other GPU's memory.
+"""Ranks that are GPUs of one host, two or four: the examples by NCCL, and what is read from the other GPUs' memory.
 
 torchrun --nproc-per-node 2 -m tests.unit.parallel.test_ranks_on_gpu
 
@@ -54,12 +54,13 @@ def step(what: str) -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("script", ["examples/context_parallel.py", "examples/expert_parallel.py", ""])
-def test_two_gpus(script: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"it needs two GPUs; torch sees {torch.cuda.device_count()}")
+def test_gpus_of_one_host(script: str, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"it needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
     what = [script] if script else ["-m", "tests.unit.parallel.test_ranks_on_gpu"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *what]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -189,7 +190,8 @@ def main() -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, device="cuda")
 
-    weights = [(drawn(8, 256, 256) / 16).bfloat16().requires_grad_(), (drawn(8, 256, 128) / 16).bfloat16().requires_grad_()]
+    here = 16 // dist.get_world_size()
+    weights = [(drawn(here, 256, width) / 16).bfloat16().requires_grad_() for width in (256, 128)]
     for call in range(CALLS):
         tokens = (rank * 37 + call * 13) % 65
         x, routing = drawn(tokens, 256).bfloat16().requires_grad_(), drawn(tokens, 4).softmax(-1).requires_grad_()
