@@ -254,12 +254,15 @@ def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
         assert choose_backward(with_sinks, options._replace(deterministic=True)).kernel == kernel
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (False, False, True), (True, False, True)])
-def test_what_is_frozen_is_not_computed_by_the_fused_kernel(wanted: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_frozen_is_computed_by_the_faster_kernel(
+    wanted: tuple[bool, ...], head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "known_table", lambda: Table(()))
     monkeypatch.setattr(choose, "DECISIONS", {})
-    q, k, v = (torch.empty(2, 16, 2048, 128, dtype=torch.bfloat16, requires_grad=one) for one in wanted)
-    one_side = not (wanted[0] and any(wanted[1:]))
+    q, k, v = (torch.empty(2, 16, 2048, head_dim, dtype=torch.bfloat16, requires_grad=one) for one in wanted)
+    one_side = not wanted[0] or (not any(wanted[1:]) and head_dim > 64)
     with assume(H200):
         every = choose_backward(Tensors(q, q, q), Options(deterministic=True))
         chosen = choose_backward(Tensors(q, k, v), Options(deterministic=True))

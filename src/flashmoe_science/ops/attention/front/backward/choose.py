@@ -29,6 +29,7 @@ from flashmoe_science.problem import ProblemError
 
 _OP = AttentionBackwardProblem.op
 _FUSED = ("boolmask", "bias")  # features that a fused backward of PyTorch serves
+_NARROW = 64  # columns of a head to which the fused kernel's dQ alone is the faster
 DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
@@ -89,7 +90,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         if key not in DECISIONS:
             DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
         decision = DECISIONS[key]
-        return _of_one_side(decision, problem, gpu) if kernel is None and _wants_one_side(tensors) else decision
+        return _of_one_side(decision, problem, gpu) if kernel is None and _leaves_a_side(tensors) else decision
     except (CannotServe, ProblemError) as error:
         if named or by_option:
             without = f"{PYTORCH!r} can" if named else f"without it {PYTORCH!r} can"
@@ -97,10 +98,13 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
 
 
-def _wants_one_side(tensors: Tensors) -> bool:
-    """Whether gradients are asked for, but not of both queries and keys or values."""
+def _leaves_a_side(tensors: Tensors) -> bool:
+    """Whether gradients are asked for, but not of both queries and keys or values; of 64 columns only those without dQ, as all
+    three by the fused kernel take less than dQ alone by the split one (docs/notes/backward.md)."""
     of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
-    return tensors.needs_grad() and not (of_queries and any(of_keys))
+    if of_queries:
+        return not any(of_keys) and tensors.q.shape[-1] > _NARROW
+    return tensors.needs_grad()
 
 
 def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Device) -> Decision:
