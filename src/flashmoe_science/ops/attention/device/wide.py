@@ -42,8 +42,15 @@ def _floats(count: int) -> tuple[Any, ...]:
 
 
 @gluon.constexpr_function
-def _pack_asm(dtype: Any) -> str:
+def _pack_asm(given: Any, dtype: Any) -> str:
+    if given == dtype:
+        return "mov.b32 $0, {$1, $2};"
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _pack_operands(given: Any) -> str:
+    return "=r,f,f" if given == gl.float32 else "=r,h,h"
 
 
 @gluon.constexpr_function
@@ -170,11 +177,12 @@ def no_wide_output(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def to_wide_operand(p, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """P, fp32 [ROWS, KEYS], as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in slices."""
+    """P, [ROWS, KEYS] in fp32 or DTYPE, as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in slices."""
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape([ROWS, KEYS // 2, 2]))
-    pairs = gl.inline_asm_elementwise(_pack_asm(DTYPE), "=r,f,f", [even, odd], gl.int32, True, 1)
+    asm: gl.constexpr = _pack_asm(p.dtype, DTYPE)
+    pairs = gl.inline_asm_elementwise(asm, _pack_operands(p.dtype), [even, odd], gl.int32, True, 1)
     pairs = pairs.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, KEYS // 2])
     return _split_columns(pairs, slice_width(COLUMNS, KEYS))
 

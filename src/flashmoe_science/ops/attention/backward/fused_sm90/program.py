@@ -33,6 +33,7 @@ from flashmoe_science.ops.attention.device.band import (
     sequence_at,
 )
 from flashmoe_science.ops.attention.device.tiles import coordinates
+from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
@@ -162,6 +163,13 @@ def flashmoe_bwd_fused_gluon_sm90(
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
+    q_low, dout_low = None, None
+    if SECOND_QK:
+        barrier()  # what the program's number came by is read
+        q_low = descriptor_of(q_smem)
+    if SECOND_V:
+        barrier()
+        dout_low = descriptor_of(dout_smem)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
@@ -182,7 +190,7 @@ def flashmoe_bwd_fused_gluon_sm90(
         tma_load(k_desc, coordinates(origin, first_key + part * KEYS, 0), keys, k_smem.index(part))
         tma_load(v_desc, coordinates(origin, first_key + part * KEYS, 0), keys, v_smem.index(part))
 
-    smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
+    smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem, q_low, dout_low)
     sources = Tensors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, None, dq_desc)
     results = Tensors(q_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, None, dq_desc)
     barriers = Barriers(
