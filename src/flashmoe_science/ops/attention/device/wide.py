@@ -177,7 +177,8 @@ def no_wide_output(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def to_wide_operand(p, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """P, [ROWS, KEYS] in fp32 or DTYPE, as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in slices."""
+    """P, [ROWS, KEYS] in fp32 or DTYPE, as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in
+    slices."""
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape([ROWS, KEYS // 2, 2]))

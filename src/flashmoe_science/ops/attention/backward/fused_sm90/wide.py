@@ -75,8 +75,8 @@ def _no_sums(smem, SECOND: gl.constexpr):
 
 @gluon.jit
 def _start_sums(x, tile, stage, low, sums):
-    """Start SUMS += X [KEYS, PRODUCT] times a stage's tile of queries, in flight: one product of the tile's columns, or of those
-    of a first slice and a second (device/wide.py)."""
+    """Start SUMS += X [KEYS, PRODUCT] times a stage's tile of queries, in flight: one product of the tile's columns, or of
+    both slices' (device/wide.py)."""
     if low is None:
         operand = gl.convert_layout(x.to(tile.dtype), gl.DotOperandLayout(0, sums[0].type.layout, 2))
         return (warpgroup_mma(operand, tile, sums[0], is_async=True),)
