@@ -2,7 +2,7 @@
 
 Gluon has no such product: its tensors, and with them the accumulators of ``warpgroup_mma``, are powers of two in each
 dimension, and two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md). Nor does it give an address
-in shared memory. So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
+in shared memory. So the product, also that of the fused backward's dK and dV of 65 to 96 columns, is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
 Instructions":
 
 - "Register Fragments for wgmma.mma_async.m64nNk16": of each 8 columns of O a thread holds two of row r and two of row r + 8, as
@@ -131,7 +131,8 @@ def address_of(smem):
 
 @gluon.jit
 def descriptor_of(v_smem):
-    """The low half of the descriptor of V's first stage. ``v_smem`` is [stages * chunks, 1, 1, keys, CHUNK], of 16 bits."""
+    """The low half of the descriptor of V's first stage. ``v_smem`` is [stages * chunks, 1, 1, keys, CHUNK], of 16 bits, or
+    [stages, 1, 1, keys, columns], whose chunks follow each other too."""
     return (address_of(v_smem) >> 4) | (v_smem.shape[-2] * CHUNK * 2 >> 4) << 16
 
 
