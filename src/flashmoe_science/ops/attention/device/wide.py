@@ -2,8 +2,8 @@
 
 Gluon has no such product: its tensors, and with them the accumulators of ``warpgroup_mma``, are powers of two in each
 dimension, and two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md). Nor does it give an address
-in shared memory. So the product, also that of the fused backward's dK and dV of 65 to 96 columns, is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
-Instructions":
+in shared memory. So the product is inline assembly, as is that of dK and of dV in the fused backward (backward/fused_sm90), by
+the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 
 - "Register Fragments for wgmma.mma_async.m64nNk16": of each 8 columns of O a thread holds two of row r and two of row r + 8, as
   in Gluon's NVMMADistributedLayout. O is a tuple of slices of ``slice_width`` columns, a power of two, side by side. Of each 16
