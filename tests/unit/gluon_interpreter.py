@@ -220,6 +220,21 @@ class Memory:
         self.tensor.copy_(values)
 
 
+class Described:
+    """A stage of shared memory as a descriptor has it (device/wide.py): bytes / 16 after the first one's."""
+
+    def __init__(self, memory: Memory, at: int = 0) -> None:
+        self.memory, self.at = memory, at
+
+    def __add__(self, more: int) -> Described:
+        return Described(self.memory, self.at + more)
+
+    def tile(self) -> torch.Tensor:
+        stage, rest = divmod(self.at * 16, self.memory.tensor[0].nbytes)
+        assert rest == 0
+        return self.memory.tensor[stage].flatten(0, -2)
+
+
 class Barrier:
     """An mbarrier, or several."""
 
@@ -281,6 +296,12 @@ def _copy_add(desc: Descriptor, place: list[Any], memory: Memory) -> None:
 def _product(a: Any, b: Any, acc: torch.Tensor, use_acc: Any = True, is_async: bool = False) -> Any:
     a, b = (one.tensor if isinstance(one, Memory) else one for one in (a, b))
     return _values((acc if use_acc else 0.0) + a.float() @ b.float())
+
+
+def _wide_product(a: torch.Tensor, sums: tuple[torch.Tensor, ...], b: Described, dtype: torch.dtype) -> Any:
+    whole = torch.cat(sums, 1)
+    whole = whole + a.to(dtype).float() @ b.tile()[:, : whole.shape[1]].float()
+    return whole.tensor_split(len(sums), 1)
 
 
 def _where(condition: Any, one: Any, other: Any) -> Any:
@@ -390,6 +411,9 @@ _NAMES = {
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_partition.threads, 0),
     "warpgroup_mma": _product,
     "mma_v2": _product,
+    "descriptor_of": Described,
+    "to_wide_operand": lambda values, dtype, columns: values,
+    "start_wide_output": _wide_product,
     "warpgroup_mma_wait": lambda pending, values: values[0] if len(values) == 1 else values,
     **dict.fromkeys(("fence_async_shared", "barrier", "tma_stored", "gdc_wait", "gdc_launch_dependents"), lambda: None),
     "reinterpret": lambda memory, dtype, shape, layout: Memory(memory.tensor.view(-1)[: prod(shape)].view(shape)),

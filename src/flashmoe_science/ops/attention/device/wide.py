@@ -2,8 +2,8 @@
 
 Gluon has no such product: its tensors, and with them the accumulators of ``warpgroup_mma``, are powers of two in each
 dimension, and two products of fewer columns take longer than one (docs/notes/fwd-gluon-sm90.md). Nor does it give an address
-in shared memory. So the product is inline assembly, by the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
-Instructions":
+in shared memory. So the product is inline assembly, as is that of dK and of dV in the fused backward (backward/fused_sm90), by
+the PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions":
 
 - "Register Fragments for wgmma.mma_async.m64nNk16": of each 8 columns of O a thread holds two of row r and two of row r + 8, as
   in Gluon's NVMMADistributedLayout. O is a tuple of slices of ``slice_width`` columns, a power of two, side by side. Of each 16
@@ -42,8 +42,15 @@ def _floats(count: int) -> tuple[Any, ...]:
 
 
 @gluon.constexpr_function
-def _pack_asm(dtype: Any) -> str:
+def _pack_asm(given: Any, dtype: Any) -> str:
+    if given == dtype:
+        return "mov.b32 $0, {$1, $2};"
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+
+
+@gluon.constexpr_function
+def _pack_operands(given: Any) -> str:
+    return "=r,f,f" if given == gl.float32 else "=r,h,h"
 
 
 @gluon.constexpr_function
@@ -124,7 +131,8 @@ def address_of(smem):
 
 @gluon.jit
 def descriptor_of(v_smem):
-    """The low half of the descriptor of V's first stage. ``v_smem`` is [stages * chunks, 1, 1, keys, CHUNK], of 16 bits."""
+    """The low half of the descriptor of V's first stage. ``v_smem`` is [stages * chunks, 1, 1, keys, CHUNK], of 16 bits, or
+    [stages, 1, 1, keys, columns], whose chunks follow each other too."""
     return (address_of(v_smem) >> 4) | (v_smem.shape[-2] * CHUNK * 2 >> 4) << 16
 
 
@@ -170,11 +178,13 @@ def no_wide_output(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def to_wide_operand(p, DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
-    """P, fp32 [ROWS, KEYS], as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in slices."""
+    """P, [ROWS, KEYS] in fp32 or DTYPE, as the operand of a product with COLUMNS columns of V: pairs of 16-bit numbers, in
+    slices."""
     ROWS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
     even, odd = gl.split(p.reshape([ROWS, KEYS // 2, 2]))
-    pairs = gl.inline_asm_elementwise(_pack_asm(DTYPE), "=r,f,f", [even, odd], gl.int32, True, 1)
+    asm: gl.constexpr = _pack_asm(p.dtype, DTYPE)
+    pairs = gl.inline_asm_elementwise(asm, _pack_operands(p.dtype), [even, odd], gl.int32, True, 1)
     pairs = pairs.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2)).reshape([ROWS, KEYS // 2])
     return _split_columns(pairs, slice_width(COLUMNS, KEYS))
 

@@ -84,6 +84,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "b1 h2 q260 k130 d72 dv128 bf16 causal sinks",  # rows that see no key, columns of half a tile
         "b1 h2 hk1 q330 k331 d128 dv64 bf16 causal left70",  # a window that begins within a tile
         "b3 h4 hk2 q200 k300 d128 bf16 causal packed",
+        "b2 h2 hk1 q200 k300 d80 bf16 causal packed",
     ],
 )
 def test_the_source_is_right(text: str, uncompiled: None) -> None:

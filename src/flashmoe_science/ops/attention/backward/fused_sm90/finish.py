@@ -29,7 +29,11 @@ def flashmoe_bwd_scaled_triton(
     if cu_seqlens_q is not None:
         row, inside = packed_rows_at(place, pid % tiles * BLOCK_M // QUERIES, cu_seqlens_q, batches, rows, QUERIES)
     written = row >= unseen if turns is None else tl.load(turns + pid * BLOCK_M // TURNS) > 0
-    found = tl.load(sums + pid.to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M * WIDTH))
+    found = sums + pid.to(tl.int64) * (BLOCK_M * WIDTH) + tl.arange(0, BLOCK_M * WIDTH)
+    if D < WIDTH:  # eight columns come after another
+        found = tl.load(found, mask=tl.arange(0, BLOCK_M * WIDTH) < BLOCK_M * D)
+    else:
+        found = tl.load(found)
     found = found.reshape(WIDTH // 64, 8, 4, 8, 4, 2, 2)  # 64 columns, 8 of them, warp, row, 2 columns, 8 rows, column
     found = found.permute((2, 5, 3, 0, 1, 4, 6)).reshape(BLOCK_M, WIDTH)
     to = dq + head_all // heads * stride_b + head_all % heads * stride_h + row * stride_m + dim

@@ -70,7 +70,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         rows = vector(block_m)
         outer = (1, 1, 1) if self._problem.features.lengths == "packed" else (1, 1)
         queries, keys = (template((*outer, tile, self._width), dtype) for tile in (block_m, KEYS))
-        sums = matrix(32, 128)
+        sums = matrix(16 if self._seconds[0] else 32, 128)
         self._templates = (queries, keys, keys, queries, rows, rows, keys, keys, sums)
 
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:

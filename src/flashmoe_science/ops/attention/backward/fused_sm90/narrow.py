@@ -87,7 +87,7 @@ def consume_narrow(descs, smem, barriers, work, scale, PART: gl.constexpr, MASKS
     last = steps_of(work) * 2 - 1
     if last > 0:  # dK goes by way of the memory of K, which the last product for dQ reads
         mbarrier.wait(barriers.ds.empty.index(last % HALVES), last // HALVES & 1)
-    write_keys(dk * scale, dv, descs, smem, work, PART)
+    write_keys((dk * scale,), (dv,), descs, smem, work, PART)
 
 
 @gluon.jit

@@ -33,6 +33,7 @@ from flashmoe_science.ops.attention.device.band import (
     sequence_at,
 )
 from flashmoe_science.ops.attention.device.tiles import coordinates
+from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
@@ -72,9 +73,19 @@ def _load(descs, smem, barriers, work):
 
 
 @gluon.jit
+def _rows_of(parts, PART: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Rows of a part and of those after it."""
+    ROWS: gl.constexpr = parts.shape[1]
+    return parts.index(PART + FIRST // ROWS).slice(FIRST % ROWS, COUNT, 0)
+
+
+@gluon.jit
 def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Adds what is in a slot to dQ, in global memory, once the tiles of keys before this one have added theirs."""
+    """Adds what is in a slot to dQ, in global memory, once the tiles of keys before this one have added theirs: two parts of 64
+    columns, or where columns of a second slice (columns.py) fill half of the second part or less, copies of half a part."""
     ROWS: gl.constexpr = dq_smem.shape[1]
+    COPY: gl.constexpr = dq_desc.block_type.shape[0]  # rows
+    COPIES: gl.constexpr = 2 if COPY == ROWS else 3
     if BLOCK_M == PRODUCT:  # full with dS of the next step (wide.py)
         full, phase = barriers.ds.full.index(1 - SLOT), gl.to_tensor(SLOT)
         if SLOT == 1 and steps_of(work) > 1:  # a phase that is missed would come again
@@ -90,11 +101,11 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr, BLOCK_M:
         while gl.atomic_add(counter, 0, sem="acquire") != turn:
             pass
         mbarrier.wait(full, phase)
-        for part in gl.static_range(2):
+        for n in gl.static_range(COPIES):
             if turn == 0:
-                tma_store(dq_desc, [row + part * ROWS, 0], dq_smem.index(SLOT * 2 + part))
+                tma_store(dq_desc, [row + n * COPY, 0], _rows_of(dq_smem, SLOT * 2, n * COPY, COPY))
             else:
-                tma_add(dq_desc, [row + part * ROWS, 0], dq_smem.index(SLOT * 2 + part))
+                tma_add(dq_desc, [row + n * COPY, 0], _rows_of(dq_smem, SLOT * 2, n * COPY, COPY))
         tma_stored()
         barrier()
         gl.atomic_add(counter, 1, sem="release")
@@ -162,11 +173,18 @@ def flashmoe_bwd_fused_gluon_sm90(
 
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     dout_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout)
+    q_low, dout_low = None, None
+    if SECOND_QK:
+        barrier()  # what the program's number came by is read
+        q_low = descriptor_of(q_smem)
+    if SECOND_V:
+        barrier()
+        dout_low = descriptor_of(dout_smem)
     lse_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     delta_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
-    dq_smem = gl.allocate_shared_memory(gl.float32, [SLOTS * 2] + dq_desc.block_type.shape, dq_desc.layout)
+    dq_smem = gl.allocate_shared_memory(gl.float32, [SLOTS * 2, PRODUCT // 2, 128], dq_desc.layout)
     PLACES: gl.constexpr = SLOTS if WIDE else HALVES
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PRODUCT], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [PLACES * 2, KEYS, PRODUCT], ds_layout)
@@ -182,7 +200,7 @@ def flashmoe_bwd_fused_gluon_sm90(
         tma_load(k_desc, coordinates(origin, first_key + part * KEYS, 0), keys, k_smem.index(part))
         tma_load(v_desc, coordinates(origin, first_key + part * KEYS, 0), keys, v_smem.index(part))
 
-    smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem)
+    smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem, q_low, dout_low)
     sources = Tensors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, None, dq_desc)
     results = Tensors(q_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, None, dq_desc)
     barriers = Barriers(

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.columns import start_over_columns
+from flashmoe_science.ops.attention.backward.columns import scaled, start_over_columns
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
@@ -23,6 +23,7 @@ from flashmoe_science.ops.attention.backward.fused_sm90.work import (
 )
 from flashmoe_science.ops.attention.device.band import KEYS
 from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix
+from flashmoe_science.ops.attention.device.wide import in_parts, no_wide_output, start_wide_output, to_wide_operand
 
 
 @gluon.constexpr_function
@@ -63,6 +64,38 @@ def _start_scores(step, smem, PART: gl.constexpr, SECOND: gl.constexpr):
 
 
 @gluon.jit
+def _no_sums(smem, SECOND: gl.constexpr):
+    """dK or dV before the first product, in slices [KEYS, columns]."""
+    WIDTH: gl.constexpr = smem.shape[-1]
+    if SECOND == 0:
+        return (gl.zeros([KEYS, WIDTH], gl.float32, accumulator_layout(WIDTH)),)
+    else:
+        return no_wide_output(KEYS, WIDTH // 2 + SECOND, PRODUCT)
+
+
+@gluon.jit
+def _start_sums(x, tile, stage, low, sums):
+    """Start SUMS += X [KEYS, PRODUCT] times a stage's tile of queries, in flight: one product of the tile's columns, or of
+    both slices' (device/wide.py)."""
+    if low is None:
+        operand = gl.convert_layout(x.to(tile.dtype), gl.DotOperandLayout(0, sums[0].type.layout, 2))
+        return (warpgroup_mma(operand, tile, sums[0], is_async=True),)
+    else:
+        STAGE: gl.constexpr = tile.shape[0] * tile.shape[1] * 2  # bytes
+        operand = to_wide_operand(x, tile.dtype, len(sums) * sums[0].shape[1])
+        return start_wide_output(operand, sums, low + stage * (STAGE >> 4), tile.dtype)
+
+
+@gluon.jit
+def _in_slices(sums, SECOND: gl.constexpr, WIDTH: gl.constexpr):
+    """dK or dV in the slices of columns.py."""
+    if SECOND == 0:
+        return sums
+    else:
+        return in_parts(sums, WIDTH // 2)
+
+
+@gluon.jit
 def _wait_for_queries(step, smem, barriers):
     STAGES: gl.constexpr = smem.q.shape[0]
     mbarrier.wait(barriers.queries.full.index(step % STAGES), step // STAGES & 1)
@@ -81,7 +114,6 @@ def _step(
     """
     STAGES: gl.constexpr = smem.q.shape[0]
     layout: gl.constexpr = accumulator_layout(PRODUCT)
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     stage, slot = step % STAGES, step % SLOTS
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [PRODUCT, D], [PRODUCT, DV]
     zeros = gl.zeros([KEYS, PRODUCT], gl.float32, layout)
@@ -90,17 +122,18 @@ def _step(
     p = gl.exp2(s * scale - lse[None, :])
     if MASKS:
         p = seen(p, tile, tile * PRODUCT, work, PART)
-    dv = warpgroup_mma(gl.convert_layout(p.to(smem.dout.dtype), operand), dout, dv, is_async=True)
+    dv = _start_sums(p, dout, stage, smem.dout_low, dv)
     dp = warpgroup_mma_wait(1, [dp])
     delta = smem.delta.index(stage).load(gl.SliceLayout(0, layout))
     ds = (p * (dp - delta[None, :])).to(smem.q.dtype)
-    dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+    dk = _start_sums(ds, q, stage, smem.q_low, dk)
     mbarrier.wait(barriers.queries.empty.index(stage), step // STAGES & 1 ^ 1)
     smem.ds.index(slot * 2 + PART).store(ds)
     fence_async_shared()
     mbarrier.arrive(barriers.ds.full.index(slot))
     dq = _start_dq(step, smem, barriers, PART, SECOND_QK)
-    dk, dv = warpgroup_mma_wait(2, [dk, dv])
+    sums = warpgroup_mma_wait(2, dk + dv)
+    dk, dv = sums[: len(dk)], sums[len(dk) :]
     _wait_for_queries(after, smem, barriers)
     s = _start_scores(after, smem, PART, SECOND_QK)
     dq = warpgroup_mma_wait(2 if SECOND_QK else 1, [dq])
@@ -116,10 +149,7 @@ def consume_wide(
     MASKS: gl.constexpr,
 ):  # fmt: skip
     """A consumer: KEYS keys. SECOND: columns of the second slice of tiles (columns.py)."""
-    D: gl.constexpr = smem.k.shape[-1]
-    DV: gl.constexpr = smem.v.shape[-1]
-    dk = gl.zeros([KEYS, D], gl.float32, accumulator_layout(D))
-    dv = gl.zeros([KEYS, DV], gl.float32, accumulator_layout(DV))
+    dk, dv = _no_sums(smem.k, SECOND_QK), _no_sums(smem.v, SECOND_V)
     log2 = scale * 1.4426950408889634
     mbarrier.wait(barriers.keys, 0)
     last = steps_of(work) - 1
@@ -134,4 +164,6 @@ def consume_wide(
         fence_async_shared()
         mbarrier.arrive(barriers.ds.full.index((last + 1) % SLOTS))
         mbarrier.wait(barriers.queries.empty.index(last % smem.q.shape[0]), last // smem.q.shape[0] & 1)
-    write_keys(dk * scale, dv, descs, smem, work, PART)
+    WIDTH: gl.constexpr = smem.k.shape[-1]
+    dk, dv = scaled(_in_slices(dk, SECOND_QK, WIDTH), scale), _in_slices(dv, SECOND_V, WIDTH)
+    write_keys(dk, dv, descs, smem, work, PART, SECOND_QK, SECOND_V)

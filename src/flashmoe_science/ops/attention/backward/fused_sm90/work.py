@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from flashmoe_science.ops.attention.backward.columns import put
 from flashmoe_science.ops.attention.device.band import KEYS, NONE, origin_of, seen_alone
 from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
 from flashmoe_science.ops.gluon_bridge import barrier, tma_store
@@ -27,6 +28,8 @@ class Tensors(NamedTuple):
     v: Any  # [2, 1, 1, KEYS, DV], then dV
     ds: Any  # [slots * 2, KEYS, PRODUCT]
     dq: Any  # [SLOTS * 2, 32, 128], fp32: each of PRODUCT rows and 64 columns, in the order of ``in_turn_of_threads``
+    q_low: Any = NONE  # the low half of the descriptor of Q's first stage (device/wide.py), where its products are of that form
+    dout_low: Any = NONE
 
 
 class Pipeline(NamedTuple):
@@ -115,11 +118,13 @@ def in_turn_of_threads(dq):
 
 
 @gluon.jit
-def write_keys(dk, dv, descs, smem, work, PART: gl.constexpr):
-    """Write dK and dV of a consumer, by way of the memory of K and V."""
+def write_keys(
+    dk, dv, descs, smem, work, PART: gl.constexpr, SECOND_QK: gl.constexpr = 0, SECOND_V: gl.constexpr = 0
+):  # fmt: skip
+    """Write dK and dV of a consumer, each in the slices of columns.py, by way of the memory of K and V."""
     barrier()
-    as_matrix(smem.k, PART).store(dk.to(smem.k.dtype))
-    as_matrix(smem.v, PART).store(dv.to(smem.v.dtype))
+    put(as_matrix(smem.k, PART), dk, SECOND_QK)
+    put(as_matrix(smem.v, PART), dv, SECOND_V)
     fence_async_shared()
     barrier()
     origin = origin_of(None if work.first_row is None else work.sequence.every_key, work.batch, work.head)
