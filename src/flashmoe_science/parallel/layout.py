@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.tensors import ArgNames
+from flashmoe_science.ops.checks import check_count, checked_tensor
 from flashmoe_science.parallel.agree import compares
 from flashmoe_science.printable import shown
 
@@ -113,8 +113,7 @@ def check_documents(cu_seqlens: torch.Tensor, seqlen: int, max_seqlen: int | Non
 
 def length_of(x: torch.Tensor, dim: int) -> int:
     """The length of a dimension. Raises TypeError, ValueError: no tensor, or no dimension of that number."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    checked_tensor("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim is {shown(dim)}; it must be an integer")
     if not -x.dim() <= dim < x.dim():

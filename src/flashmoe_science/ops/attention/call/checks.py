@@ -12,6 +12,7 @@ import torch
 
 from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.ops.attention.call.tensors import DTYPES, E4M3, ArgNames, Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.checks import check_count, check_device, checked_tensor
 from flashmoe_science.printable import shown
 
 MAX_SPLITS = 256
@@ -78,45 +79,25 @@ def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
         ValueError: not four dimensions, a layout that is not dense, devices that differ or are not supported, a lazily negated
             view, such as the imaginary part of a conjugate.
     """
+    q, k, v = (checked_tensor(*one) for one in ((names.q, q), (names.k, k), (names.v, v)))
     named = ((names.q, q), (names.k, k), (names.v, v))
-    check_dense(named)
-    assert isinstance(q, torch.Tensor)
-    assert isinstance(k, torch.Tensor)
     of_keys = E4M3 if k.dtype == E4M3 else q.dtype
     for name, tensor in named:
-        assert isinstance(tensor, torch.Tensor)
         if tensor.dtype != (q.dtype if tensor is q else of_keys):
             raise TypeError(f"{name} has dtype {tensor.dtype} and {names.q} has {q.dtype}; they must be the same")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and {names.q} on {q.device}; they must be on the same device")
+        check_device(name, tensor, names.q, q)
     if q.dtype not in DTYPES and q.dtype != torch.float64:
         allowed = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise UnsupportedType(f"{names.q} has dtype {q.dtype}; it must be {allowed}")
     if q.device.type not in _DEVICES and not is_assumed():
         raise UnsupportedValue(f"{names.q} is on device {q.device}; it must be on a CPU or a CUDA device")
     for name, tensor in named:
-        assert isinstance(tensor, torch.Tensor)
         if tensor.dim() != 4:
             raise UnsupportedValue(f"{name} has {tensor.dim()} dimensions; it must have 4 (batch, heads, sequence, head_dim)")
         if not torch.compiler.is_compiling() and tensor.is_neg():
             raise UnsupportedValue(
                 f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()"
             )
-
-
-def check_dense(tensors: tuple[tuple[str, object], ...]) -> None:
-    """Raise unless each (name, tensor) is a dense tensor.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: a layout that is not dense.
-    """
-    for name, tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            raise ValueError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
 
 
 def _check_sizes(tensors: Tensors, options: Options) -> None:
@@ -249,8 +230,7 @@ def _check_shape(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...],
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {_sizes(tensor)}; it must be ({wanted}{',' if len(shape) == 1 else ''})")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device} and the queries on {q.device}; they must be on the same device")
+    check_device(name, tensor, "the queries", q)
 
 
 def check_contiguous(tensor: torch.Tensor, name: str) -> None:
@@ -262,31 +242,6 @@ def check_contiguous(tensor: torch.Tensor, name: str) -> None:
 
 def _sizes(tensor: torch.Tensor) -> str:
     return str(tuple(tensor.shape))
-
-
-def check_count(value: object, name: str, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: below ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} is {shown(value)}; it must be an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def check_name(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {shown(value)}; it must be a string or None")
-
-
-def check_flag(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is True or False: a word such as "no" would be taken for true."""
-    if value is not True and value is not False:
-        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
 
 
 def checked_scale(scale: object, name: str) -> float:
@@ -327,8 +282,7 @@ def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, nam
         raise TypeError(f"attn_mask is {shown(attn_mask)}; it must be a torch.Tensor or None")
     if attn_mask.dtype not in (torch.bool, q.dtype):
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool or that of {names.q}, {q.dtype}")
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device} and {names.q} on {q.device}; they must be on the same device")
+    check_device("attn_mask", attn_mask, names.q, q)
     full = (*q.shape[:-1], k.shape[-2])
     shape = tuple(attn_mask.shape)
     fits = 2 <= len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(full), strict=False))

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_count, check_dense, check_flag, check_table
+from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import chunk_mask
 from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.calls import autocast
+from flashmoe_science.ops.checks import check_count, check_flag, checked_tensor
 from flashmoe_science.printable import shown
 
 Window = tuple[int | None, int | None]
@@ -97,8 +98,7 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
     """
     if qv is None:
         return q, k
-    check_dense((("qv", qv),))
-    assert isinstance(qv, torch.Tensor)
+    qv = checked_tensor("qv", qv)
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
         raise ValueError(f"qv has shape {tuple(qv.shape)}; it must have q's, with the width of v: {shape}")
@@ -281,8 +281,7 @@ def check_dimensions(tensors: tuple[tuple[str, object], ...], dimensions: tuple[
     Raises:
         TypeError, ValueError: one that is not.
     """
-    check_dense(tensors)
-    for (name, tensor), (words, number) in zip(tensors, dimensions, strict=True):
-        assert isinstance(tensor, torch.Tensor)
+    checked = [(name, checked_tensor(name, tensor)) for name, tensor in tensors]
+    for (name, tensor), (words, number) in zip(checked, dimensions, strict=True):
         if tensor.dim() != number:
             raise ValueError(f"{name} has {tensor.dim()} dimensions; it must have {number} ({words})")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
+from flashmoe_science.ops.checks import check_device, check_flag, checked_tensor
 from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.printable import shown
 
@@ -60,24 +61,14 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
 
 
 def check_tensor(name: str, tensor: object, first: str, like: torch.Tensor) -> None:
-    """Raise unless it is a dense tensor on the device of ``like``, the argument ``first``.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one")
+    """Raise TypeError, ValueError unless it is a dense tensor on the device of ``like``, the argument ``first``."""
+    check_device(name, checked_tensor(name, tensor), first, like)
 
 
 def check_flags(**flags: object) -> None:
     """Raise TypeError unless each is True or False."""
     for name, one in flags.items():
-        if not isinstance(one, bool):
-            raise TypeError(f"{name} is {shown(one)}; it must be True or False")
+        check_flag(one, name)
 
 
 def check_projections(gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from flashmoe_science.hardware.probe import is_assumed
+from flashmoe_science.ops.checks import check_device, checked_tensor
 from flashmoe_science.printable import shown
 
 Scoring = Literal["softmax", "softmax_topk", "sigmoid"]
@@ -106,11 +107,7 @@ def check_logits(router_logits: object) -> int:
         TypeError: not a tensor, or of a dtype that is not supported.
         ValueError: not dense, without a dimension or without an expert, or on a device that is not supported.
     """
-    if not isinstance(router_logits, torch.Tensor):
-        raise TypeError(f"router_logits is {shown(router_logits)}; it must be a torch.Tensor")
-    if router_logits.is_nested or router_logits.layout != torch.strided:
-        kind = "nested" if router_logits.is_nested else str(router_logits.layout)
-        raise ValueError(f"router_logits is a {kind} tensor; it must be dense (torch.strided)")
+    router_logits = checked_tensor("router_logits", router_logits)
     if router_logits.dtype not in _DTYPES:
         allowed = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
         raise TypeError(f"router_logits has dtype {router_logits.dtype}; it must be {allowed}")
@@ -128,11 +125,10 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
 
     Raises:
         TypeError: not an integer tensor; a number of experts that is no integer.
-        ValueError: no dimension, or other tokens or another device than the logits; a number of experts below 1.
+        ValueError: not dense, no dimension, or other tokens or another device than the logits; a number of experts below 1.
     """
     _checked_count("experts", experts)
-    if not isinstance(top_k_ids, torch.Tensor):
-        raise TypeError(f"top_k_ids is {shown(top_k_ids)}; it must be a torch.Tensor")
+    top_k_ids = checked_tensor("top_k_ids", top_k_ids)
     if top_k_ids.dtype not in _ID_DTYPES:
         raise TypeError(f"top_k_ids has dtype {top_k_ids.dtype}; it must be torch.int32 or torch.int64")
     if top_k_ids.dim() < 1:
@@ -142,7 +138,7 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
     if top_k_ids.shape[:-1] != router_logits.shape[:-1]:
         have = f"top_k_ids has shape {tuple(top_k_ids.shape)} and router_logits {tuple(router_logits.shape)}"
         raise ValueError(f"{have}; they must be equal but for the last dimension")
-    _check_device("top_k_ids", top_k_ids, router_logits)
+    check_device("top_k_ids", top_k_ids, "router_logits", router_logits)
 
 
 def _checked_groups(groups: int, top_k_groups: object, top_k: int, experts: int) -> int:
@@ -171,12 +167,7 @@ def _check_bias(bias: object, logits: torch.Tensor, experts: int) -> None:
         raise ValueError(f"selection_bias is not dense; it must be, of shape ({experts},)")
     if tuple(bias.shape) != (experts,):
         raise ValueError(f"selection_bias has shape {tuple(bias.shape)}; it must be dense, of shape ({experts},)")
-    _check_device("selection_bias", bias, logits)
-
-
-def _check_device(name: str, tensor: torch.Tensor, logits: torch.Tensor) -> None:
-    if tensor.device != logits.device:
-        raise ValueError(f"{name} is on {tensor.device} and router_logits on {logits.device}; they must be on the same device")
+    check_device("selection_bias", bias, "router_logits", logits)
 
 
 def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
