@@ -264,12 +264,8 @@ def flash_attention_forward(
 
 
 def _lse_view(softmax_lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``softmax_lse`` as [batch, heads, seqlen_q].
-
-    Raises:
-        TypeError: not an fp32 tensor.
-        ValueError: another shape or device, not contiguous, or in need of gradients.
-    """
+    """``softmax_lse`` as [batch, heads, seqlen_q]. Raises TypeError: not an fp32 tensor. Raises ValueError: another shape or
+    device, not contiguous, or in need of gradients."""
     checked_tensor("softmax_lse", softmax_lse)
     if softmax_lse.dtype != torch.float32:
         raise TypeError(f"softmax_lse has dtype {softmax_lse.dtype}; it must be torch.float32")

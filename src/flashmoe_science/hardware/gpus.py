@@ -257,11 +257,8 @@ _BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu
 
 
 def gpu_named(text: str) -> Gpu:
-    """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case.
-
-    Raises:
-        ValueError: no such GPU; the message lists the names.
-    """
+    """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case. Raises ValueError: no such GPU;
+    the message lists the names."""
     found = _BY_PLAIN_NAME.get(_plain(text))
     if found is None:
         raise ValueError(f"gpu is {text!r}; it must be one of {', '.join(GPUS)}")

@@ -56,10 +56,8 @@ class Build:
 def compile_for(job: CompileJob, gpu: Gpu) -> Build:
     """Build ``job`` for ``gpu``. A kernel that the compiler or assembler rejects is a Build with a ``refusal``.
 
-    Some invalid Gluon programs abort Triton's compiler and with it the process; ``compile_many`` survives that.
-
-    Raises:
-        CompilerUnavailable: no Triton here, or it is set to interpret.
+    Some invalid Gluon programs abort Triton's compiler and with it the process; ``compile_many`` survives that. Raises
+    CompilerUnavailable: no Triton here, or it is set to interpret.
     """
     require_compiler()
     name = job.function.__name__

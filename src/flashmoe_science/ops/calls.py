@@ -54,11 +54,8 @@ def slow_path(*arguments: Any) -> None:
 
 
 def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None:
-    """The stored launch for a call of that key with these tensors, None left out; None where there is none.
-
-    Raises:
-        AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one.
-    """
+    """The stored launch for a call of that key with these tensors, None left out; None where there is none. Raises
+    AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one."""
     stored = LAUNCHES.get(key)
     # Guards see modes, transforms and traces, which change where PyTorch dispatches to, and a subclass. They do not see
     # function modes, forward-mode gradients, and nested tensors.

@@ -8,12 +8,7 @@ from flashmoe_science.printable import shown
 
 
 def checked_tensor(name: str, tensor: object) -> torch.Tensor:
-    """The tensor.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: a layout that is not dense.
-    """
+    """The tensor. Raises TypeError: not a tensor. Raises ValueError: a layout that is not dense."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -29,12 +24,8 @@ def check_device(name: str, tensor: torch.Tensor, first: str, like: torch.Tensor
 
 
 def check_count(value: object, name: str, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: below ``least``.
-    """
+    """Raise unless ``value`` is an integer of at least ``least``. Raises TypeError: not an integer. Raises ValueError: below
+    ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {shown(value)}; it must be an integer")
     if value < least:

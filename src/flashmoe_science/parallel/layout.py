@@ -79,12 +79,8 @@ def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) ->
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The group, of a 1-D DeviceMesh its own.
-
-    Raises:
-        TypeError: neither, or a group that this rank is not in.
-        ValueError: a mesh of more dimensions.
-    """
+    """The group, of a 1-D DeviceMesh its own. Raises TypeError: neither, or a group that this rank is not in. Raises
+    ValueError: a mesh of more dimensions."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it must have 1, as mesh[name] has")
@@ -95,11 +91,8 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def check_documents(cu_seqlens: torch.Tensor, seqlen: int, max_seqlen: int | None = None) -> None:
-    """Raise unless documents begin at 0, never fall and end at ``seqlen``, none longer than ``max_seqlen``. The host waits.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless documents begin at 0, never fall and end at ``seqlen``, none longer than ``max_seqlen``. The host
+    waits."""
     starts = cu_seqlens.cpu()
     if not len(starts):
         raise ValueError("cu_seqlens has 0 entries; it must have one more than there are documents")

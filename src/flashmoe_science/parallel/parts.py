@@ -89,11 +89,7 @@ class DecodeWorkspace:
 
 
 def check_workspace(workspace: object, group: dist.ProcessGroup, part: Part, dtype: torch.dtype) -> None:
-    """Raise unless the workspace is one of the group that has room for a part, of results of this dtype.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
+    """Raise TypeError, ValueError unless it is a workspace of the group with room for a part, of results of this dtype."""
     if not isinstance(workspace, DecodeWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be a DecodeWorkspace or None")
     if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(group):

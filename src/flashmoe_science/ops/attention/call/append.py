@@ -58,11 +58,7 @@ class Append(NamedTuple):
 
 
 def check_append(a: Append) -> None:
-    """Raise unless the append can be made.
-
-    Raises:
-        TypeError, ValueError: an argument that is not allowed, in one line.
-    """
+    """Raise TypeError, ValueError unless the append can be made."""
     batch = a.cache_seqlens.shape[0]
     for name, new, cache, cache_name in (("k", a.k, a.k_cache, "k_cache"), ("v", a.v, a.v_cache, "v_cache")):
         if new.dtype != cache.dtype:

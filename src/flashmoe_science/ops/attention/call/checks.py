@@ -32,11 +32,8 @@ class UnsupportedType(Unsupported, TypeError):
 
 
 def check_call(tensors: Tensors, options: Options) -> None:
-    """Raise unless the tensors can be attended as the options say.
-
-    Raises:
-        TypeError, ValueError: what is wrong, in one line; Unsupported where PyTorch's own attention may take it.
-    """
+    """Raise unless the tensors can be attended as the options say. Raises TypeError, ValueError: what is wrong, in one line;
+    Unsupported where PyTorch's own attention may take it."""
     check_tensors(tensors.q, tensors.k, tensors.v, options.names)
     _check_sizes(tensors, options)
     for side in ("window_left", "window_right"):
@@ -72,13 +69,10 @@ def _check_features(tensors: Tensors, options: Options) -> None:
 
 
 def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
-    """Raise unless the three are 4-D dense tensors of one supported dtype (K and V may be e4m3) on one supported device.
-
-    Raises:
-        TypeError: not a tensor, or a dtype that is not supported or not shared.
-        ValueError: not four dimensions, a layout that is not dense, devices that differ or are not supported, a lazily negated
-            view, such as the imaginary part of a conjugate.
-    """
+    """Raise unless the three are 4-D dense tensors of one supported dtype (K and V may be e4m3) on one supported device. Raises
+    TypeError: not a tensor, or a dtype that is not supported or not shared. Raises ValueError: not four dimensions, a layout
+    that is not dense, devices that differ or are not supported, a lazily negated view, such as the imaginary part of a
+    conjugate."""
     q, k, v = (checked_tensor(*one) for one in ((names.q, q), (names.k, k), (names.v, v)))
     named = ((names.q, q), (names.k, k), (names.v, v))
     of_keys = E4M3 if k.dtype == E4M3 else q.dtype
@@ -197,11 +191,7 @@ def _check_bias(tensors: Tensors, options: Options, batch: int) -> None:
 
 def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, ...], q: torch.Tensor) -> None:
     """Raise unless ``table`` is None or int32 of that shape (None for any size), on Q's device, its last dimension contiguous.
-
-    Raises:
-        TypeError: not a tensor, or not int32.
-        ValueError: another shape, device or stride.
-    """
+    Raises TypeError: not a tensor, or not int32. Raises ValueError: another shape, device or stride."""
     if table is None:
         return
     if not isinstance(table, torch.Tensor):
@@ -245,12 +235,7 @@ def _sizes(tensor: torch.Tensor) -> str:
 
 
 def checked_scale(scale: object, name: str) -> float:
-    """``scale`` as a finite Python float.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: NaN or infinite.
-    """
+    """``scale`` as a finite Python float. Raises TypeError: not a real number. Raises ValueError: NaN or infinite."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} is {shown(scale)}; it must be a real number or None")
     if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace
@@ -259,12 +244,8 @@ def checked_scale(scale: object, name: str) -> float:
 
 
 def check_probability(value: object, name: str) -> None:
-    """Raise unless ``value`` is a number from 0 to 1.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: below 0 or above 1.
-    """
+    """Raise unless ``value`` is a number from 0 to 1. Raises TypeError: not a real number. Raises ValueError: below 0 or above
+    1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {shown(value)}; it must be a real number from 0 to 1")
     if not 0.0 <= value <= 1.0:
@@ -272,12 +253,9 @@ def check_probability(value: object, name: str) -> None:
 
 
 def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, names: ArgNames) -> None:
-    """Raise unless ``attn_mask`` is a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k].
-
-    Raises:
-        TypeError: not a tensor, or neither boolean nor of the query's dtype.
-        ValueError: of another device, or of a shape that does not broadcast.
-    """
+    """Raise unless ``attn_mask`` is a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]. Raises TypeError: not a
+    tensor, or neither boolean nor of the query's dtype. Raises ValueError: of another device, or of a shape that does not
+    broadcast."""
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask is {shown(attn_mask)}; it must be a torch.Tensor or None")
     if attn_mask.dtype not in (torch.bool, q.dtype):

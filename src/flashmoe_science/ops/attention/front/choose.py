@@ -72,11 +72,8 @@ LAUNCHERS: Cache[Hashable, Launcher] = Cache(MAX_PLANS)
 
 def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
     """The plan for a call, and the launch bound to its tensors. A call that shares a stored plan's class is not checked again.
-
-    Raises:
-        TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for.
-        CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
-    """
+    Raises TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for. Raises CannotServe:
+    the kernel asked for cannot serve the call; the message says why and what could."""
     positive, key = scale is None or scale > 0.0, None
     if tensors[3:] == NO_FEATURES and options.kernel != PYTORCH:
         try:

@@ -28,12 +28,8 @@ def parts_of(name: str, parts: object) -> list[torch.Tensor]:
 
 
 def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
-    """Raise unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device as lses [..., heads,
-    tokens], and at least one.
-
-    Raises:
-        TypeError, ValueError: parts that do not fit.
-    """
+    """Raise TypeError, ValueError unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device
+    as lses [..., heads, tokens], and at least one."""
     if len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} parts and lses {len(lses)}; they must have as many")
     if not outs:

@@ -38,11 +38,8 @@ def masked(
     kernel: str | None,
 ) -> torch.Tensor | str:
     """The call with a mask by our kernel; why not by one, in words, where PyTorch's own function serves it, or refuses it.
-
-    Raises:
-        CannotServe: ``kernel`` is one of ours, and cannot serve the call.
-        TypeError, ValueError: what else ``attend`` refuses.
-    """
+    Raises CannotServe: ``kernel`` is one of ours, and cannot serve the call. Raises TypeError, ValueError: what else ``attend``
+    refuses."""
     store = None
     if not (torch.compiler.is_compiling() or is_causal):
         given = (query, key, value, *(None,) * 8, attn_mask, *(None,) * 8)

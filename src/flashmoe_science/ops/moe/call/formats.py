@@ -38,12 +38,8 @@ def format_named(name: object, none: str = "") -> Format:
 
 def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
     """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS or
-    OF_FORMAT.
-
-    Raises:
-        ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format; zero
-            points or input scales of a format that has none, a format that has them and to which they are not given.
-    """
+    OF_FORMAT. Raises ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a
+    format; zero points or input scales of a format that has none, a format that has them and to which they are not given."""
     form = None if weight_format is None else format_named(weight_format, "None or ")
     for name, one in of_weights.items():
         given, words = one is not None, "scales"

@@ -12,12 +12,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
 
 
 def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Pair:
-    """The gates and the ups, as they are given.
-
-    Raises:
-        TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is no pair of tensors alike, or not as wide as
-            ``down_proj``, and ``interleaved``.
-    """
+    """The gates and the ups, as they are given. Raises TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is no
+    pair of tensors alike, or not as wide as ``down_proj``, and ``interleaved``."""
     if len(pair) != 2:
         raise ValueError(f"gate_up_proj has {len(pair)} tensors; it must be one tensor, or a pair of gates and of ups")
     for nth, one in enumerate(pair):

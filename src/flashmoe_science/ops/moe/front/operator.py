@@ -41,11 +41,8 @@ _PLAIN = (True,) * (_COUNT - 5)
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
-    """``fused_moe``, whose arguments these are.
-
-    Raises:
-        TypeError, ValueError: one that is not allowed, an unknown kernel, a kernel that cannot serve the call.
-    """
+    """``fused_moe``, whose arguments these are. Raises TypeError, ValueError: one that is not allowed, an unknown kernel, a
+    kernel that cannot serve the call."""
     if torch.compiler.is_compiling():
         return _through_operator(Tensors(*(_autocast(tensors) or tensors)), Options(*options))
     launch, key = _find(tensors, options)

@@ -80,11 +80,8 @@ def options_of(
     top_k_groups: object,
     scaling_factor: object,
 ) -> Options:
-    """The checked options of calls of ``route`` for a number of experts, with a selection bias or without.
-
-    Raises:
-        TypeError, ValueError: one that is not, in one line.
-    """
+    """The checked options of calls of ``route`` for a number of experts, with a selection bias or without. Raises TypeError,
+    ValueError: one that is not, in one line."""
     _check_word("scoring", scoring, get_args(Scoring))
     _check_word("normalize", normalize, get_args(Normalize))
     top_k = _checked_count("top_k", top_k, experts, "the number of experts")
@@ -101,12 +98,8 @@ def options_of(
 
 
 def check_logits(router_logits: object) -> int:
-    """The number of experts of logits that may be routed.
-
-    Raises:
-        TypeError: not a tensor, or of a dtype that is not supported.
-        ValueError: not dense, without a dimension or without an expert, or on a device that is not supported.
-    """
+    """The number of experts of logits that may be routed. Raises TypeError: not a tensor, or of a dtype that is not supported.
+    Raises ValueError: not dense, without a dimension or without an expert, or on a device that is not supported."""
     router_logits = checked_tensor("router_logits", router_logits)
     if router_logits.dtype not in _DTYPES:
         allowed = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
@@ -121,12 +114,9 @@ def check_logits(router_logits: object) -> int:
 
 
 def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | None = None) -> None:
-    """Raise unless ``top_k_ids`` can be counted by expert: for the tokens of ``router_logits``, where they are given.
-
-    Raises:
-        TypeError: not an integer tensor; a number of experts that is no integer.
-        ValueError: not dense, no dimension, or other tokens or another device than the logits; a number of experts below 1.
-    """
+    """Raise unless ``top_k_ids`` can be counted by expert: for the tokens of ``router_logits``, where they are given. Raises
+    TypeError: not an integer tensor; a number of experts that is no integer. Raises ValueError: not dense, no dimension, or
+    other tokens or another device than the logits; a number of experts below 1."""
     _checked_count("experts", experts)
     top_k_ids = checked_tensor("top_k_ids", top_k_ids)
     if top_k_ids.dtype not in _ID_DTYPES:
@@ -142,11 +132,8 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
 
 
 def _checked_groups(groups: int, top_k_groups: object, top_k: int, experts: int) -> int:
-    """The number of groups that are kept.
-
-    Raises:
-        TypeError, ValueError: not from 1 to ``groups``, or they have fewer than ``top_k`` experts; or unequal groups.
-    """
+    """The number of groups that are kept. Raises TypeError, ValueError: not from 1 to ``groups``, or they have fewer than
+    ``top_k`` experts; or unequal groups."""
     if experts % groups != 0:
         raise ValueError(f"groups is {groups} and there are {experts} experts; the first must divide the second")
     if top_k_groups is None and groups == 1:
@@ -179,12 +166,8 @@ def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _checked_count(name: str, value: object, most: int | None = None, what: str = "") -> int:
-    """``value`` where it is an integer from 1 to ``most``, which ``what`` names.
-
-    Raises:
-        TypeError: not an integer; True and False are none.
-        ValueError: out of range.
-    """
+    """``value`` where it is an integer from 1 to ``most``, which ``what`` names. Raises TypeError: not an integer; True and
+    False are none. Raises ValueError: out of range."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1 and (most is None or value <= most):
         return value
     allowed = "at least 1" if most is None else f"from 1 to {most}, {what}"

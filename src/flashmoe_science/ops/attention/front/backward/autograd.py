@@ -22,11 +22,8 @@ _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))
 
 
 def differentiable(tensors: Tensors, options: Options, softmax_scale: float | None) -> Result:
-    """Attention that is part of PyTorch's graph, for a call that has been checked; heads come first.
-
-    Raises:
-        CannotServe, ValueError: as ``choose_backward``; ALiBi slopes that require gradients.
-    """
+    """Attention that is part of PyTorch's graph, for a call that has been checked; heads come first. Raises CannotServe,
+    ValueError as ``choose_backward``; ALiBi slopes that require gradients."""
     check_gradients(tensors, options)
     refusal = why_no_backward(tensors, options)
     if refusal is None:

@@ -127,12 +127,8 @@ def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> De
 
 def _requested(options: Options) -> tuple[str | None, str]:
     """The backward that a kernel's name asks for, FALLBACK for PyTorch's, None for any of ours; and the words for it, empty
-    where no name is given. A forward of ours asks for a backward of ours.
-
-    Raises:
-        CannotServe: a peer's name.
-        ValueError: no kernel has the name.
-    """
+    where no name is given. A forward of ours asks for a backward of ours. Raises CannotServe: a peer's name. Raises ValueError:
+    no kernel has the name."""
     if options.kernel is None:
         return None, ""
     if options.kernel in (PYTORCH, FALLBACK):
