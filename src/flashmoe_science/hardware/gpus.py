@@ -269,11 +269,9 @@ def gpu_for_device(product: str, capability: tuple[int, int], sm_count: int, **r
     """The GPU of an actual card: the table's where product, capability and SM count agree, else one built from the report.
 
     What the driver does not report is filled in so that nothing true is refused and nothing is launched that may not fit:
-    limits from the nearest older capability that the table has, rates from the fastest card that it could be.
-
-    Args:
-        product: the driver's name for the card. capability: (major, minor).
-        reported: further fields of a Gpu; None where the driver does not report it.
+    limits from the nearest older capability that the table has, rates from the fastest card that it could be. ``product``: the
+    driver's name for the card. ``capability``: (major, minor). ``reported``: further fields of a Gpu; None where the driver
+    does not report it.
     """
     listed = _BY_PLAIN_NAME.get(_plain(product))
     if listed is not None and (listed.compute_capability, listed.sm_count) == (capability, sm_count):

@@ -64,11 +64,8 @@ def kilobytes(count: int) -> str:
 
 
 def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> Residency:
-    """Resident blocks per SM of a kernel with such blocks.
-
-    Args:
-        threads: in a block, 1 or more. registers: a thread's. shared_bytes: a block's, static and dynamic together.
-    """
+    """Resident blocks per SM of a kernel with such blocks. ``threads``: in a block, 1 or more. ``registers``: a thread's.
+    ``shared_bytes``: a block's, static and dynamic together."""
     warps = _cdiv(threads, WARP)
     max_warps = gpu.max_threads_per_sm // WARP
     limits = {

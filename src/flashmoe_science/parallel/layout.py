@@ -34,14 +34,9 @@ class Cut(NamedTuple):
 
 def cut(seqlen: int, group: object, layout: str) -> Cut:
     """The cut of ``seqlen`` tokens. Of M chunks, chunk i has the tokens from i * seqlen // M to (i + 1) * seqlen // M.
-
-    Args:
-        layout: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
-            "contiguous": N chunks.
-
-    Raises:
-        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks.
-    """
+    ``layout``: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
+    "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than
+    chunks."""
     ranks = process_group(group)
     if layout not in get_args(Layout):
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
@@ -56,14 +51,8 @@ def cut(seqlen: int, group: object, layout: str) -> Cut:
 
 
 def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) -> Cut:
-    """The cut of the sequence of which this rank's shard has ``tokens``.
-
-    Args:
-        seqlen: of the whole sequence; None where all chunks have as many tokens.
-
-    Raises:
-        TypeError, ValueError: as ``cut``, or a shard that this rank cannot have.
-    """
+    """The cut of the sequence of which this rank's shard has ``tokens``. ``seqlen``: of the whole sequence; None where all
+    chunks have as many tokens. Raises TypeError, ValueError: as ``cut``, or a shard that this rank cannot have."""
     ranks = process_group(group)
     found = cut(tokens * ranks.size() if seqlen is None else seqlen, ranks, layout)
     if seqlen is None and len({len(chunk) for chunks in found.chunks for chunk in chunks}) > 1:

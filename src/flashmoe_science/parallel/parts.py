@@ -103,12 +103,9 @@ def check_workspace(workspace: object, group: dist.ProcessGroup, part: Part, dty
 def merge_parts(
     group: dist.ProcessGroup, workspace: DecodeWorkspace | None, results: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """The results of all ranks merged, in the shape and dtype of this rank's. Every rank of the group calls it.
-
-    Args:
-        results: [..., width], rounded to its dtype.
-        lse: fp32, as many as there are rows of results, in their order; -inf where a rank has no keys: it weighs nothing.
-    """
+    """The results of all ranks merged, in the shape and dtype of this rank's. Every rank of the group calls it. ``results``:
+    [..., width], rounded to its dtype. ``lse``: fp32, as many as there are rows of results, in their order; -inf where a rank
+    has no keys: it weighs nothing."""
     if not results.numel():  # as on every rank
         return results
     results, lse = results.contiguous(), lse.contiguous()

@@ -186,11 +186,7 @@ def _columns(width: int, most: int) -> int:
 
 
 class Peers(Transport):
-    """By symmetric memory of GPUs of one host.
-
-    Raises:
-        RuntimeError: PyTorch cannot map the ranks' memory into each other's.
-    """
+    """By symmetric memory of GPUs of one host. Raises RuntimeError: PyTorch cannot map the ranks' memory into each other's."""
 
     link: Link | None = PUSHED
     sends = True

@@ -155,13 +155,9 @@ def _class_and_kind(
     """The class of a call, and all else that a choice or a launcher depends on; None where Q, K and V do not fit one another.
 
     Equal classes share a choice: their sizes are rounded, but those that were measured, for which their own record decides.
-    With features only keys of another number than the queries share one: they may grow by a token a call.
-
-    Args:
-        checked: the call is right, which is not asked again; else it has no other tensor than Q, K and V.
-
-    Raises:
-        AttributeError, ValueError, RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
+    With features only keys of another number than the queries share one: they may grow by a token a call. ``checked``: the call
+    is right, which is not asked again; else it has no other tensor than Q, K and V. Raises AttributeError, ValueError,
+    RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
     """
     q, k, v = tensors[0], tensors[1], tensors[2]
     (batch, heads, queries, width), shape_k, (batch_v, heads_kv, keys, width_v) = q.shape, k.shape, v.shape

@@ -36,14 +36,8 @@ USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  #
 
 
 def window_of(window_size: object, causal: bool) -> Window:
-    """(left, right) with None for no limit; a causal mask has a right of 0 by itself.
-
-    Args:
-        window_size: two integers, or a CPU tensor of two; below 0 or None for no limit.
-
-    Raises:
-        TypeError: something else.
-    """
+    """(left, right) with None for no limit; a causal mask has a right of 0 by itself. ``window_size``: two integers, or a CPU
+    tensor of two; below 0 or None for no limit. Raises TypeError: something else."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return NO_WINDOW
     sides: list[int | None] = []

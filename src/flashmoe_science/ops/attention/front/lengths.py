@@ -51,11 +51,8 @@ def _is_wrong(one: Lengths) -> bool:
 
 
 def with_check(launch: AttentionLaunch, lengths: Callable[..., Lengths], *call: Any) -> AttentionLaunch:
-    """The launch, behind ``refuse_lengths`` of the tensors that each call gives; itself without FLASHMOE_CHECK=1.
-
-    Args:
-        lengths: of ``call``, the call that the launch was bound to. Its tensors are not kept.
-    """
+    """The launch, behind ``refuse_lengths`` of the tensors that each call gives; itself without FLASHMOE_CHECK=1. ``lengths``:
+    of ``call``, the call that the launch was bound to. Its tensors are not kept."""
     if not CHECK:
         return launch
     like = lengths(*call)

@@ -138,11 +138,8 @@ def attend_with_dropout(
 def append_and_attend(
     append: Append, tensors: Tensors, options: Options, softmax_scale: float | None, store: Store
 ) -> Result | None:
-    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both.
-
-    Args:
-        tensors: without what is appended. store: as of ``attend``.
-    """
+    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both. ``tensors``: without what
+    is appended. ``store``: as of ``attend``."""
     if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)

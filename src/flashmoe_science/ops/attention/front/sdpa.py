@@ -119,11 +119,8 @@ class TorchCall(NamedTuple):
 
 
 def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
-    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong.
-
-    Args:
-        why: no kernel of ours serves the call, in words or as it was refused; "" for dropout.
-    """
+    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong. ``why``: no kernel of ours
+    serves the call, in words or as it was refused; "" for dropout."""
     refusal = why if isinstance(why, Unsupported) else None
     if not is_explaining():
         return _by_pytorch(call, refusal)

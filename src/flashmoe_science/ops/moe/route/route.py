@@ -160,10 +160,7 @@ def route_with_losses(
     router_logits: torch.Tensor, selection_bias: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``route``'s weights and ids, ``balance_loss`` and ``z_loss``: on CUDA two launches more, and none more in the backward.
-
-    Args:
-        options: as ``options_of`` takes them.
-    """
+    ``options``: as ``options_of`` takes them."""
     checked = checked_options(router_logits, selection_bias, *options)
     if is_explaining():
         raise Explained(_decide(Tensors(router_logits, selection_bias), checked))

@@ -55,14 +55,8 @@ RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``
 
 
 def checked_options(router_logits: torch.Tensor, selection_bias: object, *options: Any) -> Options:
-    """The options of a call of ``route`` whose arguments are allowed.
-
-    Args:
-        options: as ``options_of`` takes them.
-
-    Raises:
-        TypeError, ValueError: an argument that is not, in one line.
-    """
+    """The options of a call of ``route`` whose arguments are allowed. ``options``: as ``options_of`` takes them. Raises
+    TypeError, ValueError: an argument that is not, in one line."""
     experts = check_logits(router_logits)
     checked = options_of(experts, selection_bias is not None, *options)
     if selection_bias is not None:
