@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from flashmoe_science.printable import shown
+
+CHECK = os.environ.get("FLASHMOE_CHECK") == "1"  # whether values on a GPU are looked at, which waits for it
 
 
 def checked_tensor(name: str, tensor: object) -> torch.Tensor:

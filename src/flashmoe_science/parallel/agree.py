@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from flashmoe_science.ops.attention.front.lengths import CHECK
+from flashmoe_science.ops.checks import CHECK
 from flashmoe_science.ops.explain import is_explaining
 
 

@@ -140,6 +140,13 @@ def check_input_scale(name: str, scale: torch.Tensor, experts: int) -> None:
         raise ValueError(f"{name} requires a gradient; scales have none")
 
 
+def check_positive(name: str, scale: torch.Tensor) -> None:
+    """Raise ValueError unless every value is above 0 and finite. The host waits for them."""
+    wrong = scale[~((scale > 0) & (scale < torch.inf))]
+    if wrong.numel():
+        raise ValueError(f"{name} has a value of {wrong[0].item():g}; it must be above 0 and finite")
+
+
 def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, ...]]:
     """The shapes that the scales of codes may have."""
     (experts, rows), (high, wide) = codes.shape[:2], form.block
