@@ -15,7 +15,7 @@ from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, MaybeTensor, Tensors
 from flashmoe_science.ops.calls import is_plain
-from flashmoe_science.ops.checks import CHECK
+from flashmoe_science.ops.checks import CHECK as CHECK  # append.py takes it from here, and tests set it
 
 
 def are_readable(*tensors: torch.Tensor | None) -> bool:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.peers.flashinfer import SMALLEST_PAGE, Pages, absent, page_rows, pages_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.peer import launches_of
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import (
     ALL,
@@ -22,7 +21,7 @@ from flashmoe_science.ops.moe.call.backward import (
     StepInputs,
 )
 from flashmoe_science.ops.moe.peers import sonicmoe
-from flashmoe_science.ops.moe.peers.pytorch import grouped_mm
+from flashmoe_science.ops.moe.peers.pytorch import grouped_mm, launches_grouped
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_backward, saving_moe
@@ -30,15 +29,6 @@ from flashmoe_science.ops.peer import one_config
 
 Experts = Callable[[Tensors, Activation], torch.Tensor]
 Router = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _launches_of_pytorch(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    fused = problem.dtype == "bf16" and gpu.compute_capability == (9, 0)  # on others the dtype and the PyTorch decide
-    return (Launch("GroupProblemShape"),) if fused else ()
-
-
-def _serves_all(problem: MoEBackwardProblem, device: Device) -> str | None:
-    return None
 
 
 def _serves_steps(problem: MoEBackwardProblem, device: Device) -> str | None:
@@ -83,9 +73,9 @@ _peer = partial(BackwardKernel, origin="peer", op="moe_backward", configs=one_co
 GROUPED_MM = _peer(
     name="grouped_mm_bwd",
     about="PyTorch's grouped matrix products, from the saved pre-activations",
-    supports=_serves_all,
+    supports=lambda problem, device: None,
     run=_from_saved,
-    launches=_launches_of_pytorch,
+    launches=launches_grouped,
     on_cpu=True,
     replaces_ours="always",
 )
@@ -94,7 +84,7 @@ GROUPED_MM_TRAIN = _peer(
     about="PyTorch's grouped matrix products under autograd, as transformers trains",
     supports=_serves_steps,
     run=partial(_by_autograd, by_pytorch, grouped_mm),
-    launches=_launches_of_pytorch,
+    launches=launches_grouped,
     on_cpu=True,
 )
 SONICMOE = _peer(
