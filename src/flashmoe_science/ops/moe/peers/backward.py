@@ -37,10 +37,6 @@ def _serves_steps(problem: MoEBackwardProblem, device: Device) -> str | None:
     return None
 
 
-def _sonicmoe_serves(problem: MoEBackwardProblem, device: Device) -> str | None:
-    return sonicmoe.supports(problem, device) or _serves_steps(problem, device)
-
-
 def _from_saved(inputs: BackwardInputs | StepInputs, config: Config) -> Gradients:
     """The backward by itself; a step of training is PyTorch's router, the forward that saves, the backward."""
     if isinstance(inputs, BackwardInputs):
@@ -90,7 +86,7 @@ GROUPED_MM_TRAIN = _peer(
 SONICMOE = _peer(
     name="sonicmoe_train",
     about="SonicMoE (sonic-moe) under autograd, its router too",
-    supports=_sonicmoe_serves,
+    supports=lambda problem, device: sonicmoe.supports(problem, device) or _serves_steps(problem, device),
     run=partial(_by_autograd, sonicmoe.route, sonicmoe.train),
     launches=sonicmoe.launches,
     slow=True,

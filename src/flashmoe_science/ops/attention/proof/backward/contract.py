@@ -211,11 +211,7 @@ def _of_call(inputs: Inputs) -> Inputs:
 
 
 def _widened(tensors: Tensors) -> Tensors:
-    wide = {
-        name: one.double()
-        for name, one in zip(tensors._fields, tensors, strict=True)
-        if one is not None and one.is_floating_point()
-    }
+    wide = {name: one.double() for name, one in tensors._asdict().items() if one is not None and one.is_floating_point()}
     return tensors._replace(**wide)
 
 
