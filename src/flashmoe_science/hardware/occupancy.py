@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmoe_science.hardware.gpus import (
-    KIB,
-    MAX_REGISTERS_PER_THREAD,
-    MAX_THREADS_PER_BLOCK,
-    REGISTERS_PER_BLOCK,
-    WARP,
-    Gpu,
-)
+from flashmoe_science.hardware.gpus import KIB, MAX_REGISTERS_PER_THREAD, MAX_THREADS_PER_BLOCK, REGISTERS_PER_BLOCK, WARP, Gpu
 
 SUBPARTITIONS = 4  # of an SM, each with a scheduler and a quarter of the registers
 REGISTER_UNIT = 256  # a warp's registers are allocated in such steps: 8 a thread

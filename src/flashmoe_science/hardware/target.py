@@ -9,13 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flashmoe_science.hardware.compiler import (
-    CompilerUnavailable,
-    Refused,
-    cubin_resources,
-    require_compiler,
-    run_compiler,
-)
+from flashmoe_science.hardware.compiler import CompilerUnavailable, Refused, cubin_resources, require_compiler, run_compiler
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.occupancy import RESERVED_SHARED, Residency, block_refusal, kilobytes, residency
 

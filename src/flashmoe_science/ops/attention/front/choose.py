@@ -33,11 +33,7 @@ from flashmoe_science.ops.attention.call.tensors import (
     sequences,
 )
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
-from flashmoe_science.ops.attention.front.backward.choose import (
-    check_gradients,
-    choose_backward,
-    why_no_backward,
-)
+from flashmoe_science.ops.attention.front.backward.choose import check_gradients, choose_backward, why_no_backward
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK as BACKWARD_BY_PYTORCH
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention

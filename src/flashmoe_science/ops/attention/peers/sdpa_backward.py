@@ -131,11 +131,7 @@ def _as_called(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
 
 
 def _kernel(
-    name: str,
-    about: str,
-    supports: Callable[[AttentionBackwardProblem, Device], str | None],
-    backward: Backward,
-    launched: str,
+    name: str, about: str, supports: Callable[[AttentionBackwardProblem, Device], str | None], backward: Backward, launched: str
 ) -> BackwardKernel:
     def run(inputs: BackwardInputs, config: Config) -> Gradients:
         from flashmoe_science.ops.attention.call.backward import Gradients

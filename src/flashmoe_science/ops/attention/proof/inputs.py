@@ -58,12 +58,7 @@ def make_tensors(
 
 
 def normal(
-    shape: tuple[int, ...],
-    rows_first: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    sliced: bool,
+    shape: tuple[int, ...], rows_first: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> torch.Tensor:
     """Standard normal numbers, a [batch, heads, rows, width] view, rows before heads in memory where ``rows_first``."""
     batch, heads, rows, width = shape

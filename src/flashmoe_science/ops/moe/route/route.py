@@ -20,15 +20,7 @@ from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.backward import differentiable
 from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.losses import balance_loss, router_sums, z_loss
-from flashmoe_science.ops.moe.route.spec import (
-    Normalize,
-    Options,
-    Routed,
-    RouteLaunch,
-    Scoring,
-    Tensors,
-    checked_options,
-)
+from flashmoe_science.ops.moe.route.spec import Normalize, Options, Routed, RouteLaunch, Scoring, Tensors, checked_options
 from flashmoe_science.ops.operator import register
 
 
@@ -145,12 +137,7 @@ _ARGUMENTS = (
     "float scaling_factor"
 )
 # What torch.compile, export and modes see of ``route``; its arguments are checked.
-_OPERATOR = register(
-    f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)",
-    _forward,
-    _fake,
-    partial(differentiable, "moe_route"),
-)
+_OPERATOR = register(f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _fake, partial(differentiable, "moe_route"))
 
 
 # With the router's losses ----------------------------------------------------------------------------------------------------

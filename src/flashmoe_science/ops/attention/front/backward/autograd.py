@@ -41,9 +41,7 @@ def forward_kernel(options: Options) -> str | None:
     return None if options.kernel in names else options.kernel
 
 
-def _applied(
-    tensors: Tensors, options: Options, scale: float | None, kernel: str | None, refusal: str | None
-) -> Result:
+def _applied(tensors: Tensors, options: Options, scale: float | None, kernel: str | None, refusal: str | None) -> Result:
     bias, shape = tensors.bias, None if tensors.bias is None else tensors.bias.shape
     if bias is not None:
         bias = unexpanded(bias)  # what it is expanded by is summed over in fp32
@@ -91,5 +89,3 @@ class _Attention(torch.autograd.Function):
 def _expanded(given: Any, shape: Any) -> Tensors:
     tensors = Tensors(*given)
     return tensors if tensors.bias is None else tensors._replace(bias=tensors.bias.expand(shape))
-
-

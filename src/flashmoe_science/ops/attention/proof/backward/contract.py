@@ -32,14 +32,7 @@ import torch
 
 from flashmoe_science.contract import Errors, Output, unit_roundoff
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.backward import (
-    BackwardInputs,
-    BackwardKernel,
-    Gradients,
-    Saved,
-    Wanted,
-    planned,
-)
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, Saved, Wanted, planned
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.call.tensors import Tensors
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
