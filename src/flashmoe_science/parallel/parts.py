@@ -125,7 +125,7 @@ def merge_parts(
     return merged(outs.unbind(), lses.unbind())[0].to(results.dtype)
 
 
-def told(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, part: Part) -> str:
+def described(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, part: Part) -> str:
     """What merges such parts, and the bytes that a rank receives."""
     received = (group.size() - 1) * part.size
     if workspace is not None:
