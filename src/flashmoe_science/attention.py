@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
+from flashmoe_science.ops.attention.call.checks import Unsupported, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
 from flashmoe_science.ops.attention.front.merge import check_parts, merged, parts_of
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
+from flashmoe_science.ops.checks import check_device, check_flag, check_name, checked_tensor
 from flashmoe_science.ops.explain import explained
 
 _DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
@@ -263,21 +264,15 @@ def flash_attention_forward(
 
 
 def _lse_view(softmax_lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """``softmax_lse`` as [batch, heads, seqlen_q].
-
-    Raises:
-        TypeError: not an fp32 tensor.
-        ValueError: another shape or device, not contiguous, or in need of gradients.
-    """
-    if not isinstance(softmax_lse, torch.Tensor):
-        raise TypeError(f"softmax_lse is a {type(softmax_lse).__name__}; it must be a torch.Tensor")
+    """``softmax_lse`` as [batch, heads, seqlen_q]. Raises TypeError: not an fp32 tensor. Raises ValueError: another shape or
+    device, not contiguous, or in need of gradients."""
+    checked_tensor("softmax_lse", softmax_lse)
     if softmax_lse.dtype != torch.float32:
         raise TypeError(f"softmax_lse has dtype {softmax_lse.dtype}; it must be torch.float32")
     shape, flat = tuple(q.shape[:3]), (q.shape[0] * q.shape[1] * q.shape[2],)
     if softmax_lse.shape != shape and softmax_lse.shape != flat:  # what torch.compile traces, not "in"
         raise ValueError(f"softmax_lse has shape {tuple(softmax_lse.shape)}; it must be {shape}, or flat with as many elements")
-    if softmax_lse.device != q.device:
-        raise ValueError(f"softmax_lse is on {softmax_lse.device} and Q on {q.device}; they must be on the same device")
+    check_device("softmax_lse", softmax_lse, "Q", q)
     if not softmax_lse.is_contiguous():
         raise ValueError(f"softmax_lse has strides {softmax_lse.stride()}; it must be contiguous")
     if softmax_lse.requires_grad:

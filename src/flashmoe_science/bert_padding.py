@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.attention.call.checks import check_count, check_dense
+from flashmoe_science.ops.checks import check_count, check_device, checked_tensor
 
 __all__ = ["pad_input", "unpad_input"]
 
@@ -31,8 +31,7 @@ def unpad_input(
     masks = {"attention_mask": attention_mask} | ({} if unused_mask is None else {"unused_mask": unused_mask})
     for name, mask in masks.items():
         _check_tensor(name, mask, 2)
-        if mask.device != hidden_states.device:
-            raise ValueError(f"{name} is on {mask.device} and hidden_states on {hidden_states.device}; they must be on one")
+        check_device(name, mask, "hidden_states", hidden_states)
         if tuple(mask.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {shape}, as hidden_states begins")
     kept = attention_mask.bool() if unused_mask is None else attention_mask.bool() | unused_mask.bool()
@@ -55,8 +54,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
         check_count(size, name, 0)
         if size >= 2**31:
             raise ValueError(f"{name} is {size}; it must be below 2**31")
-    if indices.device != hidden_states.device:
-        raise ValueError(f"indices is on {indices.device} and hidden_states on {hidden_states.device}; they must be on one")
+    check_device("indices", indices, "hidden_states", hidden_states)
     if indices.dtype not in (torch.int64, torch.int32) or tuple(indices.shape) != (hidden_states.shape[0],):
         have = f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}"
         raise ValueError(f"{have}; it must be integers, one for each of the {hidden_states.shape[0]} rows")
@@ -66,7 +64,5 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def _check_tensor(name: str, tensor: object, least: int) -> None:
     """Raise unless it is a dense tensor of at least so many dimensions."""
-    check_dense(((name, tensor),))
-    assert isinstance(tensor, torch.Tensor)
-    if tensor.dim() < least:
-        raise ValueError(f"{name} has {tensor.dim()} dimensions; it must have at least {least}")
+    if (dimensions := checked_tensor(name, tensor).dim()) < least:
+        raise ValueError(f"{name} has {dimensions} dimensions; it must have at least {least}")

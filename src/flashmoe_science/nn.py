@@ -10,6 +10,7 @@ from torch import nn
 
 from flashmoe_science.moe import fused_moe, quantize_experts
 from flashmoe_science.ops.calls import without_autocast
+from flashmoe_science.ops.checks import check_flag, checked_tensor
 from flashmoe_science.ops.moe.call import DTYPES, check_activation
 from flashmoe_science.ops.moe.call.formats import OF_WEIGHTS
 from flashmoe_science.ops.moe.route.route import route, route_with_losses
@@ -88,8 +89,7 @@ class FlashMoELayer(nn.Module):
         if not isinstance(shared, int) or isinstance(shared, bool) or shared < 0:
             raise ValueError(f"shared_intermediate_size is {shared!r}; it must be an integer of at least 0")
         for name, flag in (("selection_bias", selection_bias), ("recompute", recompute)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is {flag!r}; it must be True or False")
+            check_flag(flag, name)
         if dtype not in (None, *DTYPES, torch.float64):
             raise TypeError(f"dtype is {dtype!r}; it must be float16, bfloat16, float32 or float64")
         check_activation(activation, alpha, limit)
@@ -179,9 +179,7 @@ class FlashMoELayer(nn.Module):
 
     def _check_states(self, hidden_states: object) -> None:
         """Raise unless they are a tensor of the layer's width."""
-        if not isinstance(hidden_states, torch.Tensor):
-            raise TypeError(f"hidden_states is a {type(hidden_states).__name__}; it must be a torch.Tensor")
-        shape, width = tuple(hidden_states.shape), self.router_weight.shape[1]
+        shape, width = tuple(checked_tensor("hidden_states", hidden_states).shape), self.router_weight.shape[1]
         if shape[-1:] != (width,):
             raise ValueError(f"hidden_states has shape {shape}; its last dimension must be hidden_size, {width}")
 

@@ -96,11 +96,8 @@ def first_words() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def parse_problem(text: str) -> Problem:
-    """Read the text form of a problem of any operation.
-
-    Raises:
-        ProblemError: a word is not understood, given twice or missing; the message gives the grammar.
-    """
+    """Read the text form of a problem of any operation. Raises ProblemError: a word is not understood, given twice or missing;
+    the message gives the grammar."""
     word, *rest = text.split() or [""]
     for one in OPERATIONS:
         if one.word != word:
@@ -120,12 +117,8 @@ def parse_problem(text: str) -> Problem:
 
 
 def kernel_named(name: str, op: str | None = None) -> AnyKernel:
-    """The kernel of that name, of operation ``op`` or of any.
-
-    Raises:
-        TypeError: not a string.
-        ValueError: there is none; the message lists the names.
-    """
+    """The kernel of that name, of operation ``op`` or of any. Raises TypeError: not a string. Raises ValueError: there is none;
+    the message lists the names."""
     if not isinstance(name, str):
         raise TypeError(f"kernel is {name!r}; it must be a string or None")
     kernels = [kernel for one in OPERATIONS if op in (None, one.name) for kernel in one.kernels()]

@@ -9,6 +9,7 @@ import torch
 
 from flashmoe_science import serving
 from flashmoe_science.attention import flash_attn_func
+from flashmoe_science.ops.checks import checked_tensor
 
 __all__ = [
     "flash_attn_kvpacked_func",
@@ -189,8 +190,7 @@ def _split(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Ten
 
 def _checked(name: str, packed: object, sizes: tuple[str, ...]) -> torch.Tensor:
     """The packed tensor. Raises TypeError, ValueError unless it has this rank, and the number among the sizes."""
-    if not isinstance(packed, torch.Tensor):
-        raise TypeError(f"{name} is a {type(packed).__name__}; it must be a torch.Tensor")
-    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
-        raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be [{', '.join(sizes)}]")
-    return packed
+    tensor = checked_tensor(name, packed)
+    if tensor.dim() != len(sizes) or tensor.shape[-3] != int(sizes[-3]):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{', '.join(sizes)}]")
+    return tensor

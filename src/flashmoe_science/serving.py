@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.ops.attention.call.append import Append
-from flashmoe_science.ops.attention.call.checks import check_flag, check_table
+from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import used_rows
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, DTYPES, Options, Tensors
@@ -48,6 +48,7 @@ from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.front.operator import append_and_attend, attend, attend_with_dropout, cached_call
 from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.calls import autocast
+from flashmoe_science.ops.checks import check_flag
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -164,7 +164,7 @@ def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
     fm.fused_moe(**given)
     for name, tensor in given.items():
         nested = torch.nested.nested_tensor(list(tensor), layout=layout)
-        with pytest.raises((TypeError, ValueError), match=f"^{name} is nested"):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} is a nested tensor"):
             fm.fused_moe(**given | {name: nested})
 
 

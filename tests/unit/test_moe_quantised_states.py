@@ -10,7 +10,9 @@ from tests.unit.test_moe_formats import GPT_OSS, E, H, T, close, dense, given
 
 import flashmoe_science as fm
 from flashmoe_science.moe import dequantize_experts
+from flashmoe_science.ops.calls import LAUNCHES
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
+from flashmoe_science.ops.moe.front import operator
 
 
 @pytest.mark.parametrize("width", [96, 200, 256])
@@ -157,3 +159,30 @@ def test_what_is_not_allowed_is_refused_in_one_line(changed: dict[str, Any], mes
         fm.fused_moe(**static() | changed)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", OF_FORMAT[4:])
+@pytest.mark.parametrize(("value", "words"), [(0.0, "0"), (-2.0, "-2"), (float("nan"), "nan"), (float("inf"), "inf")])
+def test_an_input_scale_that_is_not_above_0_is_refused_in_every_call(name: str, value: float, words: str) -> None:
+    call = static()
+    fm.fused_moe(**call)  # from here on its launch is found
+    right = call[name].clone()
+    for gradients in (False, True):
+        call["hidden_states"].requires_grad_(gradients)
+        call[name][1] = value
+        with pytest.raises(ValueError, match=f"^{name} has a value of {words}; it must be above 0 and finite$"):
+            fm.fused_moe(**call)
+        call[name].copy_(right)
+        fm.fused_moe(**call)
+
+
+@pytest.mark.gpu
+def test_an_input_scale_on_a_gpu_is_refused_where_values_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "CHECK", True)
+    LAUNCHES.clear()
+    call = {name: one.cuda() if isinstance(one, torch.Tensor) else one for name, one in static().items()}
+    fm.fused_moe(**call)
+    call["down_input_scale"].zero_()
+    with pytest.raises(ValueError, match=r"^down_input_scale has a value of 0; it must be above 0 and finite$"):
+        fm.fused_moe(**call)
+    LAUNCHES.clear()

@@ -71,8 +71,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def flashmoe(
-    context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    context: typer.Context, show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False
 ) -> None:
     """Test and time kernels of attention and of mixtures of experts: the package's and your own.
 

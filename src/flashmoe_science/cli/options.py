@@ -46,11 +46,8 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def price_per_hour() -> float | None:
-    """USD an hour for this machine, from the environment; None where it holds none, for no price is made up.
-
-    Raises:
-        ValueError: the variable is no number of USD an hour.
-    """
+    """USD an hour for this machine, from the environment; None where it holds none, for no price is made up. Raises ValueError:
+    the variable is no number of USD an hour."""
     text = os.environ.get(PRICE_VARIABLE, "").strip()
     if not text:
         return None

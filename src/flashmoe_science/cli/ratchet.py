@@ -25,8 +25,7 @@ _RUNS = "runs"  # a folder of that name next to the file holds the committed rec
 
 def ratchet(
     runs: Annotated[
-        Path,
-        typer.Option("--runs", parser=folder_named, metavar="PATH", help="Folder with the new records."),
+        Path, typer.Option("--runs", parser=folder_named, metavar="PATH", help="Folder with the new records.")
     ] = DEFAULT,
     file: Annotated[Path, typer.Option("--file", help="File of the kept ratios.")] = DEFAULT / "ratchet.json",
     update: Annotated[bool, typer.Option("--update", help="Add proven gains and new problems.")] = False,

@@ -35,8 +35,7 @@ _AFTER_S = 15.0  # to judge what was measured, and to end a problem that was beg
 
 def tune(
     targets: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SUITE|PROBLEM", help=f"Suites, or problems as text ({' '.join(DEFAULT)})."),
+        list[str] | None, typer.Argument(metavar="SUITE|PROBLEM", help=f"Suites, or problems as text ({' '.join(DEFAULT)}).")
     ] = None,
     minutes: Annotated[float, typer.Option("--minutes", help="End the run within this time.")] = 10.0,
 ) -> int:

@@ -30,11 +30,8 @@ def faster_peer(
     """The Decision for the peer that records have faster than our kernel by more than 3%; else ``ours``.
 
     A record of this very problem, in its memory order, decides. Without one, all problems of its kind that were measured near
-    it must agree, two at the least.
-
-    Args:
-        ours: what ``select`` chose. Records of another kernel of ours do not apply to it.
-        unable: peers that cannot serve the tensors at hand, with the reason.
+    it must agree, two at the least. ``ours``: what ``select`` chose. Records of another kernel of ours do not apply to it.
+    ``unable``: peers that cannot serve the tensors at hand, with the reason.
     """
     exact = None if gpu is None else table.exact(gpu.name, problem)
     entries = [exact] if exact is not None else [] if gpu is None else _near(problem, gpu, table)

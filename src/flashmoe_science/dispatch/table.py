@@ -72,11 +72,7 @@ class Table:
 
 @functools.cache
 def committed_table() -> Table:
-    """The table that the package ships, parsed once.
-
-    Raises:
-        TableError: it is missing or malformed.
-    """
+    """The table that the package ships, parsed once. Raises TableError: it is missing or malformed."""
     try:
         text = PATH.read_text(encoding="utf-8")
     except OSError as error:
@@ -85,11 +81,8 @@ def committed_table() -> Table:
 
 
 def parse_table(text: str, source: str) -> Table:
-    """The table in a JSON text; ``source`` names it in messages.
-
-    Raises:
-        TableError: not JSON, another schema, a field that is missing or does not parse, two entries for one GPU and problem.
-    """
+    """The table in a JSON text; ``source`` names it in messages. Raises TableError: not JSON, another schema, a field that is
+    missing or does not parse, two entries for one GPU and problem."""
     try:
         content = json.loads(text)
         if content["schema"] != SCHEMA:

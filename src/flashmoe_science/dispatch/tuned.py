@@ -68,11 +68,8 @@ def _own_entries() -> list[Entry]:
 
 
 def read_tuned(path: Path) -> tuple[Entry, ...]:
-    """The entries of a file.
-
-    Raises:
-        TunedError: it cannot be read; a field is missing, unknown or wrong; it is another card's than its name says.
-    """
+    """The entries of a file. Raises TunedError: it cannot be read; a field is missing, unknown or wrong; it is another card's
+    than its name says."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ValueError(f"it has {size} bytes; it may have {_MAX_BYTES}")

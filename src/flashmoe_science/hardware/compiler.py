@@ -35,11 +35,8 @@ class Refused(Exception):
 
 
 def require_compiler() -> None:
-    """Return where kernels can be compiled.
-
-    Raises:
-        CompilerUnavailable: Triton cannot be imported, TRITON_INTERPRET is set, or Triton's cache cannot be written.
-    """
+    """Return where kernels can be compiled. Raises CompilerUnavailable: Triton cannot be imported, TRITON_INTERPRET is set, or
+    Triton's cache cannot be written."""
     try:
         from triton import knobs
     except ImportError as error:
@@ -68,11 +65,8 @@ def cache_folder() -> Path:
 
 
 def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
-    """Triton's CompiledKernel of ``job`` for ``gpu``; nothing is loaded onto a device.
-
-    Raises:
-        Refused: the compiler or the assembler will not build it.
-    """
+    """Triton's CompiledKernel of ``job`` for ``gpu``; nothing is loaded onto a device. Raises Refused: the compiler or the
+    assembler will not build it."""
     from triton.errors import TritonError
 
     with _kept_output() as printed:
@@ -143,10 +137,8 @@ _USAGE = re.compile(r"^\s*Function \S+:\s*REG:(?P<registers>\d+) STACK:(?P<stack
 def cubin_resources(cubin: bytes) -> tuple[int, int, int]:
     """(registers a thread, stack bytes a thread, shared bytes a block) that the assembler fixed in a binary.
 
-    From sm_90 on, the shared bytes include the 1 KB that the system reserves in addition to each block's own.
-
-    Raises:
-        RuntimeError: ``cuobjdump`` printed something else than is expected.
+    From sm_90 on, the shared bytes include the 1 KB that the system reserves in addition to each block's own. Raises
+    RuntimeError: ``cuobjdump`` printed something else than is expected.
     """
     from triton import knobs
 

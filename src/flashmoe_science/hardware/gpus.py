@@ -112,10 +112,7 @@ def _gpu(name: str, product: str, capability: tuple[int, int], **own: Any) -> Gp
 
 
 _TABLE = (
-    _gpu(
-        "a100",
-        "NVIDIA A100-SXM4-80GB",
-        (8, 0),
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", (8, 0),
         sm_count=108,  # whitepaper
         l2_bytes=40 * MIB,  # whitepaper
         memory_bytes=80 * GIB,  # driver: 81,920 MiB
@@ -125,10 +122,7 @@ _TABLE = (
         fp32_flops=19.5e12,  # datasheet
         boost_clock_hz=1.410e9,  # whitepaper
     ),
-    _gpu(
-        "a10",
-        "NVIDIA A10",
-        (8, 6),
+    _gpu("a10", "NVIDIA A10", (8, 6),
         sm_count=72,  # datasheet: 9,216 CUDA cores, 128 an SM
         l2_bytes=6 * MIB,  # driver: 6,291,456
         memory_bytes=23_609_475_072,  # driver
@@ -138,10 +132,7 @@ _TABLE = (
         fp32_flops=31.2e12,  # datasheet
         boost_clock_hz=1.695e9,  # driver
     ),
-    _gpu(
-        "rtx3090",
-        "NVIDIA GeForce RTX 3090",
-        (8, 6),
+    _gpu("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6),
         sm_count=82,  # whitepaper
         l2_bytes=6 * MIB,  # whitepaper
         memory_bytes=25_286_672_384,  # driver
@@ -151,10 +142,7 @@ _TABLE = (
         fp32_flops=35.6e12,  # whitepaper
         boost_clock_hz=1.695e9,  # whitepaper
     ),
-    _gpu(
-        "l4",
-        "NVIDIA L4",
-        (8, 9),
+    _gpu("l4", "NVIDIA L4", (8, 9),
         sm_count=58,  # driver
         l2_bytes=48 * MIB,  # driver: 50,331,648
         memory_bytes=23_612_293_120,  # driver; 24 GB on the datasheet
@@ -164,10 +152,7 @@ _TABLE = (
         fp32_flops=30.3e12,  # datasheet
         boost_clock_hz=2.040e9,  # driver
     ),
-    _gpu(
-        "l40s",
-        "NVIDIA L40S",
-        (8, 9),
+    _gpu("l40s", "NVIDIA L40S", (8, 9),
         sm_count=142,  # driver
         l2_bytes=96 * MIB,  # whitepaper
         memory_bytes=45_589 * MIB,  # driver; 48 GB on the datasheet
@@ -177,10 +162,7 @@ _TABLE = (
         fp32_flops=91.6e12,  # datasheet
         boost_clock_hz=2.520e9,  # whitepaper
     ),
-    _gpu(
-        "rtx4090",
-        "NVIDIA GeForce RTX 4090",
-        (8, 9),
+    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9),
         sm_count=128,  # driver
         l2_bytes=72 * MIB,  # driver
         memory_bytes=24_563 * MIB,  # driver
@@ -190,10 +172,7 @@ _TABLE = (
         fp32_flops=82.6e12,  # whitepaper
         boost_clock_hz=2.520e9,  # whitepaper
     ),
-    _gpu(
-        "h100",
-        "NVIDIA H100 80GB HBM3",
-        (9, 0),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0),
         sm_count=132,  # driver
         l2_bytes=50 * MIB,  # driver
         memory_bytes=81_090 * MIB,  # driver
@@ -203,10 +182,7 @@ _TABLE = (
         fp32_flops=66.9e12,  # datasheet, SXM
         boost_clock_hz=1.980e9,  # driver: the highest SM clock; matrix products sustain 1,830 MHz at most (whitepaper)
     ),
-    _gpu(
-        "h200",
-        "NVIDIA H200",
-        (9, 0),
+    _gpu("h200", "NVIDIA H200", (9, 0),
         sm_count=132,  # driver
         l2_bytes=60 * MIB,  # driver
         memory_bytes=143_771 * MIB,  # driver
@@ -216,10 +192,7 @@ _TABLE = (
         fp32_flops=67e12,  # datasheet
         boost_clock_hz=1.980e9,  # driver: the highest SM clock
     ),
-    _gpu(
-        "b200",
-        "NVIDIA B200",
-        (10, 0),
+    _gpu("b200", "NVIDIA B200", (10, 0),
         sm_count=148,  # driver
         l2_bytes=126 * MIB,  # driver
         memory_bytes=182_642 * MIB,  # driver
@@ -229,10 +202,7 @@ _TABLE = (
         fp32_flops=75e12,  # datasheet, HGX B200: 600 TFLOP/s over 8 GPUs
         boost_clock_hz=1.965e9,  # driver: the highest SM clock
     ),
-    _gpu(
-        "rtx5090",
-        "NVIDIA GeForce RTX 5090",
-        (12, 0),
+    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", (12, 0),
         sm_count=170,  # whitepaper
         l2_bytes=96 * MIB,  # whitepaper: 98,304 KB
         memory_bytes=32 * GIB,  # whitepaper
@@ -242,7 +212,7 @@ _TABLE = (
         fp32_flops=104.8e12,  # whitepaper
         boost_clock_hz=2.407e9,  # whitepaper
     ),
-)
+)  # fmt: skip
 
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
@@ -257,11 +227,8 @@ _BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu
 
 
 def gpu_named(text: str) -> Gpu:
-    """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case.
-
-    Raises:
-        ValueError: no such GPU; the message lists the names.
-    """
+    """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case. Raises ValueError: no such GPU;
+    the message lists the names."""
     found = _BY_PLAIN_NAME.get(_plain(text))
     if found is None:
         raise ValueError(f"gpu is {text!r}; it must be one of {', '.join(GPUS)}")
@@ -272,11 +239,9 @@ def gpu_for_device(product: str, capability: tuple[int, int], sm_count: int, **r
     """The GPU of an actual card: the table's where product, capability and SM count agree, else one built from the report.
 
     What the driver does not report is filled in so that nothing true is refused and nothing is launched that may not fit:
-    limits from the nearest older capability that the table has, rates from the fastest card that it could be.
-
-    Args:
-        product: the driver's name for the card. capability: (major, minor).
-        reported: further fields of a Gpu; None where the driver does not report it.
+    limits from the nearest older capability that the table has, rates from the fastest card that it could be. ``product``: the
+    driver's name for the card. ``capability``: (major, minor). ``reported``: further fields of a Gpu; None where the driver
+    does not report it.
     """
     listed = _BY_PLAIN_NAME.get(_plain(product))
     if listed is not None and (listed.compute_capability, listed.sm_count) == (capability, sm_count):

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashmoe_science.hardware.gpus import (
-    KIB,
-    MAX_REGISTERS_PER_THREAD,
-    MAX_THREADS_PER_BLOCK,
-    REGISTERS_PER_BLOCK,
-    WARP,
-    Gpu,
-)
+from flashmoe_science.hardware.gpus import KIB, MAX_REGISTERS_PER_THREAD, MAX_THREADS_PER_BLOCK, REGISTERS_PER_BLOCK, WARP, Gpu
 
 SUBPARTITIONS = 4  # of an SM, each with a scheduler and a quarter of the registers
 REGISTER_UNIT = 256  # a warp's registers are allocated in such steps: 8 a thread
@@ -64,11 +57,8 @@ def kilobytes(count: int) -> str:
 
 
 def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> Residency:
-    """Resident blocks per SM of a kernel with such blocks.
-
-    Args:
-        threads: in a block, 1 or more. registers: a thread's. shared_bytes: a block's, static and dynamic together.
-    """
+    """Resident blocks per SM of a kernel with such blocks. ``threads``: in a block, 1 or more. ``registers``: a thread's.
+    ``shared_bytes``: a block's, static and dynamic together."""
     warps = _cdiv(threads, WARP)
     max_warps = gpu.max_threads_per_sm // WARP
     limits = {

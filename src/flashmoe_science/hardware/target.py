@@ -9,13 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flashmoe_science.hardware.compiler import (
-    CompilerUnavailable,
-    Refused,
-    cubin_resources,
-    require_compiler,
-    run_compiler,
-)
+from flashmoe_science.hardware.compiler import CompilerUnavailable, Refused, cubin_resources, require_compiler, run_compiler
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.occupancy import RESERVED_SHARED, Residency, block_refusal, kilobytes, residency
 
@@ -56,10 +50,8 @@ class Build:
 def compile_for(job: CompileJob, gpu: Gpu) -> Build:
     """Build ``job`` for ``gpu``. A kernel that the compiler or assembler rejects is a Build with a ``refusal``.
 
-    Some invalid Gluon programs abort Triton's compiler and with it the process; ``compile_many`` survives that.
-
-    Raises:
-        CompilerUnavailable: no Triton here, or it is set to interpret.
+    Some invalid Gluon programs abort Triton's compiler and with it the process; ``compile_many`` survives that. Raises
+    CompilerUnavailable: no Triton here, or it is set to interpret.
     """
     require_compiler()
     name = job.function.__name__

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoe_science import serving
-from flashmoe_science.ops.attention.call.checks import check_flag
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.flash import (
     FLASH_NAMES,
@@ -28,6 +27,7 @@ from flashmoe_science.ops.attention.front.flash import (
 )
 from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.checks import check_flag
 
 __all__ = [
     "flash_attn_combine",

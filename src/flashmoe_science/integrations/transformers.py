@@ -128,11 +128,8 @@ def served(
 
 
 def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]:
-    """The format's arguments of ``fused_moe``.
-
-    Raises:
-        ValueError: no format of codes of that dtype, another size of blocks, or blocks beside static scales.
-    """
+    """The format's arguments of ``fused_moe``. Raises ValueError: no format of codes of that dtype, another size of blocks, or
+    blocks beside static scales."""
     form, block = _FORMATS.get(codes), getattr(experts, "block_size", None)
     if form is None:
         raise ValueError(
@@ -208,11 +205,7 @@ def _layout(*described: Any) -> _Layout:
 
 @lru_cache(maxsize=256)
 def _cached_layout(module: _Described) -> _Layout:
-    """The layout of a module.
-
-    Raises:
-        ValueError: ``fused_moe`` does not compute it.
-    """
+    """The layout of a module. Raises ValueError: ``fused_moe`` does not compute it."""
     try:
         return _checked_layout(module, dict(module.attributes))
     except _NotServed as reason:

@@ -241,11 +241,7 @@ def _by_pytorch(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """PyTorch's attention, with the mask as a matrix.
-
-    Raises:
-        ValueError: the layer asks for what PyTorch's attention lacks.
-    """
+    """PyTorch's attention, with the mask as a matrix. Raises ValueError: the layer asks for what PyTorch's attention lacks."""
     lacking = ["softcap"] * bool(call.softcap) + ["sinks"] * ("sinks" in call.tensors)
     if attention_mask is None and call.left is not None:
         lacking.append("sliding_window")

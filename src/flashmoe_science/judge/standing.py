@@ -113,11 +113,7 @@ def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> li
     Cold rows go before warm ones, runs of kernels by themselves before those with a user's kernel, full ones before quick ones.
     """
     with_users = {row.run for row in rows if row.brought}
-    for is_preferred in (
-        lambda row: row.cache == "cold",
-        lambda row: row.run not in with_users,
-        lambda row: not row.quick,
-    ):
+    for is_preferred in (lambda row: row.cache == "cold", lambda row: row.run not in with_users, lambda row: not row.quick):
         left = [row for row in rows if is_preferred(row)]
         rows = left if any(map(is_asked, left)) else rows
     return list(grouped(rows, lambda row: row.run).values())

@@ -84,9 +84,7 @@ class Interval:
         stretch = _student(tail / comparisons, self.tail_freedom) / _student(tail, self.tail_freedom)
         down, up = (max(math.log(end) - self.bound, 0.0) for end in (self.ratio / self.low, self.high / self.ratio))
         return replace(
-            self,
-            low=self.ratio * math.exp(-stretch * down - self.bound),
-            high=self.ratio * math.exp(stretch * up + self.bound),
+            self, low=self.ratio * math.exp(-stretch * down - self.bound), high=self.ratio * math.exp(stretch * up + self.bound)
         )
 
     def p_above(self, ratio: float) -> float:

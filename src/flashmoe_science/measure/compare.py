@@ -23,7 +23,7 @@ from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, QUICK_
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
-from flashmoe_science.records import Cache, Clock, Stage, TimingRow
+from flashmoe_science.records import Cache, Clock, Stage
 
 _GPU_POOL = 16 * 2**30  # bytes that more than two input sets may take
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom uses the same values twice
@@ -204,25 +204,9 @@ class Comparer:
                 raise kind("sanity", f"{reason} ({own.clock} clock)")
         if rival is not None:
             self.check_pair(mine, other, (own_ns, other_ns), best_rival)
-        self.session.record(
-            TimingRow,
-            self.problem,
-            own.entry,
-            op=self.problem.op,
-            origin=own.entry.origin,
-            rival=against.name,
-            rival_origin=against.origin,
-            rival_config=against.config,
-            clock=own.clock,
-            cache=self.cache,
-            calls=mine.calls,
-            input_sets=self.sets,
-            a=own_ns,
-            b=other_ns,
-            **conditions(before, after),
-            device_seconds=round(seconds, 4),
-            quick=self.session.request.quick,
-        )
+        how = {"clock": own.clock, "cache": self.cache, "calls": mine.calls, "input_sets": self.sets}
+        how |= conditions(before, after) | {"device_seconds": round(seconds, 4)}
+        self.session.timed(self.problem, own.entry, against, a=own_ns, b=other_ns, **how)
         return own_ns, other_ns
 
     def prepared(self, where: Channel, entry: Entry, clock: Clock) -> Timed:

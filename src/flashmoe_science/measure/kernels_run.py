@@ -24,10 +24,7 @@ from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
 _PROFILE_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
-_PROFILERS, _PROFILER_COPIES = (
-    6,
-    6,
-)  # processes at once, and what each may hold, in times what the largest problem must move
+_PROFILERS, _PROFILER_COPIES = (6, 6)  # processes at once, and what each may hold, in times what the largest problem must move
 
 
 class KernelsRun:

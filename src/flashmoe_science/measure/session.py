@@ -169,6 +169,12 @@ class Session:
         self.add(row)
         return row
 
+    def timed(self, problem: Problem, own: Entry, rival: Entry, **samples: Any) -> None:
+        """Record the ``samples`` of an entry beside a rival's."""
+        of_rival = {"rival": rival.name, "rival_origin": rival.origin, "rival_config": rival.config}
+        who = {"op": problem.op, "origin": own.origin, "quick": self.request.quick} | of_rival
+        self.record(TimingRow, problem, own, **who, **samples)
+
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 

@@ -81,11 +81,8 @@ def expected(
     roundings: Sequence[float] | None = None,
 ) -> tuple[Expected, ...]:
     """The rule for the results of one call: an fp64 reference, the plain result and a cap for each, and what ``roundings`` add
-    to the rounding floor of each.
-
-    Raises:
-        ValueError: the plain results are not as many as the references, or not of their shapes.
-    """
+    to the rounding floor of each. Raises ValueError: the plain results are not as many as the references, or not of their
+    shapes."""
     if [one.shape for one in plains] != [one.shape for one in references]:
         shapes = [[tuple(one.shape) for one in many] for many in (references, plains)]
         raise ValueError(f"the reference gives shapes {shapes[0]} and the plain maths {shapes[1]}; they must agree")

@@ -54,11 +54,8 @@ def slow_path(*arguments: Any) -> None:
 
 
 def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None:
-    """The stored launch for a call of that key with these tensors, None left out; None where there is none.
-
-    Raises:
-        AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one.
-    """
+    """The stored launch for a call of that key with these tensors, None left out; None where there is none. Raises
+    AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one."""
     stored = LAUNCHES.get(key)
     # Guards see modes, transforms and traces, which change where PyTorch dispatches to, and a subclass. They do not see
     # function modes, forward-mode gradients, and nested tensors.
@@ -88,8 +85,8 @@ def guards_of(
         aligned: compare the addresses modulo 16 bytes too.
         any_strides: of the tensors in ``free`` no stride is compared, but that the last is 1.
     """
-    if len(places := _firsts(tensors)) < len(tensors):
-        same = _alike(tensors)
+    same = _alike(tensors)
+    if len(places := sorted({*same})) < len(tensors):
         inner = guards_of(
             [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}, aligned,
             any_strides,
@@ -114,14 +111,9 @@ def guards_of(
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Equal for tensors of which the same ones are one."""
+    """For each tensor the index at which it is given first."""
     ids = [*map(id, tensors)]
     return [*map(ids.index, ids)]
-
-
-def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The indices of tensors that are given at no index before."""
-    return [n for n, first in enumerate(_alike(tensors)) if n == first]
 
 
 def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
@@ -139,11 +131,6 @@ def is_plain(*tensors: Any) -> bool:
     for one in tensors:
         if isinstance(one, torch.Tensor) and (type(one) not in PLAIN or one.is_neg()):
             return False
-    return is_undisturbed()
-
-
-def is_undisturbed() -> bool:
-    """Whether no mode, transform or trace has a part in what is called now."""
     return not (function_modes() or dispatch_modes() or is_transformed()) and jit_trace() is None
 
 

@@ -113,11 +113,7 @@ def raw_stream() -> Callable[[int], int]:
 
 
 def symmetric_memory() -> Any:
-    """PyTorch's module of memory that the GPUs of a group map into each other's.
-
-    Raises:
-        RuntimeError: this PyTorch has none.
-    """
+    """PyTorch's module of memory that the GPUs of a group map into each other's. Raises RuntimeError: this PyTorch has none."""
     try:
         from torch.distributed import _symmetric_memory
     except ImportError as error:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from flashmoe_science.ops.attention.front.lengths import CHECK
+from flashmoe_science.ops.checks import CHECK
 from flashmoe_science.ops.explain import is_explaining
 
 
@@ -33,11 +33,7 @@ def compares(x: object) -> bool:
 def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str, object]]:
     """A block that checks the arguments of a call, and fills in the facts of them, by name, that all ranks must have alike.
     Every rank runs it. At its end it raises the error by which this rank refuses, or ValueError where another rank refuses or
-    has other facts.
-
-    Args:
-        compare: send both to the other ranks; else this rank's own refusal is all that is known.
-    """
+    has other facts. ``compare``: send both to the other ranks; else this rank's own refusal is all that is known."""
     facts, refused, words = dict[str, object](), None, ""
     try:
         yield facts

@@ -85,11 +85,8 @@ class Exchanges(NamedTuple):
         return Cost.by(link if known else None, self.received(exchange))
 
     def explained(self, decision: Decision, asked: str, window: Window | None) -> Decision:
-        """The decision with the bytes of each exchange, and their times where records of such GPUs tell them.
-
-        Args:
-            window: None where it depends on documents.
-        """
+        """The decision with the bytes of each exchange, and their times where records of such GPUs tell them. ``window``: None
+        where it depends on documents."""
         q, (exchange, why) = self.qkv[0], self.chosen(asked)
         known = q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
         words: dict[Exchange, str] = {}

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.checks import check_count, check_flag, check_float, check_table, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_float, check_table, checked_scale
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.calls import is_plain, needs_grad
+from flashmoe_science.ops.checks import check_count, check_flag
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.choose import Exchange, Exchanges, Window

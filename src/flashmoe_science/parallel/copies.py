@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_count
+from flashmoe_science.ops.checks import check_count
 from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.layout import Cut, process_group
 from flashmoe_science.parallel.symmetric import Symmetric, why_no_symmetric

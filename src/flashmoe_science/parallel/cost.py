@@ -55,11 +55,8 @@ def received_by_keys(cut: Cut, needed: list[list[range]], of_token: int) -> int:
 
 
 def received_by_heads(cut: Cut, of_token: int, of_result: int) -> int:
-    """Bytes that a rank receives at most where shards are exchanged for heads, and results back.
-
-    Args:
-        of_token, of_result: bytes of a token's queries, keys and values, and of its result, in all heads.
-    """
+    """Bytes that a rank receives at most where shards are exchanged for heads, and results back. ``of_token``, ``of_result``:
+    bytes of a token's queries, keys and values, and of its result, in all heads."""
     ranks, shards = len(cut.chunks), [sum(map(len, held)) for held in cut.chunks]
     return max((cut.seqlen - own) * of_token + (ranks - 1) * own * of_result for own in shards) // ranks
 

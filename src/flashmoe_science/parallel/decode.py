@@ -17,7 +17,7 @@ from flashmoe_science.ops.calls import autocast, needs_grad
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.parallel.agree import agreed, compares
 from flashmoe_science.parallel.layout import process_group
-from flashmoe_science.parallel.parts import DecodeWorkspace, Part, check_workspace, merge_parts, told
+from flashmoe_science.parallel.parts import DecodeWorkspace, Part, check_workspace, described, merge_parts
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 Maybe = torch.Tensor | None
@@ -97,7 +97,7 @@ def context_decode(
                 s_aux=s_aux if ranks.rank() == 0 else None, kernel=kernel, return_softmax_lse=True,
             )  # fmt: skip
     except Explained as found:
-        reason = f"{found.decision.reason}; {told(ranks, workspace, part)}"
+        reason = f"{found.decision.reason}; {described(ranks, workspace, part)}"
         raise Explained(replace(found.decision, reason=reason)) from None
     return merge_parts(ranks, workspace, out, lse)
 

@@ -137,10 +137,8 @@ def _move(
 ) -> None:
     """Copy what ranges of ``sources``, by rank, have in common with ranges of ``targets``, by rank, from there to here.
 
-    Both ends of a pair of ranks count the same ranges in the same order, by which messages are matched.
-
-    Args:
-        give, take: the number of a range of this rank, rows within it -> contiguous tensors to send, or to receive into.
+    Both ends of a pair of ranks count the same ranges in the same order, by which messages are matched. ``give``, ``take``: the
+    number of a range of this rank, rows within it -> contiguous tensors to send, or to receive into.
     """
     me, messages = group.rank(), []
     for rank in range(group.size()):

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.tensors import ArgNames
+from flashmoe_science.ops.checks import check_count, checked_tensor
 from flashmoe_science.parallel.agree import compares
 from flashmoe_science.printable import shown
 
@@ -34,14 +34,9 @@ class Cut(NamedTuple):
 
 def cut(seqlen: int, group: object, layout: str) -> Cut:
     """The cut of ``seqlen`` tokens. Of M chunks, chunk i has the tokens from i * seqlen // M to (i + 1) * seqlen // M.
-
-    Args:
-        layout: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
-            "contiguous": N chunks.
-
-    Raises:
-        TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than chunks.
-    """
+    ``layout``: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
+    "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than
+    chunks."""
     ranks = process_group(group)
     if layout not in get_args(Layout):
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
@@ -56,14 +51,8 @@ def cut(seqlen: int, group: object, layout: str) -> Cut:
 
 
 def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) -> Cut:
-    """The cut of the sequence of which this rank's shard has ``tokens``.
-
-    Args:
-        seqlen: of the whole sequence; None where all chunks have as many tokens.
-
-    Raises:
-        TypeError, ValueError: as ``cut``, or a shard that this rank cannot have.
-    """
+    """The cut of the sequence of which this rank's shard has ``tokens``. ``seqlen``: of the whole sequence; None where all
+    chunks have as many tokens. Raises TypeError, ValueError: as ``cut``, or a shard that this rank cannot have."""
     ranks = process_group(group)
     found = cut(tokens * ranks.size() if seqlen is None else seqlen, ranks, layout)
     if seqlen is None and len({len(chunk) for chunks in found.chunks for chunk in chunks}) > 1:
@@ -79,12 +68,8 @@ def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) ->
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The group, of a 1-D DeviceMesh its own.
-
-    Raises:
-        TypeError: neither, or a group that this rank is not in.
-        ValueError: a mesh of more dimensions.
-    """
+    """The group, of a 1-D DeviceMesh its own. Raises TypeError: neither, or a group that this rank is not in. Raises
+    ValueError: a mesh of more dimensions."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it must have 1, as mesh[name] has")
@@ -95,11 +80,8 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def check_documents(cu_seqlens: torch.Tensor, seqlen: int, max_seqlen: int | None = None) -> None:
-    """Raise unless documents begin at 0, never fall and end at ``seqlen``, none longer than ``max_seqlen``. The host waits.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Raise ValueError unless documents begin at 0, never fall and end at ``seqlen``, none longer than ``max_seqlen``. The host
+    waits."""
     starts = cu_seqlens.cpu()
     if not len(starts):
         raise ValueError("cu_seqlens has 0 entries; it must have one more than there are documents")
@@ -113,8 +95,7 @@ def check_documents(cu_seqlens: torch.Tensor, seqlen: int, max_seqlen: int | Non
 
 def length_of(x: torch.Tensor, dim: int) -> int:
     """The length of a dimension. Raises TypeError, ValueError: no tensor, or no dimension of that number."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; it must be a torch.Tensor")
+    checked_tensor("x", x)
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim is {shown(dim)}; it must be an integer")
     if not -x.dim() <= dim < x.dim():

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.attention.call.checks import check_count
 from flashmoe_science.ops.attention.call.tensors import DTYPES
 from flashmoe_science.ops.attention.front.merge import merged
+from flashmoe_science.ops.checks import check_count
 from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.cost import EXCHANGED, MESSAGES, Cost
 from flashmoe_science.parallel.layout import process_group
@@ -89,11 +89,7 @@ class DecodeWorkspace:
 
 
 def check_workspace(workspace: object, group: dist.ProcessGroup, part: Part, dtype: torch.dtype) -> None:
-    """Raise unless the workspace is one of the group that has room for a part, of results of this dtype.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
+    """Raise TypeError, ValueError unless it is a workspace of the group with room for a part, of results of this dtype."""
     if not isinstance(workspace, DecodeWorkspace):
         raise TypeError(f"workspace is {workspace!r}; it must be a DecodeWorkspace or None")
     if (ranks := dist.get_process_group_ranks(workspace.group)) != dist.get_process_group_ranks(group):
@@ -107,12 +103,9 @@ def check_workspace(workspace: object, group: dist.ProcessGroup, part: Part, dty
 def merge_parts(
     group: dist.ProcessGroup, workspace: DecodeWorkspace | None, results: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
-    """The results of all ranks merged, in the shape and dtype of this rank's. Every rank of the group calls it.
-
-    Args:
-        results: [..., width], rounded to its dtype.
-        lse: fp32, as many as there are rows of results, in their order; -inf where a rank has no keys: it weighs nothing.
-    """
+    """The results of all ranks merged, in the shape and dtype of this rank's. Every rank of the group calls it. ``results``:
+    [..., width], rounded to its dtype. ``lse``: fp32, as many as there are rows of results, in their order; -inf where a rank
+    has no keys: it weighs nothing."""
     if not results.numel():  # as on every rank
         return results
     results, lse = results.contiguous(), lse.contiguous()
@@ -132,7 +125,7 @@ def merge_parts(
     return merged(outs.unbind(), lses.unbind())[0].to(results.dtype)
 
 
-def told(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, part: Part) -> str:
+def described(group: dist.ProcessGroup, workspace: DecodeWorkspace | None, part: Part) -> str:
     """What merges such parts, and the bytes that a rank receives."""
     received = (group.size() - 1) * part.size
     if workspace is not None:

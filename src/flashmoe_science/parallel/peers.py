@@ -17,16 +17,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.launch import (
-    Grid,
-    Pointer,
-    argument,
-    cdiv,
-    kept_build,
-    next_power_of_2,
-    stand_in,
-    workspace_bytes,
-)
+from flashmoe_science.ops.launch import Grid, Pointer, argument, cdiv, kept_build, next_power_of_2, stand_in, workspace_bytes
 from flashmoe_science.ops.moe.call import Rows
 from flashmoe_science.parallel.cost import PUSHED, Link
 from flashmoe_science.parallel.symmetric import Symmetric
@@ -186,11 +177,7 @@ def _columns(width: int, most: int) -> int:
 
 
 class Peers(Transport):
-    """By symmetric memory of GPUs of one host.
-
-    Raises:
-        RuntimeError: PyTorch cannot map the ranks' memory into each other's.
-    """
+    """By symmetric memory of GPUs of one host. Raises RuntimeError: PyTorch cannot map the ranks' memory into each other's."""
 
     link: Link | None = PUSHED
     sends = True

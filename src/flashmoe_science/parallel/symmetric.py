@@ -16,11 +16,8 @@ TIME_LIMIT_MS = 60_000  # of a wait for another rank, after which it ends the CU
 
 
 class Symmetric:
-    """A buffer of ``size`` bytes on every GPU of a group. Every rank makes it at once.
-
-    Raises:
-        RuntimeError: PyTorch cannot map the ranks' memory into each other's.
-    """
+    """A buffer of ``size`` bytes on every GPU of a group. Every rank makes it at once. Raises RuntimeError: PyTorch cannot map
+    the ranks' memory into each other's."""
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # PyTorch would create an object that is never used

@@ -70,11 +70,7 @@ class Transport(ABC):
 
     def sent(self, rows: Rows, of_all: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[tokens, H], the results of a call, of rows that go straight from the products to the ranks of their tokens.
-
-        Args:
-            of_all: the weights of all ranks, of a reduced result; None of an exact one.
-            weights, ids: of this rank.
-        """
+        ``of_all``: the weights of all ranks, of a reduced result; None of an exact one. ``weights``, ``ids``: of this rank."""
         raise NotImplementedError
 
 
@@ -137,11 +133,8 @@ def gathered(group: dist.ProcessGroup, *own: torch.Tensor) -> list[torch.Tensor]
 
 
 def sums_of(rows: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
-    """[T, H], the sums of rows [R, H] at the places [T, K], in fp32 (fp64 of fp64) and in their order; -1: none.
-
-    Args:
-        weights: [T, K], of each row; None for 1.
-    """
+    """[T, H], the sums of rows [R, H] at the places [T, K], in fp32 (fp64 of fp64) and in their order; -1: none. ``weights``:
+    [T, K], of each row; None for 1."""
     if not rows.is_cuda or TRITON_MISSING or rows.dtype == torch.float64:
         found = of_places(rows, places)
         if weights is not None:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_science.ops.attention.call.checks import check_count
+from flashmoe_science.ops.checks import check_count
 from flashmoe_science.ops.moe.call import DTYPES
 from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.cost import Cost

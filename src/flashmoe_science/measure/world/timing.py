@@ -17,7 +17,7 @@ from flashmoe_science.measure.world.checks import Ready
 from flashmoe_science.measure.world.ranks import World
 from flashmoe_science.ops.distributed import Results
 from flashmoe_science.problem import DistributedProblem
-from flashmoe_science.records import Cache, Clock, TimingRow
+from flashmoe_science.records import Cache, Clock
 
 _SAMPLE_NS, _MAX_CALLS = 2e7, 200  # so long that the clock of the GPU settles
 _MIN_ROUNDS, _MAX_ROUNDS, _QUICK_ROUNDS = 12, 24, 6
@@ -115,27 +115,10 @@ class Timing:
             if one.implementation.origin == "peer" or (one.is_control and one.implementation == own.implementation)
         ]
         for own, rival in pairs:
-            self.session.record(
-                TimingRow,
-                self.problem,
-                own.entry,
-                op=self.problem.op,
-                origin=own.entry.origin,
-                rival=rival.entry.name,
-                rival_origin=rival.entry.origin,
-                rival_config=rival.entry.config,
-                clock=clock,
-                cache=cache,
-                calls=own.calls,
-                input_sets=1,
-                a=own.slowest,
-                b=rival.slowest,
-                a_by_rank=own.by_rank,
-                b_by_rank=rival.by_rank,
-                device_seconds=round(self._seconds / len(pairs), 4),
-                quick=self.session.request.quick,
-                **self._conditions,
-            )
+            how = {"clock": clock, "cache": cache, "calls": own.calls, "input_sets": 1, **self._conditions}
+            how |= {"device_seconds": round(self._seconds / len(pairs), 4)}
+            samples = {"a": own.slowest, "b": rival.slowest, "a_by_rank": own.by_rank, "b_by_rank": rival.by_rank}
+            self.session.timed(self.problem, own.entry, rival.entry, **samples, **how)
 
 
 def _joined(every: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -54,12 +54,8 @@ def build(
 
 
 def combined(rows: torch.Tensor, weights: torch.Tensor | None, row_of_pair: torch.Tensor) -> torch.Tensor:
-    """[T, H]: the sums of a call, of contiguous rows [R, H] that were computed elsewhere.
-
-    Args:
-        weights: [T, K]; None for 1.
-        row_of_pair: [T, K], -1 where a choice has no row.
-    """
+    """[T, H]: the sums of a call, of contiguous rows [R, H] that were computed elsewhere. ``weights``: [T, K]; None for 1.
+    ``row_of_pair``: [T, K], -1 where a choice has no row."""
     (tokens, top_k), dim = row_of_pair.shape, rows.shape[1]
     constexprs = (top_k, dim, _block(dim), False)
     out, tables = rows.new_empty(tokens, dim), row_of_pair.int().expand(2, -1, -1).contiguous()  # its second part is read

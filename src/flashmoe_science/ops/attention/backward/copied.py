@@ -42,11 +42,7 @@ class Builds:
 def encoders(build: Build, templates: tuple[Any, ...], shapes: tuple[Shape | None, ...]) -> tuple[Encoder, ...]:
     """Of each descriptor, in order; of one that a launch has not, what gives None."""
     numbers, every = count(), zip(templates, shapes, strict=True)
-    return tuple(_none if shape is None else build.encoder(next(numbers), one, *shape) for one, shape in every)
-
-
-def _none(_: Any) -> tuple[None]:
-    return (None,)
+    return tuple((lambda _: (None,)) if shape is None else build.encoder(next(numbers), one, *shape) for one, shape in every)
 
 
 def encoded(bound: Bound, tensors: tuple[Any, ...]) -> list[Any]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_contiguous, check_dense, check_table
+from flashmoe_science.ops.attention.call.checks import check_contiguous, check_table
+from flashmoe_science.ops.checks import check_device, checked_tensor
 
 
 class Append(NamedTuple):
@@ -57,11 +58,7 @@ class Append(NamedTuple):
 
 
 def check_append(a: Append) -> None:
-    """Raise unless the append can be made.
-
-    Raises:
-        TypeError, ValueError: an argument that is not allowed, in one line.
-    """
+    """Raise TypeError, ValueError unless the append can be made."""
     batch = a.cache_seqlens.shape[0]
     for name, new, cache, cache_name in (("k", a.k, a.k_cache, "k_cache"), ("v", a.v, a.v_cache, "v_cache")):
         if new.dtype != cache.dtype:
@@ -71,8 +68,7 @@ def check_append(a: Append) -> None:
         if new.shape != sizes:
             have = f"{name} has (batch, heads, tokens, head_dim) {tuple(new.shape)}"
             raise ValueError(f"{have}; with {cache_name} and k it must be {sizes}")
-        if new.device != cache.device:
-            raise ValueError(f"{name} is on {new.device} and {cache_name} on {cache.device}; they must be on the same device")
+        check_device(name, new, cache_name, cache)
         if cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{cache_name} requires gradients; it is written in place, so it must not")
     if torch.is_grad_enabled():
@@ -89,7 +85,7 @@ def check_append(a: Append) -> None:
 
 def _check_rotary(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor) -> None:
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_dense(((name, table),))
+        checked_tensor(name, table)
         if table.dim() != 2 or table.shape != cos.shape:
             raise ValueError(f"{name} has shape {tuple(table.shape)}; both must be [positions, half of the rotated width]")
         if table.dtype != cos.dtype:

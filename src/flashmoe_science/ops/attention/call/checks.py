@@ -12,6 +12,7 @@ import torch
 
 from flashmoe_science.hardware.probe import is_assumed
 from flashmoe_science.ops.attention.call.tensors import DTYPES, E4M3, ArgNames, Options, Tensors, max_keys, sequences
+from flashmoe_science.ops.checks import check_count, check_device, checked_tensor
 from flashmoe_science.printable import shown
 
 MAX_SPLITS = 256
@@ -31,11 +32,8 @@ class UnsupportedType(Unsupported, TypeError):
 
 
 def check_call(tensors: Tensors, options: Options) -> None:
-    """Raise unless the tensors can be attended as the options say.
-
-    Raises:
-        TypeError, ValueError: what is wrong, in one line; Unsupported where PyTorch's own attention may take it.
-    """
+    """Raise unless the tensors can be attended as the options say. Raises TypeError, ValueError: what is wrong, in one line;
+    Unsupported where PyTorch's own attention may take it."""
     check_tensors(tensors.q, tensors.k, tensors.v, options.names)
     _check_sizes(tensors, options)
     for side in ("window_left", "window_right"):
@@ -71,52 +69,29 @@ def _check_features(tensors: Tensors, options: Options) -> None:
 
 
 def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
-    """Raise unless the three are 4-D dense tensors of one supported dtype (K and V may be e4m3) on one supported device.
-
-    Raises:
-        TypeError: not a tensor, or a dtype that is not supported or not shared.
-        ValueError: not four dimensions, a layout that is not dense, devices that differ or are not supported, a lazily negated
-            view, such as the imaginary part of a conjugate.
-    """
+    """Raise unless the three are 4-D dense tensors of one supported dtype (K and V may be e4m3) on one supported device. Raises
+    TypeError: not a tensor, or a dtype that is not supported or not shared. Raises ValueError: not four dimensions, a layout
+    that is not dense, devices that differ or are not supported, a lazily negated view, such as the imaginary part of a
+    conjugate."""
+    q, k, v = (checked_tensor(*one) for one in ((names.q, q), (names.k, k), (names.v, v)))
     named = ((names.q, q), (names.k, k), (names.v, v))
-    check_dense(named)
-    assert isinstance(q, torch.Tensor)
-    assert isinstance(k, torch.Tensor)
     of_keys = E4M3 if k.dtype == E4M3 else q.dtype
     for name, tensor in named:
-        assert isinstance(tensor, torch.Tensor)
         if tensor.dtype != (q.dtype if tensor is q else of_keys):
             raise TypeError(f"{name} has dtype {tensor.dtype} and {names.q} has {q.dtype}; they must be the same")
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device} and {names.q} on {q.device}; they must be on the same device")
+        check_device(name, tensor, names.q, q)
     if q.dtype not in DTYPES and q.dtype != torch.float64:
         allowed = "torch.float16, torch.bfloat16, torch.float32 or torch.float64"
         raise UnsupportedType(f"{names.q} has dtype {q.dtype}; it must be {allowed}")
     if q.device.type not in _DEVICES and not is_assumed():
         raise UnsupportedValue(f"{names.q} is on device {q.device}; it must be on a CPU or a CUDA device")
     for name, tensor in named:
-        assert isinstance(tensor, torch.Tensor)
         if tensor.dim() != 4:
             raise UnsupportedValue(f"{name} has {tensor.dim()} dimensions; it must have 4 (batch, heads, sequence, head_dim)")
         if not torch.compiler.is_compiling() and tensor.is_neg():
             raise UnsupportedValue(
                 f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()"
             )
-
-
-def check_dense(tensors: tuple[tuple[str, object], ...]) -> None:
-    """Raise unless each (name, tensor) is a dense tensor.
-
-    Raises:
-        TypeError: not a tensor.
-        ValueError: a layout that is not dense.
-    """
-    for name, tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            raise ValueError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
 
 
 def _check_sizes(tensors: Tensors, options: Options) -> None:
@@ -216,11 +191,7 @@ def _check_bias(tensors: Tensors, options: Options, batch: int) -> None:
 
 def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, ...], q: torch.Tensor) -> None:
     """Raise unless ``table`` is None or int32 of that shape (None for any size), on Q's device, its last dimension contiguous.
-
-    Raises:
-        TypeError: not a tensor, or not int32.
-        ValueError: another shape, device or stride.
-    """
+    Raises TypeError: not a tensor, or not int32. Raises ValueError: another shape, device or stride."""
     if table is None:
         return
     if not isinstance(table, torch.Tensor):
@@ -249,8 +220,7 @@ def _check_shape(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...],
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{name} has shape {_sizes(tensor)}; it must be ({wanted}{',' if len(shape) == 1 else ''})")
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device} and the queries on {q.device}; they must be on the same device")
+    check_device(name, tensor, "the queries", q)
 
 
 def check_contiguous(tensor: torch.Tensor, name: str) -> None:
@@ -264,38 +234,8 @@ def _sizes(tensor: torch.Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_count(value: object, name: str, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: below ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} is {shown(value)}; it must be an integer")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def check_name(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {shown(value)}; it must be a string or None")
-
-
-def check_flag(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is True or False: a word such as "no" would be taken for true."""
-    if value is not True and value is not False:
-        raise TypeError(f"{name} is {shown(value)}; it must be True or False")
-
-
 def checked_scale(scale: object, name: str) -> float:
-    """``scale`` as a finite Python float.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: NaN or infinite.
-    """
+    """``scale`` as a finite Python float. Raises TypeError: not a real number. Raises ValueError: NaN or infinite."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} is {shown(scale)}; it must be a real number or None")
     if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace
@@ -304,12 +244,8 @@ def checked_scale(scale: object, name: str) -> float:
 
 
 def check_probability(value: object, name: str) -> None:
-    """Raise unless ``value`` is a number from 0 to 1.
-
-    Raises:
-        TypeError: not a real number.
-        ValueError: below 0 or above 1.
-    """
+    """Raise unless ``value`` is a number from 0 to 1. Raises TypeError: not a real number. Raises ValueError: below 0 or above
+    1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {shown(value)}; it must be a real number from 0 to 1")
     if not 0.0 <= value <= 1.0:
@@ -317,18 +253,14 @@ def check_probability(value: object, name: str) -> None:
 
 
 def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, names: ArgNames) -> None:
-    """Raise unless ``attn_mask`` is a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k].
-
-    Raises:
-        TypeError: not a tensor, or neither boolean nor of the query's dtype.
-        ValueError: of another device, or of a shape that does not broadcast.
-    """
+    """Raise unless ``attn_mask`` is a tensor that broadcasts to [batch, heads, seqlen_q, seqlen_k]. Raises TypeError: not a
+    tensor, or neither boolean nor of the query's dtype. Raises ValueError: of another device, or of a shape that does not
+    broadcast."""
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask is {shown(attn_mask)}; it must be a torch.Tensor or None")
     if attn_mask.dtype not in (torch.bool, q.dtype):
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool or that of {names.q}, {q.dtype}")
-    if attn_mask.device != q.device:
-        raise ValueError(f"attn_mask is on {attn_mask.device} and {names.q} on {q.device}; they must be on the same device")
+    check_device("attn_mask", attn_mask, names.q, q)
     full = (*q.shape[:-1], k.shape[-2])
     shape = tuple(attn_mask.shape)
     fits = 2 <= len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(full), strict=False))

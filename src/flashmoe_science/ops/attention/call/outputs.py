@@ -29,11 +29,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def outputs_of(tensors: Tensors, options: Options, strides: tuple[int, ...]) -> Outputs:
-    """The outputs of a call; their order of dimensions is that of ``Options.tokens_first``.
-
-    Args:
-        strides: ``out_strides``.
-    """
+    """The outputs of a call; their order of dimensions is that of ``Options.tokens_first``. ``strides``: ``out_strides``."""
     q, width = tensors.q, tensors.v.shape[3]
     batch, heads, rows, _ = q.shape
     shape: tuple[int, ...] = (batch, heads, rows, width)

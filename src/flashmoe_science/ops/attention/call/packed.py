@@ -8,14 +8,9 @@ import torch
 
 
 def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sequence of each of ``total`` packed tokens, its place there, and whether any sequence owns it.
-
-    Args:
-        cu_seqlens: integers [batch + 1], where each sequence begins, and the end of the last.
-
-    Returns:
-        int64 sequence [total], from 0 to batch - 1; int64 place [total], 0 where no sequence owns the token; bool [total].
-    """
+    """The sequence of each of ``total`` packed tokens, its place there, and whether any sequence owns it. ``cu_seqlens``:
+    integers [batch + 1], where each sequence begins, and the end of the last. Returns int64 sequence [total], from 0 to batch -
+    1; int64 place [total], 0 where no sequence owns the token; bool [total]."""
     starts = cu_seqlens.long()
     token = torch.arange(total, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)

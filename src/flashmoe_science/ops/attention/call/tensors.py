@@ -168,11 +168,8 @@ _features = lru_cache(maxsize=512)(Features)
 
 
 def problem_of(tensors: Tensors, options: Options) -> AttentionProblem:
-    """The AttentionProblem of a call that has been checked.
-
-    Raises:
-        ProblemError: a head dimension above 256, a size of 0, or fp64.
-    """
+    """The AttentionProblem of a call that has been checked. Raises ProblemError: a head dimension above 256, a size of 0, or
+    fp64."""
     q, k, v = tensors.q, tensors.k, tensors.v
     if q.dtype not in DTYPES:
         raise ProblemError(f"dtype is {q.dtype}; it must be torch.float16, torch.bfloat16 or torch.float32")

@@ -21,13 +21,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.call.kernel import (
-    AttentionInputs,
-    AttentionLaunch,
-    Launcher,
-    our_kernel,
-    run_planned,
-)
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher, our_kernel, run_planned
 from flashmoe_science.ops.attention.call.outputs import out_strides
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.device.launch import launch_by_address

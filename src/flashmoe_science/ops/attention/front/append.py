@@ -26,13 +26,8 @@ from flashmoe_science.ops.operator import register
 
 def append_to_cache(append: Append) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the new keys, rotated, and the new values behind the first ``cache_seqlens`` of each sequence's cache, in place.
-
-    Returns:
-        The rotated q (q itself without rotary), and int32 [batch], the lengths after.
-
-    Raises:
-        TypeError, ValueError: an argument that is not allowed, in one line.
-    """
+    Returns the rotated q (q itself without rotary), and int32 [batch], the lengths after. Raises TypeError, ValueError: an
+    argument that is not allowed, in one line."""
     check_append(append)
     if torch.compiler.is_compiling() or not is_plain(append.k_cache, append.v_cache, append.q, append.k, append.v):
         if is_explaining() and _on_nvidia(append):

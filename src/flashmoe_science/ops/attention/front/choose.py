@@ -33,11 +33,7 @@ from flashmoe_science.ops.attention.call.tensors import (
     sequences,
 )
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
-from flashmoe_science.ops.attention.front.backward.choose import (
-    check_gradients,
-    choose_backward,
-    why_no_backward,
-)
+from flashmoe_science.ops.attention.front.backward.choose import check_gradients, choose_backward, why_no_backward
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK as BACKWARD_BY_PYTORCH
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
@@ -72,11 +68,8 @@ LAUNCHERS: Cache[Hashable, Launcher] = Cache(MAX_PLANS)
 
 def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
     """The plan for a call, and the launch bound to its tensors. A call that shares a stored plan's class is not checked again.
-
-    Raises:
-        TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for.
-        CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
-    """
+    Raises TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for. Raises CannotServe:
+    the kernel asked for cannot serve the call; the message says why and what could."""
     positive, key = scale is None or scale > 0.0, None
     if tensors[3:] == NO_FEATURES and options.kernel != PYTORCH:
         try:
@@ -158,13 +151,9 @@ def _class_and_kind(
     """The class of a call, and all else that a choice or a launcher depends on; None where Q, K and V do not fit one another.
 
     Equal classes share a choice: their sizes are rounded, but those that were measured, for which their own record decides.
-    With features only keys of another number than the queries share one: they may grow by a token a call.
-
-    Args:
-        checked: the call is right, which is not asked again; else it has no other tensor than Q, K and V.
-
-    Raises:
-        AttributeError, ValueError, RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
+    With features only keys of another number than the queries share one: they may grow by a token a call. ``checked``: the call
+    is right, which is not asked again; else it has no other tensor than Q, K and V. Raises AttributeError, ValueError,
+    RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
     """
     q, k, v = tensors[0], tensors[1], tensors[2]
     (batch, heads, queries, width), shape_k, (batch_v, heads_kv, keys, width_v) = q.shape, k.shape, v.shape

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_count, check_dense, check_flag, check_table
+from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.call.lengths import Lengths
 from flashmoe_science.ops.attention.call.packed import chunk_mask
 from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.front.lengths import refuse_lengths
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.calls import autocast
+from flashmoe_science.ops.checks import check_count, check_flag, checked_tensor
 from flashmoe_science.printable import shown
 
 Window = tuple[int | None, int | None]
@@ -35,14 +36,8 @@ USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  #
 
 
 def window_of(window_size: object, causal: bool) -> Window:
-    """(left, right) with None for no limit; a causal mask has a right of 0 by itself.
-
-    Args:
-        window_size: two integers, or a CPU tensor of two; below 0 or None for no limit.
-
-    Raises:
-        TypeError: something else.
-    """
+    """(left, right) with None for no limit; a causal mask has a right of 0 by itself. ``window_size``: two integers, or a CPU
+    tensor of two; below 0 or None for no limit. Raises TypeError: something else."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return NO_WINDOW
     sides: list[int | None] = []
@@ -70,12 +65,7 @@ def mask_of(causal: object) -> Mask:
 
 
 def checked_cap(softcap: object) -> float:
-    """``softcap`` as a float.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: below 0 or not finite.
-    """
+    """``softcap`` as a float. Raises TypeError: not a number. Raises ValueError: below 0 or not finite."""
     if type(softcap) is not float:
         if isinstance(softcap, bool) or not isinstance(softcap, int | float):
             raise TypeError(f"softcap is {shown(softcap)}; it must be a real number, 0.0 for none")
@@ -97,8 +87,7 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
     """
     if qv is None:
         return q, k
-    check_dense((("qv", qv),))
-    assert isinstance(qv, torch.Tensor)
+    qv = checked_tensor("qv", qv)
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
         raise ValueError(f"qv has shape {tuple(qv.shape)}; it must have q's, with the width of v: {shape}")
@@ -120,10 +109,7 @@ def refuse_other_order(seqused_q: object) -> None:
 
 def max_seqlen(value: object, name: str, total: int) -> int:
     """A ``max_seqlen`` as an integer. One that is on a GPU, or is traced, is not read: no sequence is longer than all together.
-
-    Raises:
-        TypeError, ValueError: not an integer of at least 0.
-    """
+    Raises TypeError, ValueError: not an integer of at least 0."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item() if value.device.type == "cpu" and not torch.compiler.is_compiling() else total
     check_count(value, name, 0)
@@ -131,11 +117,8 @@ def max_seqlen(value: object, name: str, total: int) -> int:
 
 
 def lengths_of(cache_seqlens: object, batch: int, name: str, q: torch.Tensor) -> torch.Tensor | None:
-    """``cache_seqlens`` as int32 [batch]: an integer is that of every sequence.
-
-    Raises:
-        TypeError, ValueError: neither an integer of at least 0 nor such a tensor.
-    """
+    """``cache_seqlens`` as int32 [batch]: an integer is that of every sequence. Raises TypeError, ValueError: neither an
+    integer of at least 0 nor such a tensor."""
     if isinstance(cache_seqlens, torch.Tensor) or cache_seqlens is None:
         return cache_seqlens
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt):
@@ -173,10 +156,7 @@ def dequantised_query(
     q: torch.Tensor, q_descale: torch.Tensor | None, k_descale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(q in bf16, the scale of K) of an e4m3 query, whose scale [batch, heads_kv] is moved to K: the scores are the same.
-
-    Raises:
-        ValueError: a scale of a query that is not e4m3.
-    """
+    Raises ValueError: a scale of a query that is not e4m3."""
     if not isinstance(q, torch.Tensor) or q.dtype != E4M3:
         if q_descale is not None:
             raise ValueError(f"q_descale is given and q has dtype {getattr(q, 'dtype', None)}; it is for {E4M3}")
@@ -203,11 +183,8 @@ def autocast_beside(
 
 
 def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> Tensors:
-    """The tensors with ``attention_chunk`` as a boolean bias; as they are for 0.
-
-    Raises:
-        TypeError, ValueError: not an integer of at least 0, or alibi_slopes are given too.
-    """
+    """The tensors with ``attention_chunk`` as a boolean bias; as they are for 0. Raises TypeError, ValueError: not an integer
+    of at least 0, or alibi_slopes are given too."""
     if attention_chunk == 0 and type(attention_chunk) is int:
         return tensors
     check_count(attention_chunk, "attention_chunk", 0)
@@ -236,11 +213,8 @@ def whole_cache(k_cache: torch.Tensor, page_table: torch.Tensor | None, batch: i
 
 
 def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
-    """The most packed queries of a sequence, 0 where they are not packed.
-
-    Raises:
-        TypeError, ValueError: none, or not an integer of at least 0.
-    """
+    """The most packed queries of a sequence, 0 where they are not packed. Raises TypeError, ValueError: none, or not an integer
+    of at least 0."""
     if not packed:
         return 0
     if max_seqlen_q is None:
@@ -251,11 +225,8 @@ def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
 def new_keys(
     k: torch.Tensor | None, v: torch.Tensor | None, packed: bool, rotary_cos: torch.Tensor | None, rotary_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Views of k and v to append, heads before tokens; None where neither they nor rotary tables are given.
-
-    Raises:
-        TypeError, ValueError: k without v, rotary tables without both, other dimensions.
-    """
+    """Views of k and v to append, heads before tokens; None where neither they nor rotary tables are given. Raises TypeError,
+    ValueError: k without v, rotary tables without both, other dimensions."""
     if k is v is rotary_cos is None:
         return None
     check_flag(rotary_interleaved, "rotary_interleaved")
@@ -276,13 +247,8 @@ def packed_view(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def check_dimensions(tensors: tuple[tuple[str, object], ...], dimensions: tuple[tuple[str, int], ...]) -> None:
-    """Raise unless each (name, tensor) is dense and has as many dimensions as its (words, number) says.
-
-    Raises:
-        TypeError, ValueError: one that is not.
-    """
-    check_dense(tensors)
-    for (name, tensor), (words, number) in zip(tensors, dimensions, strict=True):
-        assert isinstance(tensor, torch.Tensor)
+    """Raise TypeError, ValueError unless each (name, tensor) is dense, of as many dimensions as its (words, number) says."""
+    checked = [(name, checked_tensor(name, tensor)) for name, tensor in tensors]
+    for (name, tensor), (words, number) in zip(checked, dimensions, strict=True):
         if tensor.dim() != number:
             raise ValueError(f"{name} has {tensor.dim()} dimensions; it must have {number} ({words})")

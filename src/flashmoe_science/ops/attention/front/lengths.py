@@ -4,7 +4,6 @@ GPU with FLASHMOE_CHECK=1 in the environment, where it is a launch and a wait.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, MaybeTensor, Tensors
 from flashmoe_science.ops.calls import is_plain
-
-CHECK = os.environ.get("FLASHMOE_CHECK") == "1"
+from flashmoe_science.ops.checks import CHECK as CHECK  # append.py takes it from here, and tests set it
 
 
 def are_readable(*tensors: torch.Tensor | None) -> bool:
@@ -51,11 +49,8 @@ def _is_wrong(one: Lengths) -> bool:
 
 
 def with_check(launch: AttentionLaunch, lengths: Callable[..., Lengths], *call: Any) -> AttentionLaunch:
-    """The launch, behind ``refuse_lengths`` of the tensors that each call gives; itself without FLASHMOE_CHECK=1.
-
-    Args:
-        lengths: of ``call``, the call that the launch was bound to. Its tensors are not kept.
-    """
+    """The launch, behind ``refuse_lengths`` of the tensors that each call gives; itself without FLASHMOE_CHECK=1. ``lengths``:
+    of ``call``, the call that the launch was bound to. Its tensors are not kept."""
     if not CHECK:
         return launch
     like = lengths(*call)

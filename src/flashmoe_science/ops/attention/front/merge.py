@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flashmoe_science.ops.attention.call.checks import check_dense
+from flashmoe_science.ops.checks import checked_tensor
 from flashmoe_science.printable import shown
 
 
@@ -28,22 +28,15 @@ def parts_of(name: str, parts: object) -> list[torch.Tensor]:
 
 
 def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
-    """Raise unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device as lses [..., heads,
-    tokens], and at least one.
-
-    Raises:
-        TypeError, ValueError: parts that do not fit.
-    """
+    """Raise TypeError, ValueError unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device
+    as lses [..., heads, tokens], and at least one."""
     if len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} parts and lses {len(lses)}; they must have as many")
     if not outs:
         raise ValueError("outs has no part; there must be at least one")
     for kind, parts in (("outs", outs), ("lses", lses)):
-        for n, one in enumerate(parts):
-            check_dense(((f"{kind}[{n}]", one),))
-            first = parts[0]
-            assert isinstance(one, torch.Tensor)
-            assert isinstance(first, torch.Tensor)
+        for n, one in enumerate(checked := [checked_tensor(f"{kind}[{n}]", one) for n, one in enumerate(parts)]):
+            first = checked[0]
             for what, own, others in (
                 ("shape", tuple(one.shape), tuple(first.shape)),
                 ("dtype", one.dtype, first.dtype),

@@ -138,11 +138,8 @@ def attend_with_dropout(
 def append_and_attend(
     append: Append, tensors: Tensors, options: Options, softmax_scale: float | None, store: Store
 ) -> Result | None:
-    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both.
-
-    Args:
-        tensors: without what is appended. store: as of ``attend``.
-    """
+    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both. ``tensors``: without what
+    is appended. ``store``: as of ``attend``."""
     if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)
@@ -342,15 +339,10 @@ def _through_operator(tensors: Tensors, options: Options, softmax_scale: float |
     return tokens_first(result, tensors.cu_seqlens_q is not None) if o.tokens_first else result
 
 
-def _unpacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[Tensors, Options, float | None]:
-    """The operator's arguments."""
-    return unpacked((q, k, v), *rest)
-
-
 @torch.no_grad()
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
-    tensors, options, softmax_scale = _unpacked(*args)
+    tensors, options, softmax_scale = unpacked(args[:3], *args[3:])
     found, key = _find(tensors, options, (), softmax_scale)
     result = None if found is None else found(tensors, softmax_scale, ALL_KEYS, None, None)
     out, lse = result or _serve(tensors, options, softmax_scale, None, key, None)
@@ -360,7 +352,7 @@ def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward``'s results without the work."""
-    tensors, options, _ = _unpacked(*args)
+    tensors, options, _ = unpacked(args[:3], *args[3:])
     check_call(tensors, options)
     out, lse = outputs_of(tensors, options, out_strides(tensors))
     made = [tensors.q.new_empty_strided(one.shape, one.strides, dtype=one.dtype) for one in (out, lse) if one is not None]
@@ -369,7 +361,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _differentiable(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator as a part of PyTorch's graph."""
-    tensors, options, softmax_scale = _unpacked(*args)
+    tensors, options, softmax_scale = unpacked(args[:3], *args[3:])
     check_call(tensors, options)
     out, lse = differentiable(tensors, options, softmax_scale)
     return out, _or_empty(tensors.q, lse)

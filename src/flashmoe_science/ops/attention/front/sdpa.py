@@ -38,11 +38,8 @@ def masked(
     kernel: str | None,
 ) -> torch.Tensor | str:
     """The call with a mask by our kernel; why not by one, in words, where PyTorch's own function serves it, or refuses it.
-
-    Raises:
-        CannotServe: ``kernel`` is one of ours, and cannot serve the call.
-        TypeError, ValueError: what else ``attend`` refuses.
-    """
+    Raises CannotServe: ``kernel`` is one of ours, and cannot serve the call. Raises TypeError, ValueError: what else ``attend``
+    refuses."""
     store = None
     if not (torch.compiler.is_compiling() or is_causal):
         given = (query, key, value, *(None,) * 8, attn_mask, *(None,) * 8)
@@ -53,7 +50,7 @@ def masked(
         return "asked for by name"
     if (cast := autocast((query, key, value, attn_mask))) is not None:
         (query, key, value, attn_mask), store = cast, None
-    bias = _bias(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
+    bias = _bias((query, key, value, attn_mask), is_causal, enable_gqa, kernel)
     if isinstance(bias, str):
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {bias}; {PYTORCH!r} can")
@@ -75,17 +72,9 @@ def _is_on_nvidia(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.version.hip is None
 
 
-def _bias(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor,
-    is_causal: bool,
-    enable_gqa: bool,
-    kernel: str | None,
-) -> torch.Tensor | str:
-    """The mask, broadcast to [batch, heads, seqlen_q, seqlen_k]; or why no kernel of ours takes it."""
-    tensors = (query, key, value, attn_mask)
+def _bias(tensors: tuple[torch.Tensor, ...], is_causal: bool, enable_gqa: bool, kernel: str | None) -> torch.Tensor | str:
+    """The mask, the last of ``tensors``, broadcast to [batch, heads, seqlen_q, seqlen_k]; or why no kernel of ours takes it."""
+    query, key, _, attn_mask = tensors
     if is_causal:
         return "attn_mask and is_causal are given, which no kernel of ours takes together"
     if not all(isinstance(one, torch.Tensor) for one in tensors):
@@ -122,11 +111,8 @@ class TorchCall(NamedTuple):
 
 
 def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
-    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong.
-
-    Args:
-        why: no kernel of ours serves the call, in words or as it was refused; "" for dropout.
-    """
+    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong. ``why``: no kernel of ours
+    serves the call, in words or as it was refused; "" for dropout."""
     refusal = why if isinstance(why, Unsupported) else None
     if not is_explaining():
         return _by_pytorch(call, refusal)

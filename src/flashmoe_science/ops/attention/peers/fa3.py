@@ -12,10 +12,10 @@ from typing import Any
 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import not_installed
+from flashmoe_science.ops.peer import launches_of, not_installed
 
 _LACKS = ("FP16", "PAGEDKV", "LOCAL")
 _SERVED = ("softcap", "ragged", "packed", "leftpad")
@@ -71,9 +71,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     from fa3_fwd_interface import flash_attn_func
 
     result = flash_attn_func(
-        inputs.q.transpose(1, 2),
-        inputs.k.transpose(1, 2),
-        inputs.v.transpose(1, 2),
+        *(one.transpose(1, 2) for one in inputs.tensors[:3]),
         softmax_scale=inputs.softmax_scale,
         causal=inputs.problem.causal,
         num_splits=config["num_splits"],
@@ -108,9 +106,7 @@ def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
         result = fa3.flash_attn_varlen_func(q[0], k[0], v[0], return_attn_probs=inputs.return_lse, **options)
     else:
         result = fa3.flash_attn_with_kvcache(
-            q[0] if packed else q,
-            k,
-            v,
+            *(q[0] if packed else q, k, v),
             cache_seqlens=tensors.cache_seqlens,
             page_table=tensors.page_table,
             cache_batch_idx=tensors.cache_batch_idx,

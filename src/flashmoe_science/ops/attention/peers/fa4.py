@@ -10,10 +10,10 @@ from typing import Any
 
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import not_installed
+from flashmoe_science.ops.peer import launches_of, not_installed
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
 
@@ -48,9 +48,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     from flash_attn.cute import flash_attn_func
 
     out, lse = flash_attn_func(
-        inputs.q.transpose(1, 2),
-        inputs.k.transpose(1, 2),
-        inputs.v.transpose(1, 2),
+        *(one.transpose(1, 2) for one in inputs.tensors[:3]),
         softmax_scale=inputs.softmax_scale,
         causal=inputs.problem.causal,
         return_lse=inputs.return_lse,
@@ -85,9 +83,7 @@ def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
     if packed:
         lengths = {"cu_seqlens_q": tensors.cu_seqlens_q, "max_seqlen_q": inputs.options.max_seqlen_q}
     out, lse = flash_attn_varlen_func(
-        rows[0] if packed else rows,
-        k,
-        v,
+        *(rows[0] if packed else rows, k, v),
         cu_seqlens_k=tensors.cu_seqlens_k,
         max_seqlen_k=inputs.options.max_seqlen_k,
         seqused_k=tensors.cache_seqlens,

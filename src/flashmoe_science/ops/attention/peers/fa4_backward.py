@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.kernel import Config, Device, Kernel
-from flashmoe_science.ops.attention.peers import fa4, launches_of
+from flashmoe_science.ops.attention.peers import fa4
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import one_config
+from flashmoe_science.ops.peer import launches_of, one_config
 
 if TYPE_CHECKING:
     from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import not_installed
+from flashmoe_science.ops.peer import launches_of, not_installed
 
 if TYPE_CHECKING:
     import torch
@@ -160,19 +160,11 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     out = torch.empty_like(q)
     scratch, semaphores = _workspace(device)
     xqa(
-        q,
-        pages.k,
-        pages.v,
-        pages.table,
-        pages.lengths.view(torch.uint32)[:, None],
-        out,
-        scratch,
-        semaphores,
-        problem.heads_kv,
-        pages.k.shape[1],
+        q, pages.k, pages.v, pages.table, pages.lengths.view(torch.uint32)[:, None], out, scratch, semaphores,
+        problem.heads_kv, pages.k.shape[1],
         q_scale=inputs.softmax_scale * math.sqrt(problem.head_dim),  # it divides by the root by itself
         sm_count=config["rounds"] * gpu.sm_count,
-    )
+    )  # fmt: skip
     return finish(inputs, out.transpose(1, 2))
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.peers.flashinfer import SMALLEST_PAGE, Pages, absent, page_rows, pages_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.peer import launches_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,14 +68,6 @@ def _plans() -> Any:
     return WeakTensorKeyDictionary()
 
 
-def _planned(inputs: AttentionInputs, pages: Pages) -> Any:
-    of_table = _plans().setdefault(pages.table, {})
-    key = (inputs.problem, inputs.softmax_scale)
-    if key not in of_table:
-        of_table[key] = _plan(inputs, pages)
-    return of_table[key]
-
-
 def _plan(inputs: AttentionInputs, pages: Pages) -> Any:
     """A wrapper with memory of its own, of the size that its plan needs."""
     import torch
@@ -100,7 +93,10 @@ def _plan(inputs: AttentionInputs, pages: Pages) -> Any:
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     pages = pages_of(inputs)
     rows = inputs.q.transpose(1, 2)
-    out = _planned(inputs, pages).run(rows.flatten(0, 1), (pages.k, pages.v))
+    plans, key = _plans().setdefault(pages.table, {}), (inputs.problem, inputs.softmax_scale)
+    if key not in plans:
+        plans[key] = _plan(inputs, pages)
+    out = plans[key].run(rows.flatten(0, 1), (pages.k, pages.v))
     return finish(inputs, out.view(rows.shape).transpose(1, 2))
 
 

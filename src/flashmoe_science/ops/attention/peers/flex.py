@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.peer import launches_of
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +95,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     if problem.causal or problem.features.window:
         mask = _block_mask(replace(problem, batch=1, heads=1, heads_kv=1), str(inputs.q.device))
     out = _compiled()(
-        inputs.q,
-        inputs.k,
-        inputs.v,
+        *inputs.tensors[:3],
         score_mod=_score(inputs),
         block_mask=mask,
         scale=inputs.softmax_scale,

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, finish
-from flashmoe_science.ops.attention.peers import launches_of, peer_kernel
+from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.peer import launches_of
 from flashmoe_science.problem import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -119,18 +120,12 @@ def attend(inputs: AttentionInputs) -> torch.Tensor:
     problem = inputs.problem
     bias = _lower_right(problem.seqlen_q, problem.seqlen_k) if _bottom_right(problem) else None
     return scaled_dot_product_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
+        *inputs.tensors[:3],
         attn_mask=bias if inputs.tensors.bias is None else unexpanded(inputs.tensors.bias),
         is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,
     )
-
-
-def _run_as_called(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return finish(inputs, attend(inputs))
 
 
 def _backend(name: str, about: str, supports: Supports, backend: str, launched: str) -> AttentionKernel:
@@ -151,7 +146,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
         name="sdpa",
         about="PyTorch's attention as a user calls it: PyTorch chooses the backend",
         supports=as_called_supports,
-        run=_run_as_called,
+        run=lambda inputs, config: finish(inputs, attend(inputs)),
         launches=launches_of(f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)"),
         on_cpu=True,
         replaces_ours="always",

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashmoe_science.kernel import Config, Device, Kernel
-from flashmoe_science.ops.attention.peers import launches_of, sdpa
+from flashmoe_science.ops.attention.peers import sdpa
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
-from flashmoe_science.ops.peer import one_config
+from flashmoe_science.ops.peer import launches_of, one_config
 
 if TYPE_CHECKING:
     import torch
@@ -131,11 +131,7 @@ def _as_called(inputs: BackwardInputs) -> Sequence[torch.Tensor]:
 
 
 def _kernel(
-    name: str,
-    about: str,
-    supports: Callable[[AttentionBackwardProblem, Device], str | None],
-    backward: Backward,
-    launched: str,
+    name: str, about: str, supports: Callable[[AttentionBackwardProblem, Device], str | None], backward: Backward, launched: str
 ) -> BackwardKernel:
     def run(inputs: BackwardInputs, config: Config) -> Gradients:
         from flashmoe_science.ops.attention.call.backward import Gradients

@@ -59,11 +59,8 @@ class AttentionProblem(Problem):
 
     ``features`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
     longest lengths (``sequence_lengths`` has each). A window whose right is 0 is a causal mask, and under one its right says
-    nothing: the problem is normalised to "causal" without a right.
-
-    Raises:
-        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word, features that
-            cannot be combined.
+    nothing: the problem is normalised to "causal" without a right. Raises ProblemError: a size below 1, a head_dim above 256,
+    heads not divisible by heads_kv, an unknown word, features that cannot be combined.
     """
 
     batch: int

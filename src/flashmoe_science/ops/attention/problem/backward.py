@@ -18,10 +18,7 @@ DIFFERENTIABLE = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "pr
 @dataclass(frozen=True, slots=True)
 class AttentionBackwardProblem(AttentionProblem):
     """The gradients of Q, K and V of an AttentionProblem, whose fields these are, from its results and the gradient into O.
-
-    Raises:
-        ProblemError: as there; keys in a cache.
-    """
+    Raises ProblemError as there; keys in a cache."""
 
     op = "attention_backward"
 

@@ -58,12 +58,7 @@ def make_tensors(
 
 
 def normal(
-    shape: tuple[int, ...],
-    rows_first: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    sliced: bool,
+    shape: tuple[int, ...], rows_first: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> torch.Tensor:
     """Standard normal numbers, a [batch, heads, rows, width] view, rows before heads in memory where ``rows_first``."""
     batch, heads, rows, width = shape
@@ -147,7 +142,9 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
 
     made: Made = {}
     if features.sinks:
-        made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator) + _sink_of(problem)
+        # One weighs as much as a quarter of the keys: of many keys another would be lost in rounding.
+        usual_sink = math.log(max(1, problem.seqlen_k) / 4)
+        made["sinks"] = torch.empty(heads, dtype=dtype, device=device).normal_(generator=generator) + usual_sink
     if features.bias == "alibi":
         usual = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=device) / heads)
         made["alibi_slopes"] = usual * uniform((heads,), 0.5, 1.5)
@@ -160,11 +157,6 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
     if features.fp8_cache:
         made |= {name: uniform((problem.batch, problem.heads_kv), 0.15, 0.35) for name in ("k_scale", "v_scale")}
     return made
-
-
-def _sink_of(problem: AttentionProblem) -> float:
-    """The logit of a sink that weighs as much as a quarter of the keys: of many keys another would be lost in rounding."""
-    return math.log(max(1, problem.seqlen_k) / 4)
 
 
 def call_of(problem: AttentionProblem, made: Mapping[str, torch.Tensor]) -> tuple[Tensors, Options]:

@@ -213,12 +213,8 @@ def _sinks(inputs: AttentionInputs, one: Sequence, chunk: Chunk) -> torch.Tensor
 
 
 def attention_oracle(inputs: AttentionInputs, rules: Rules | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention in fp64.
-
-    Returns:
-        out [B, H, Sq, Dv] and lse [B, H, Sq] (natural log, sinks included), both fp64, in the shape of Q: [1, H, total, ...]
-        of packed sequences. A row that sees no key is zeros; its lse is -inf, or the sink.
-    """
+    """Exact attention in fp64. Returns out [B, H, Sq, Dv] and lse [B, H, Sq] (natural log, sinks included), both fp64, in the
+    shape of Q: [1, H, total, ...] of packed sequences. A row that sees no key is zeros; its lse is -inf, or the sink."""
     used = rules or Rules()
     out, lse = _empty(inputs, torch.float64, torch.float64)
     for one in sequences(inputs, used):
@@ -237,10 +233,8 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
 
     K is scaled in place of Q, so that the order of operations differs from a kernel's (as FlashAttention's tests do). An e4m3
     cache is dequantised to the dtype of Q first. The log-sum-exp is done in fp32 throughout, which is what a kernel that
-    returns it in fp32 has to match.
-
-    Returns:
-        out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them. TF32 is off, whatever the caller has set.
+    returns it in fp32 has to match. Returns out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them. TF32
+    is off, whatever the caller has set.
     """
     dtype, none = inputs.q.dtype, Rules()
     product = plain_product(dtype, inputs.q.device)

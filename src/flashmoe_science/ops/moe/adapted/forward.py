@@ -18,10 +18,7 @@ from flashmoe_science.ops.moe import rows as row_tables
 from flashmoe_science.ops.moe.call import MoEInputs, Tensors, contiguous
 from flashmoe_science.ops.moe.call.adapters import Adapters
 from flashmoe_science.ops.moe.products.gluon_sm90.config import check_memory
-from flashmoe_science.ops.moe.products.gluon_sm90.kernel import (
-    flashmoe_moe_down_gluon_sm90,
-    flashmoe_moe_up_gluon_sm90,
-)
+from flashmoe_science.ops.moe.products.gluon_sm90.kernel import flashmoe_moe_down_gluon_sm90, flashmoe_moe_up_gluon_sm90
 from flashmoe_science.ops.moe.products.gluon_sm90.launch import down, up
 from flashmoe_science.ops.moe.products.grouped import starts_early
 from flashmoe_science.ops.moe.products.lowrank import beside, build_lowrank

@@ -184,11 +184,8 @@ def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dt
 
 
 def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
-    """Views of the tensors as kernels take them (x is copied where its rows are not contiguous), and the activation.
-
-    Raises:
-        TypeError, ValueError: an argument of ``fused_moe`` that is not allowed.
-    """
+    """Views of the tensors as kernels take them (x is copied where its rows are not contiguous), and the activation. Raises
+    TypeError, ValueError: an argument of ``fused_moe`` that is not allowed."""
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
         raise TypeError(f"kernel is {shown(options.kernel)}; it must be the name of one, or None")
@@ -261,12 +258,8 @@ def _problem(
 
 
 def check_activation(activation: object, alpha: object, limit: object) -> None:
-    """Raise unless these arguments of ``fused_moe`` are allowed.
-
-    Raises:
-        TypeError: ``alpha`` or ``limit`` is no number.
-        ValueError: it is NaN, ``alpha`` is infinite, ``limit`` is below 0, or ``activation`` is no word of Function.
-    """
+    """Raise unless these arguments of ``fused_moe`` are allowed. Raises TypeError: ``alpha`` or ``limit`` is no number. Raises
+    ValueError: it is NaN, ``alpha`` is infinite, ``limit`` is below 0, or ``activation`` is no word of Function."""
     if not isinstance(activation, str) or activation not in get_args(Function):
         raise ValueError(f"activation is {shown(activation)}; it must be one of {', '.join(map(repr, get_args(Function)))}")
     for name, number in (("alpha", alpha), ("limit", limit)):

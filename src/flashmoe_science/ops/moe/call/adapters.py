@@ -50,11 +50,8 @@ def adapters_of(parts: Any, scalings: tuple[float, float]) -> Adapters:
 
 
 def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
-    """The adapters beside weights as kernels take them: of the dtype of x, contiguous, the rank filled up with zeros.
-
-    Raises:
-        TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed.
-    """
+    """The adapters beside weights as kernels take them: of the dtype of x, contiguous, the rank filled up with zeros. Raises
+    TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed."""
     if not isinstance(adapters, tuple | list) or len(adapters) != 2:
         raise TypeError("adapters must be a pair, for gate_up_proj and down_proj; None for one without an adapter")
     first, second = (

@@ -86,11 +86,8 @@ ALL, NEW = Wanted(), Sums()
 
 
 def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Sums:
-    """What the gradients of the weights are added to, as views like kernels' weights.
-
-    Raises:
-        TypeError, ValueError: ``weight_grads`` of ``fused_moe`` that are not allowed.
-    """
+    """What the gradients of the weights are added to, as views like kernels' weights. Raises TypeError, ValueError:
+    ``weight_grads`` of ``fused_moe`` that are not allowed."""
     if options.weight_format is not None:
         raise ValueError(f"weight_grads is given and weight_format is {options.weight_format!r}; it must be None then")
     if not isinstance(weight_grads, tuple | list) or len(weight_grads) != 2:

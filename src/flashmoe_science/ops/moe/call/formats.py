@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from flashmoe_science.formats import FORMATS, Format
+from flashmoe_science.ops.checks import check_device, check_flag, checked_tensor
 from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.printable import shown
 
@@ -37,12 +38,8 @@ def format_named(name: object, none: str = "") -> Format:
 
 def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
     """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS or
-    OF_FORMAT.
-
-    Raises:
-        ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a format; zero
-            points or input scales of a format that has none, a format that has them and to which they are not given.
-    """
+    OF_FORMAT. Raises ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a
+    format; zero points or input scales of a format that has none, a format that has them and to which they are not given."""
     form = None if weight_format is None else format_named(weight_format, "None or ")
     for name, one in of_weights.items():
         given, words = one is not None, "scales"
@@ -60,24 +57,14 @@ def checked_format(weight_format: object, of_weights: Mapping[str, object], tran
 
 
 def check_tensor(name: str, tensor: object, first: str, like: torch.Tensor) -> None:
-    """Raise unless it is a dense tensor on the device of ``like``, the argument ``first``.
-
-    Raises:
-        TypeError, ValueError: it is not.
-    """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise TypeError(f"{name} is {'nested' if tensor.is_nested else f'a {tensor.layout} tensor'}; it must be dense")
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one")
+    """Raise TypeError, ValueError unless it is a dense tensor on the device of ``like``, the argument ``first``."""
+    check_device(name, checked_tensor(name, tensor), first, like)
 
 
 def check_flags(**flags: object) -> None:
     """Raise TypeError unless each is True or False."""
     for name, one in flags.items():
-        if not isinstance(one, bool):
-            raise TypeError(f"{name} is {shown(one)}; it must be True or False")
+        check_flag(one, name)
 
 
 def check_projections(gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
@@ -151,6 +138,13 @@ def check_input_scale(name: str, scale: torch.Tensor, experts: int) -> None:
         raise ValueError(f"{name} has shape {tuple(scale.shape)}; it must be {', or '.join(str(list(one)) for one in allowed)}")
     if scale.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{name} requires a gradient; scales have none")
+
+
+def check_positive(name: str, scale: torch.Tensor) -> None:
+    """Raise ValueError unless every value is above 0 and finite. The host waits for them."""
+    wrong = scale[~((scale > 0) & (scale < torch.inf))]
+    if wrong.numel():
+        raise ValueError(f"{name} has a value of {wrong[0].item():g}; it must be above 0 and finite")
 
 
 def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, ...]]:

@@ -6,22 +6,18 @@ from typing import Any
 
 import torch
 
+from flashmoe_science.ops.checks import checked_tensor
+
 Pair = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
 
 
 def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Pair:
-    """The gates and the ups, as they are given.
-
-    Raises:
-        TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is no pair of tensors alike, or not as wide as
-            ``down_proj``, and ``interleaved``.
-    """
+    """The gates and the ups, as they are given. Raises TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is no
+    pair of tensors alike, or not as wide as ``down_proj``, and ``interleaved``."""
     if len(pair) != 2:
         raise ValueError(f"gate_up_proj has {len(pair)} tensors; it must be one tensor, or a pair of gates and of ups")
     for nth, one in enumerate(pair):
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"gate_up_proj[{nth}] is a {type(one).__name__}; it must be a torch.Tensor")
-        if one.dim() != 3:
+        if checked_tensor(f"gate_up_proj[{nth}]", one).dim() != 3:
             raise ValueError(f"gate_up_proj[{nth}] has shape {tuple(one.shape)}; it must have three dimensions, experts first")
     gate, up = pair
     for name, of_gate, of_up in (

@@ -187,11 +187,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
     if decision is None:
         decision, made = choose(inputs.problem, gpu_of(x), kernel, bind)
     decision = with_dequantising(decision, inputs.problem.weight_format)
-    return Plan(decision, *(made or (_bind_pytorch, False)))
-
-
-def _bind_pytorch(like: MoEInputs, shape: Shape) -> MoELaunch:
-    return by_pytorch(like.activation, like.saves_z)
+    return Plan(decision, *(made or (lambda like, shape: by_pytorch(like.activation, like.saves_z), False)))
 
 
 def by_pytorch(activation: Activation, saves_z: bool) -> MoELaunch:

@@ -7,28 +7,21 @@ from itertools import pairwise
 import torch
 
 from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.checks import check_device, checked_tensor
 
 
 def routing_of_rows(hidden_states: object, offsets: object, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The routing weights, all one, and the ids [rows, 1] of rows of which expert e has those from ``offsets[e - 1]`` to
-    ``offsets[e]``. Rows past the last have the id of no expert.
-
-    Raises:
-        TypeError, ValueError: an argument of ``grouped_moe`` that is not allowed. Values of offsets are read on the CPU alone.
-    """
-    for name, one in (("hidden_states", hidden_states), ("offsets", offsets)):
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} is a {type(one).__name__}; it must be a torch.Tensor")
-    assert isinstance(hidden_states, torch.Tensor)
-    assert isinstance(offsets, torch.Tensor)
+    ``offsets[e]``. Rows past the last have the id of no expert. Raises TypeError, ValueError: an argument of ``grouped_moe``
+    that is not allowed. Values of offsets are read on the CPU alone."""
+    hidden_states, offsets = checked_tensor("hidden_states", hidden_states), checked_tensor("offsets", offsets)
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [rows, H]")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"offsets has dtype {offsets.dtype}; it must be int32 or int64")
     if tuple(offsets.shape) != (experts,):
         raise ValueError(f"offsets has shape {tuple(offsets.shape)}; it must be ({experts},), the row after each expert's last")
-    if offsets.device != hidden_states.device:
-        raise ValueError(f"offsets is on {offsets.device} and hidden_states on {hidden_states.device}; they must be on one")
+    check_device("offsets", offsets, "hidden_states", hidden_states)
     if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and is_plain(offsets):
         ends = [0, *offsets.tolist(), hidden_states.shape[0]]
         for expert, (begin, end) in enumerate(pairwise(ends[:-1])):

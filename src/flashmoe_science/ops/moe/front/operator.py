@@ -23,10 +23,12 @@ from flashmoe_science.ops.calls import (
     needs_grad,
     store_launch,
 )
+from flashmoe_science.ops.checks import CHECK
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.ops.moe.call import Activation, Options, Rows, Tensors, checked, format_in, inputs_of
 from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
+from flashmoe_science.ops.moe.call.formats import OF_FORMAT, check_positive
 from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, copied, follow, joined
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
 from flashmoe_science.ops.moe.front.choose import bind_call, bind_rows, decide_by_dtype, decide_training, plan_of
@@ -41,11 +43,8 @@ _PLAIN = (True,) * (_COUNT - 5)
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
-    """``fused_moe``, whose arguments these are.
-
-    Raises:
-        TypeError, ValueError: one that is not allowed, an unknown kernel, a kernel that cannot serve the call.
-    """
+    """``fused_moe``, whose arguments these are. Raises TypeError, ValueError: one that is not allowed, an unknown kernel, a
+    kernel that cannot serve the call."""
     if torch.compiler.is_compiling():
         return _through_operator(Tensors(*(_autocast(tensors) or tensors)), Options(*options))
     launch, key = _find(tensors, options)
@@ -88,7 +87,8 @@ def experts_rows(tensors: Given, options: Given) -> Rows | None:
     if launch is None:
         if not is_plain(*tensors):
             return None
-        launch = bind_rows(Tensors(*tensors), Options(*options))
+        given = Tensors(*tensors)
+        launch = _refusing_scales(bind_rows(given, Options(*options)), given)
         _store(key, tensors, launch)
     found: Rows | None = launch(*tensors)
     return found
@@ -138,9 +138,25 @@ def _find(tensors: Given, options: Given, op: str = MoEProblem.op) -> tuple[Laun
 
 def _serve(tensors: Tensors, options: Options, key: Hashable, saves_z: bool = False) -> Any:
     """Check a new call, choose what serves it, and store its launch. Raises as ``experts_forward``."""
-    launch = bind_call(tensors, options, saves_z)
+    launch = _refusing_scales(bind_call(tensors, options, saves_z), tensors)
     _store(key, tensors, launch)
     return launch(*tensors)
+
+
+def _refusing_scales(launch: Launch, tensors: Tensors) -> Launch:
+    """The launch, behind a check of the input scales of each call, on the CPU and with FLASHMOE_CHECK=1 on a GPU, for which the
+    host then waits; itself elsewhere."""
+    on_gpu = tensors.x.is_cuda
+    if tensors.gate_up_input_scale is None or (on_gpu and not CHECK):
+        return launch
+
+    def refusing(*given: Any) -> Any:
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            for name, scale in zip(OF_FORMAT[-2:], given[-2:], strict=True):
+                check_positive(name, scale)
+        return launch(*given)
+
+    return refusing
 
 
 def _store(key: Hashable, tensors: Given, launch: Launch) -> None:

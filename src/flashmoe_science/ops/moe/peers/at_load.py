@@ -16,9 +16,9 @@ from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.choose import choose
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, MoEKernel, MoELaunch, Shape, Tensors, activation_of, run_of
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT
+from flashmoe_science.ops.moe.peers import peer_kernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import dequantised, pytorch_moe
-from flashmoe_science.ops.peer import one_config
 
 NAME = "dequantised_at_load"
 
@@ -63,13 +63,10 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return kernel_named(chosen.kernel, op.name).launches(plain, chosen.config, gpu)
 
 
-KERNEL = MoEKernel(
+KERNEL = peer_kernel(
     name=NAME,
-    origin="peer",
-    op="moe",
     about="our kernels for weights of the dtype, which they were dequantised to at load",
     supports=supports,
-    configs=one_config,
     run=run_of(plan),
     launches=launches,
     plan=plan,

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import (
     ALL,
@@ -22,7 +21,7 @@ from flashmoe_science.ops.moe.call.backward import (
     StepInputs,
 )
 from flashmoe_science.ops.moe.peers import sonicmoe
-from flashmoe_science.ops.moe.peers.pytorch import grouped_mm
+from flashmoe_science.ops.moe.peers.pytorch import grouped_mm, launches_grouped
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
 from flashmoe_science.ops.moe.pytorch import pytorch_backward, saving_moe
@@ -32,23 +31,10 @@ Experts = Callable[[Tensors, Activation], torch.Tensor]
 Router = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _launches_of_pytorch(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    fused = problem.dtype == "bf16" and gpu.compute_capability == (9, 0)  # on others the dtype and the PyTorch decide
-    return (Launch("GroupProblemShape"),) if fused else ()
-
-
-def _serves_all(problem: MoEBackwardProblem, device: Device) -> str | None:
-    return None
-
-
 def _serves_steps(problem: MoEBackwardProblem, device: Device) -> str | None:
     if problem.routing == "ids":
         return "it is measured on steps of training, from router logits: its backward is not called by itself"
     return None
-
-
-def _sonicmoe_serves(problem: MoEBackwardProblem, device: Device) -> str | None:
-    return sonicmoe.supports(problem, device) or _serves_steps(problem, device)
 
 
 def _from_saved(inputs: BackwardInputs | StepInputs, config: Config) -> Gradients:
@@ -83,9 +69,9 @@ _peer = partial(BackwardKernel, origin="peer", op="moe_backward", configs=one_co
 GROUPED_MM = _peer(
     name="grouped_mm_bwd",
     about="PyTorch's grouped matrix products, from the saved pre-activations",
-    supports=_serves_all,
+    supports=lambda problem, device: None,
     run=_from_saved,
-    launches=_launches_of_pytorch,
+    launches=launches_grouped,
     on_cpu=True,
     replaces_ours="always",
 )
@@ -94,13 +80,13 @@ GROUPED_MM_TRAIN = _peer(
     about="PyTorch's grouped matrix products under autograd, as transformers trains",
     supports=_serves_steps,
     run=partial(_by_autograd, by_pytorch, grouped_mm),
-    launches=_launches_of_pytorch,
+    launches=launches_grouped,
     on_cpu=True,
 )
 SONICMOE = _peer(
     name="sonicmoe_train",
     about="SonicMoE (sonic-moe) under autograd, its router too",
-    supports=_sonicmoe_serves,
+    supports=lambda problem, device: sonicmoe.supports(problem, device) or _serves_steps(problem, device),
     run=partial(_by_autograd, sonicmoe.route, sonicmoe.train),
     launches=sonicmoe.launches,
     slow=True,

@@ -20,7 +20,8 @@ import torch
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call import Activation, MoEInputs
+from flashmoe_science.ops.moe.peers import peer_kernel
 from flashmoe_science.ops.moe.peers.pytorch import summed
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed
@@ -226,10 +227,8 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
     return (*sort, Launch("humming|^void process_input_kernel<"))
 
 
-KERNEL = MoEKernel(
+KERNEL = peer_kernel(
     name="humming",
-    origin="peer",
-    op="moe",
     about="humming (humming-kernels): weights repacked at load, by wgmma on Hopper",
     supports=supports,
     configs=configs,

@@ -3,17 +3,17 @@ products of each (token, expert) pair, and by a loop over the experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, Tensors, why_no_format
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors, why_no_format
+from flashmoe_science.ops.moe.peers import peer_kernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied, dequantised
-from flashmoe_science.ops.peer import one_config
+from flashmoe_science.ops.peer import launches_of
 
 MAX_PAIRS = 64  # of batched_mm, up to which it is measured
 
@@ -71,10 +71,6 @@ def expert_loop(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tens
     return out.to(x.dtype)
 
 
-def _serves_all(problem: MoEProblem, device: Device) -> str | None:
-    return None
-
-
 def _serves_few_pairs(problem: MoEProblem, device: Device) -> str | None:
     if problem.pairs() > MAX_PAIRS:
         return f"tokens times top_k is {problem.pairs()}; it copies an expert for each, and is measured up to {MAX_PAIRS}"
@@ -85,39 +81,32 @@ def _serves_cpu(problem: MoEProblem, device: Device) -> str | None:
     return None if device is None else "it waits for the host at every expert, so that no CUDA graph can capture it"
 
 
-def _launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches_grouped(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     # Which products run on other GPUs depends on the dtype and the PyTorch.
     fused = problem.dtype == "bf16" and gpu.compute_capability == (9, 0)
     return (Launch("GroupProblemShape"),) if fused else ()
 
 
-def _launches_of_cublas(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return ()  # under whatever names cuBLAS gives them
-
-
-def _run(experts: Callable[[Tensors, Activation], torch.Tensor], inputs: MoEInputs, config: Config) -> torch.Tensor:
-    return experts(inputs.tensors, inputs.activation)
-
-
-_peer = partial(MoEKernel, origin="peer", op="moe", configs=one_config, on_cpu=True)
+_peer = partial(peer_kernel, on_cpu=True)
+_of_cublas = launches_of()  # under whatever names cuBLAS gives them
 GROUPED_MM = _peer(
     name="grouped_mm",
     about="PyTorch's grouped matrix products on tokens sorted by expert",
-    supports=_serves_all,
-    run=partial(_run, grouped_mm),
-    launches=_launches_grouped,
+    supports=lambda problem, device: None,
+    run=lambda inputs, config: grouped_mm(inputs.tensors, inputs.activation),
+    launches=launches_grouped,
 )
 BATCHED_MM = _peer(
     name="batched_mm",
     about="PyTorch's batched products of each pair with a copy of its expert's weights",
     supports=_serves_few_pairs,
-    run=partial(_run, batched_mm),
-    launches=_launches_of_cublas,
+    run=lambda inputs, config: batched_mm(inputs.tensors, inputs.activation),
+    launches=_of_cublas,
 )
 EXPERT_LOOP = _peer(
     name="expert_loop",
     about="a loop over all experts, each on the tokens that chose it",
     supports=_serves_cpu,
-    run=partial(_run, expert_loop),
-    launches=_launches_of_cublas,
+    run=lambda inputs, config: expert_loop(inputs.tensors, inputs.activation),
+    launches=_of_cublas,
 )

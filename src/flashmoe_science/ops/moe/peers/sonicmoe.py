@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.moe.call import Activation, MoEInputs, Tensors
+from flashmoe_science.ops.moe.peers import peer_kernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.peer import not_installed, one_config
+from flashmoe_science.ops.peer import launches_of, not_installed
 
 _MAX_TOP_K, _MAX_EXPERTS = 16, 4096  # of its own top-k
 _MIN_DIM = 512
@@ -88,17 +88,11 @@ def _experts(tensors: Tensors, inference: bool) -> torch.Tensor:
     return out
 
 
-def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("quack"), Launch("^token_gather_sum_kernel"))
-
-
-KERNEL = MoEKernel(
+launches = launches_of("quack", "^token_gather_sum_kernel")
+KERNEL = peer_kernel(
     name="sonicmoe",
-    origin="peer",
-    op="moe",
     about="SonicMoE (sonic-moe): CuTe DSL, rows gathered in the loads, Hopper and Blackwell",
     supports=supports,
-    configs=one_config,
     run=run,
     launches=launches,
     slow=True,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.moe.call import MoEInputs
+from flashmoe_science.ops.moe.peers import peer_kernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.peer import not_installed
+from flashmoe_science.ops.peer import launches_of, not_installed
 
 NAME = "triton_kernels"
 _WARPS = 8  # of the programs that the layout of scales is for
@@ -107,19 +107,13 @@ def _product(inputs: MoEInputs, nth: int, depth: int, width: int) -> tuple[Any, 
     return Tensor(stored, dtype=FP4, shape=[experts, depth, width]), bias, precision
 
 
-def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("matmul_ogs"),)
-
-
-KERNEL = MoEKernel(
+KERNEL = peer_kernel(
     name=NAME,
-    origin="peer",
-    op="moe",
     about="triton_kernels (of vLLM's wheel): mxfp4 in Triton, put into layouts for Hopper at load",
     supports=supports,
     configs=configs,
     run=run,
-    launches=launches,
+    launches=launches_of("matmul_ogs"),
     load=load,
     slow=True,
     absent=absent,

@@ -68,11 +68,8 @@ class MoEProblem(Problem):
     - "zipf": the same, skewed: the expert of rank r is chosen in proportion to 1 / r.
 
     ``top_k`` may exceed ``experts`` only where some ids are of experts that other ranks hold; the text form has no such
-    problem.
-
-    Raises:
-        ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a gate, weights
-            in a format that are ``transposed``, or rows that no groups of one scale divide.
+    problem. Raises ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a
+    gate, weights in a format that are ``transposed``, or rows that no groups of one scale divide.
     """
 
     tokens: int

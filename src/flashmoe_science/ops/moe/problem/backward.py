@@ -36,14 +36,13 @@ class MoEBackwardProblem(MoEProblem):
         touched = self.weights() + self.bias * self.dim
         if self.routing == "ids":
             of_rows += self.pairs() * self.rows_of_w1()
+            of_routing = self.pairs()
         else:
             of_rows += self.tokens * self.dim
             touched = self.weights() + self.biases()
+            of_routing = self.tokens * self.experts
         elements = of_rows + self.touched() * touched
-        return elements * DTYPE_BYTES[self.dtype] + self.routing_bytes() + self._routing_gradient_bytes()
-
-    def _routing_gradient_bytes(self) -> int:
-        return 4 * (self.pairs() if self.routing == "ids" else self.tokens * self.experts)
+        return elements * DTYPE_BYTES[self.dtype] + self.routing_bytes() + 4 * of_routing
 
     def __str__(self) -> str:
         return MoEProblem.__str__(self).replace("moe ", f"{WORD} ", 1)

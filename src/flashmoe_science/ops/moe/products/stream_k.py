@@ -57,9 +57,7 @@ def part_of(program, programs, tiles, UNITS: gl.constexpr):
     last = (end - 1) // UNITS
     head = tile * UNITS
     of_longer = longer * (share + 1)  # units
-    first_program = gl.where(
-        head < of_longer, head // (share + 1), longer + (head - of_longer) // gl.maximum(share, 1)
-    )
+    first_program = gl.where(head < of_longer, head // (share + 1), longer + (head - of_longer) // gl.maximum(share, 1))
     last = gl.where(end > begin, last, tile - 1)
     return Part(tile, begin - head, last, end - last * UNITS, program - first_program, shared, tiles // programs)
 

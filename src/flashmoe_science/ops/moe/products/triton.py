@@ -35,13 +35,7 @@ from flashmoe_science.ops.moe.products.grouped import (
     why_not_grouped,
     workspace,
 )
-from flashmoe_science.ops.moe.products.tiles import (
-    GROUP,
-    build_product,
-    grid_of,
-    store_rows,
-    tile_of,
-)
+from flashmoe_science.ops.moe.products.tiles import GROUP, build_product, grid_of, store_rows, tile_of
 from flashmoe_science.ops.moe.rows import RowCounts
 from flashmoe_science.problem import DTYPE_BYTES
 

@@ -23,7 +23,7 @@ from flashmoe_science.formats import FORMATS
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.operations import public
 from flashmoe_science.ops.formats import packed, unpacked
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
+from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -50,27 +50,16 @@ _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16
 
 @dataclass(frozen=True, slots=True)
 class RouterInputs:
-    """The tensors of one problem that starts from router logits."""
+    """One problem that starts from router logits; ``others``: its Tensors by name, but for the routing."""
 
     problem: MoEProblem
-    x: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
     router_logits: torch.Tensor
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    gate_up_scale: torch.Tensor | None = None
-    down_scale: torch.Tensor | None = None
-    gate_up_zero_point: torch.Tensor | None = None
-    down_zero_point: torch.Tensor | None = None
-    gate_up_input_scale: torch.Tensor | None = None
-    down_input_scale: torch.Tensor | None = None
-    activation: Activation = SWIGLU
+    others: Inputs
+    activation: Activation
 
     def routed(self, from_ids: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
         """The inputs of the experts when these have been chosen."""
-        rest = (getattr(self, name) for name in (*BIASES, *OF_FORMAT))
-        tensors = Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, *rest)
+        tensors = Tensors(topk_weights=topk_weights, topk_ids=topk_ids, **self.others)
         return MoEInputs(from_ids, tensors, self.activation)
 
 
@@ -281,7 +270,8 @@ class MoEContract(SharedContract):
     def for_kernel(self, problem: MoEProblem, inputs: Inputs) -> KernelInputs:
         activation = activation_of(problem)
         if problem.routing != "ids":
-            return RouterInputs(problem, activation=activation, **inputs)
+            others = {name: one for name, one in inputs.items() if name != "router_logits"}
+            return RouterInputs(problem, inputs["router_logits"], others, activation)
         return MoEInputs(problem, Tensors(**inputs), activation)
 
     def planned(self, kernel: MoEKernel, config: Config, like: KernelInputs) -> Callable[[Any], torch.Tensor]:
@@ -318,7 +308,8 @@ class MoEContract(SharedContract):
 
         def from_logits(one: RouterInputs) -> Any:
             routing = route(one.router_logits, top_k, normalize="sum")
-            return experts(one.x, one.w1, one.w2, *routing, **{name: getattr(one, name) for name in (*BIASES, *OF_FORMAT)})
+            named = dict(one.others)
+            return experts(*(named.pop(name) for name in ("x", "w1", "w2")), *routing, **named)
 
         return from_ids if problem.routing == "ids" else from_logits
 

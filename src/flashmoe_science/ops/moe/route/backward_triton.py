@@ -110,9 +110,7 @@ def bind(
     launch = build.bound((cdiv(tokens, block), 1, 1), stride, tokens, options.scaling_factor, *values)
     empty, result = allocator(logits.is_cuda), contiguous(shape, logits.dtype)
 
-    def call(
-        logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor, *of_losses: torch.Tensor
-    ) -> torch.Tensor:
+    def call(logits: torch.Tensor, ids: torch.Tensor, dweights: torch.Tensor, *of_losses: torch.Tensor) -> torch.Tensor:
         out = empty(*result)
         if tokens:
             rows, more = logits if in_place else logits.contiguous(), map(argument, _three(of_losses))

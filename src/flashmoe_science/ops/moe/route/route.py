@@ -20,15 +20,7 @@ from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.route.backward import differentiable
 from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.losses import balance_loss, router_sums, z_loss
-from flashmoe_science.ops.moe.route.spec import (
-    Normalize,
-    Options,
-    Routed,
-    RouteLaunch,
-    Scoring,
-    Tensors,
-    checked_options,
-)
+from flashmoe_science.ops.moe.route.spec import Normalize, Options, Routed, RouteLaunch, Scoring, Tensors, checked_options
 from flashmoe_science.ops.operator import register
 
 
@@ -145,12 +137,7 @@ _ARGUMENTS = (
     "float scaling_factor"
 )
 # What torch.compile, export and modes see of ``route``; its arguments are checked.
-_OPERATOR = register(
-    f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)",
-    _forward,
-    _fake,
-    partial(differentiable, "moe_route"),
-)
+_OPERATOR = register(f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _fake, partial(differentiable, "moe_route"))
 
 
 # With the router's losses ----------------------------------------------------------------------------------------------------
@@ -160,10 +147,7 @@ def route_with_losses(
     router_logits: torch.Tensor, selection_bias: torch.Tensor | None, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``route``'s weights and ids, ``balance_loss`` and ``z_loss``: on CUDA two launches more, and none more in the backward.
-
-    Args:
-        options: as ``options_of`` takes them.
-    """
+    ``options``: as ``options_of`` takes them."""
     checked = checked_options(router_logits, selection_bias, *options)
     if is_explaining():
         raise Explained(_decide(Tensors(router_logits, selection_bias), checked))

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from flashmoe_science.hardware.probe import is_assumed
+from flashmoe_science.ops.checks import check_device, checked_tensor
 from flashmoe_science.printable import shown
 
 Scoring = Literal["softmax", "softmax_topk", "sigmoid"]
@@ -54,14 +55,8 @@ RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``
 
 
 def checked_options(router_logits: torch.Tensor, selection_bias: object, *options: Any) -> Options:
-    """The options of a call of ``route`` whose arguments are allowed.
-
-    Args:
-        options: as ``options_of`` takes them.
-
-    Raises:
-        TypeError, ValueError: an argument that is not, in one line.
-    """
+    """The options of a call of ``route`` whose arguments are allowed. ``options``: as ``options_of`` takes them. Raises
+    TypeError, ValueError: an argument that is not, in one line."""
     experts = check_logits(router_logits)
     checked = options_of(experts, selection_bias is not None, *options)
     if selection_bias is not None:
@@ -79,11 +74,8 @@ def options_of(
     top_k_groups: object,
     scaling_factor: object,
 ) -> Options:
-    """The checked options of calls of ``route`` for a number of experts, with a selection bias or without.
-
-    Raises:
-        TypeError, ValueError: one that is not, in one line.
-    """
+    """The checked options of calls of ``route`` for a number of experts, with a selection bias or without. Raises TypeError,
+    ValueError: one that is not, in one line."""
     _check_word("scoring", scoring, get_args(Scoring))
     _check_word("normalize", normalize, get_args(Normalize))
     top_k = _checked_count("top_k", top_k, experts, "the number of experts")
@@ -100,17 +92,9 @@ def options_of(
 
 
 def check_logits(router_logits: object) -> int:
-    """The number of experts of logits that may be routed.
-
-    Raises:
-        TypeError: not a tensor, or of a dtype that is not supported.
-        ValueError: not dense, without a dimension or without an expert, or on a device that is not supported.
-    """
-    if not isinstance(router_logits, torch.Tensor):
-        raise TypeError(f"router_logits is {shown(router_logits)}; it must be a torch.Tensor")
-    if router_logits.is_nested or router_logits.layout != torch.strided:
-        kind = "nested" if router_logits.is_nested else str(router_logits.layout)
-        raise ValueError(f"router_logits is a {kind} tensor; it must be dense (torch.strided)")
+    """The number of experts of logits that may be routed. Raises TypeError: not a tensor, or of a dtype that is not supported.
+    Raises ValueError: not dense, without a dimension or without an expert, or on a device that is not supported."""
+    router_logits = checked_tensor("router_logits", router_logits)
     if router_logits.dtype not in _DTYPES:
         allowed = "torch.float32, torch.bfloat16, torch.float16 or torch.float64"
         raise TypeError(f"router_logits has dtype {router_logits.dtype}; it must be {allowed}")
@@ -124,15 +108,11 @@ def check_logits(router_logits: object) -> int:
 
 
 def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | None = None) -> None:
-    """Raise unless ``top_k_ids`` can be counted by expert: for the tokens of ``router_logits``, where they are given.
-
-    Raises:
-        TypeError: not an integer tensor; a number of experts that is no integer.
-        ValueError: no dimension, or other tokens or another device than the logits; a number of experts below 1.
-    """
+    """Raise unless ``top_k_ids`` can be counted by expert: for the tokens of ``router_logits``, where they are given. Raises
+    TypeError: not an integer tensor; a number of experts that is no integer. Raises ValueError: not dense, no dimension, or
+    other tokens or another device than the logits; a number of experts below 1."""
     _checked_count("experts", experts)
-    if not isinstance(top_k_ids, torch.Tensor):
-        raise TypeError(f"top_k_ids is {shown(top_k_ids)}; it must be a torch.Tensor")
+    top_k_ids = checked_tensor("top_k_ids", top_k_ids)
     if top_k_ids.dtype not in _ID_DTYPES:
         raise TypeError(f"top_k_ids has dtype {top_k_ids.dtype}; it must be torch.int32 or torch.int64")
     if top_k_ids.dim() < 1:
@@ -142,15 +122,12 @@ def check_ids(top_k_ids: object, experts: object, router_logits: torch.Tensor | 
     if top_k_ids.shape[:-1] != router_logits.shape[:-1]:
         have = f"top_k_ids has shape {tuple(top_k_ids.shape)} and router_logits {tuple(router_logits.shape)}"
         raise ValueError(f"{have}; they must be equal but for the last dimension")
-    _check_device("top_k_ids", top_k_ids, router_logits)
+    check_device("top_k_ids", top_k_ids, "router_logits", router_logits)
 
 
 def _checked_groups(groups: int, top_k_groups: object, top_k: int, experts: int) -> int:
-    """The number of groups that are kept.
-
-    Raises:
-        TypeError, ValueError: not from 1 to ``groups``, or they have fewer than ``top_k`` experts; or unequal groups.
-    """
+    """The number of groups that are kept. Raises TypeError, ValueError: not from 1 to ``groups``, or they have fewer than
+    ``top_k`` experts; or unequal groups."""
     if experts % groups != 0:
         raise ValueError(f"groups is {groups} and there are {experts} experts; the first must divide the second")
     if top_k_groups is None and groups == 1:
@@ -171,12 +148,7 @@ def _check_bias(bias: object, logits: torch.Tensor, experts: int) -> None:
         raise ValueError(f"selection_bias is not dense; it must be, of shape ({experts},)")
     if tuple(bias.shape) != (experts,):
         raise ValueError(f"selection_bias has shape {tuple(bias.shape)}; it must be dense, of shape ({experts},)")
-    _check_device("selection_bias", bias, logits)
-
-
-def _check_device(name: str, tensor: torch.Tensor, logits: torch.Tensor) -> None:
-    if tensor.device != logits.device:
-        raise ValueError(f"{name} is on {tensor.device} and router_logits on {logits.device}; they must be on the same device")
+    check_device("selection_bias", bias, "router_logits", logits)
 
 
 def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -188,12 +160,8 @@ def _check_word(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _checked_count(name: str, value: object, most: int | None = None, what: str = "") -> int:
-    """``value`` where it is an integer from 1 to ``most``, which ``what`` names.
-
-    Raises:
-        TypeError: not an integer; True and False are none.
-        ValueError: out of range.
-    """
+    """``value`` where it is an integer from 1 to ``most``, which ``what`` names. Raises TypeError: not an integer; True and
+    False are none. Raises ValueError: out of range."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1 and (most is None or value <= most):
         return value
     allowed = "at least 1" if most is None else f"from 1 to {most}, {what}"

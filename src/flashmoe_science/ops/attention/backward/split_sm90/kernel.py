@@ -23,14 +23,7 @@ from flashmoe_science.ops.attention.backward.rows import ROWS, ROWS_WARPS
 from flashmoe_science.ops.attention.backward.sizes import sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90.config import configs, suits, supports, threads
 from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
-from flashmoe_science.ops.attention.backward.split_sm90.waves import (
-    BUDGET,
-    Waves,
-    grids_of,
-    space_of,
-    waves_in_order,
-    waves_of,
-)
+from flashmoe_science.ops.attention.backward.split_sm90.waves import BUDGET, Waves, grids_of, space_of, waves_in_order, waves_of
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
 from flashmoe_science.ops.attention.device.sinks_triton import SINKS_WARPS
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem

@@ -40,15 +40,10 @@ def flashmoe_bwd_dbias_triton(
 ):  # fmt: skip
     """dBias [batches or 1, heads or 1, Sq or 1 (ONE_ROW), Sk or 1 (ONE_COLUMN)] of a tile, which is of ``own_batches`` batches,
     ``own_heads`` heads and so on: one each, or all."""
-    if UNIT > 1:
-        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
-        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
-        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
-        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
-    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
-    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
-    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
-    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
+    q = Strided(q_base, *in_units(stride_qb, stride_qh, stride_qm, UNIT))
+    k = Strided(k_base, *in_units(stride_kb, stride_kh, stride_kn, UNIT))
+    v = Strided(v_base, *in_units(stride_vb, stride_vh, stride_vn, UNIT))
+    dout = Strided(dout_base, *in_units(stride_dob, stride_doh, stride_dom, UNIT))
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(None, None, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),

@@ -86,9 +86,7 @@ def _fits(problem: AttentionBackwardProblem, keys: Tile, queries: Tile, limit: i
     return size * max((n + stages * m) * width + shared, (m_q + stages_q * n_q) * width) <= limit
 
 
-def constexprs_of(
-    problem: AttentionBackwardProblem, tile: Tile, right: bool, wide: bool, unit: int
-) -> dict[str, Any]:
+def constexprs_of(problem: AttentionBackwardProblem, tile: Tile, right: bool, wide: bool, unit: int) -> dict[str, Any]:
     """The constexprs that the kernels share, in their order."""
     features, (block_m, block_n, _, stages) = problem.features, tile
     return {

@@ -23,11 +23,8 @@ def flashmoe_bwd_delta_triton(
     """delta of a tile of rows of a head, [B, H, rows]; of packed rows those of all sequences are one batch, of which only rows
     of a sequence count. Where there are sinks, also ``partials`` [H, parts]: what a
     tile adds to its head's gradient."""
-    if UNIT > 1:
-        stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
-        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
-    out = Strided(out_base, stride_ob, stride_oh, stride_om)
-    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
+    out = Strided(out_base, *in_units(stride_ob, stride_oh, stride_om, UNIT))
+    dout = Strided(dout_base, *in_units(stride_dob, stride_doh, stride_dom, UNIT))
     tiles = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     tile, head, batch = pid % tiles, pid // tiles % heads, (pid // tiles // heads).to(tl.int64)

@@ -89,19 +89,12 @@ def flashmoe_bwd_dkdv_triton(
     WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys of a key head; of the two those whose address is given."""
-    if UNIT > 1:
-        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
-        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
-        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
-        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
-        stride_dkb, stride_dkh, stride_dkn = in_units(stride_dkb, stride_dkh, stride_dkn, UNIT)
-        stride_dvb, stride_dvh, stride_dvn = in_units(stride_dvb, stride_dvh, stride_dvn, UNIT)
-    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
-    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
-    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
-    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
-    dk_out = Strided(dk_base, stride_dkb, stride_dkh, stride_dkn)
-    dv_out = Strided(dv_base, stride_dvb, stride_dvh, stride_dvn)
+    q = Strided(q_base, *in_units(stride_qb, stride_qh, stride_qm, UNIT))
+    k = Strided(k_base, *in_units(stride_kb, stride_kh, stride_kn, UNIT))
+    v = Strided(v_base, *in_units(stride_vb, stride_vh, stride_vn, UNIT))
+    dout = Strided(dout_base, *in_units(stride_dob, stride_doh, stride_dom, UNIT))
+    dk_out = Strided(dk_base, *in_units(stride_dkb, stride_dkh, stride_dkn, UNIT))
+    dv_out = Strided(dv_base, *in_units(stride_dvb, stride_dvh, stride_dvn, UNIT))
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),

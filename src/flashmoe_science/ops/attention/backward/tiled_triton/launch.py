@@ -212,9 +212,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         self, function: Any, pointers: tuple[Any, ...], numbers: tuple[int, ...], constexprs: tuple[Any, ...],
         num_warps: int, num_stages: int,
     ) -> Build:  # fmt: skip
-        kinds = tuple(
-            (one.dtype, one.data_ptr()) if isinstance(one, Pointer) else one is None for one in pointers
-        )
+        kinds = tuple((one.dtype, one.data_ptr()) if isinstance(one, Pointer) else one is None for one in pointers)
         key = (function, kinds, stride_class(numbers), constexprs)
         build = self._builds.get(key)
         if build is None:

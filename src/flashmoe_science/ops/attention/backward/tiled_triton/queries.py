@@ -64,17 +64,11 @@ def flashmoe_bwd_dq_triton(
     WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries of a head."""
-    if UNIT > 1:
-        stride_qb, stride_qh, stride_qm = in_units(stride_qb, stride_qh, stride_qm, UNIT)
-        stride_kb, stride_kh, stride_kn = in_units(stride_kb, stride_kh, stride_kn, UNIT)
-        stride_vb, stride_vh, stride_vn = in_units(stride_vb, stride_vh, stride_vn, UNIT)
-        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
-        stride_dqb, stride_dqh, stride_dqm = in_units(stride_dqb, stride_dqh, stride_dqm, UNIT)
-    q = Strided(q_base, stride_qb, stride_qh, stride_qm)
-    k = Strided(k_base, stride_kb, stride_kh, stride_kn)
-    v = Strided(v_base, stride_vb, stride_vh, stride_vn)
-    dout = Strided(dout_base, stride_dob, stride_doh, stride_dom)
-    dq_out = Strided(dq_base, stride_dqb, stride_dqh, stride_dqm)
+    q = Strided(q_base, *in_units(stride_qb, stride_qh, stride_qm, UNIT))
+    k = Strided(k_base, *in_units(stride_kb, stride_kh, stride_kn, UNIT))
+    v = Strided(v_base, *in_units(stride_vb, stride_vh, stride_vn, UNIT))
+    dout = Strided(dout_base, *in_units(stride_dob, stride_doh, stride_dom, UNIT))
+    dq_out = Strided(dq_base, *in_units(stride_dqb, stride_dqh, stride_dqm, UNIT))
     scores = Scores(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),

@@ -23,8 +23,7 @@ from flashmoe_science.ops.attention.device.strided import Strided
 # their way. LEFT, RIGHT: whether a window ends there. PREFIX: whether every query sees one. TOPLEFT: where the diagonal begins.
 # WIDE: a tile may span 2^31 elements.
 Traits = namedtuple(
-    "Traits",
-    "D DV BLOCK_D BLOCK_DV BLOCK_M BLOCK_N NUM_STAGES LEFT RIGHT PREFIX TOPLEFT SOFTCAP BIAS WIDE PRECISION INTERPRET",
+    "Traits", "D DV BLOCK_D BLOCK_DV BLOCK_M BLOCK_N NUM_STAGES LEFT RIGHT PREFIX TOPLEFT SOFTCAP BIAS WIDE PRECISION INTERPRET"
 )
 
 

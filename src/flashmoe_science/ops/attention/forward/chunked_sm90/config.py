@@ -9,12 +9,7 @@ from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers, window_of
 from flashmoe_science.ops.attention.device.splits import MAX_ORDERED, Work, num_splits, partial_bytes
-from flashmoe_science.ops.attention.device.tma import (
-    fills_tiles,
-    rows_of_copy,
-    value_parts,
-    why_not_on_sm90,
-)
+from flashmoe_science.ops.attention.device.tma import fills_tiles, rows_of_copy, value_parts, why_not_on_sm90
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import PLAIN, Features, unsupported
 from flashmoe_science.ops.descriptors import Tile

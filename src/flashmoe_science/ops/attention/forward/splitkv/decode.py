@@ -37,14 +37,7 @@ from flashmoe_science.ops.attention.device.ranges import (
 from flashmoe_science.ops.attention.device.sequences import Sequences
 from flashmoe_science.ops.attention.device.tma import check_copied, why_not_in_copies
 from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
-from flashmoe_science.ops.attention.forward.splitkv.config import (
-    PAGED_KEYS,
-    Variant,
-    config_of,
-    shared_bytes,
-    suits,
-    workspace,
-)
+from flashmoe_science.ops.attention.forward.splitkv.config import PAGED_KEYS, Variant, config_of, shared_bytes, suits, workspace
 from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_split
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
 from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Strided, Traits

@@ -22,11 +22,8 @@ _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))
 
 
 def differentiable(tensors: Tensors, options: Options, softmax_scale: float | None) -> Result:
-    """Attention that is part of PyTorch's graph, for a call that has been checked; heads come first.
-
-    Raises:
-        CannotServe, ValueError: as ``choose_backward``; ALiBi slopes that require gradients.
-    """
+    """Attention that is part of PyTorch's graph, for a call that has been checked; heads come first. Raises CannotServe,
+    ValueError as ``choose_backward``; ALiBi slopes that require gradients."""
     check_gradients(tensors, options)
     refusal = why_no_backward(tensors, options)
     if refusal is None:
@@ -44,9 +41,7 @@ def forward_kernel(options: Options) -> str | None:
     return None if options.kernel in names else options.kernel
 
 
-def _applied(
-    tensors: Tensors, options: Options, scale: float | None, kernel: str | None, refusal: str | None
-) -> Result:
+def _applied(tensors: Tensors, options: Options, scale: float | None, kernel: str | None, refusal: str | None) -> Result:
     bias, shape = tensors.bias, None if tensors.bias is None else tensors.bias.shape
     if bias is not None:
         bias = unexpanded(bias)  # what it is expanded by is summed over in fp32
@@ -94,5 +89,3 @@ class _Attention(torch.autograd.Function):
 def _expanded(given: Any, shape: Any) -> Tensors:
     tensors = Tensors(*given)
     return tensors if tensors.bias is None else tensors._replace(bias=tensors.bias.expand(shape))
-
-

@@ -14,8 +14,8 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
-from flashmoe_science.operations import operation
+from flashmoe_science.kernel import CannotServe, Config, Device
+from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED, SPLIT
@@ -69,7 +69,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
             raise CannotServe(f"deterministic is True and kernel is {options.kernel!r}, which does not promise that")
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     gpu = gpu_of(tensors.q)
-    if _is_empty(tensors):
+    if 0 in tensors.q.shape or 0 in tensors.k.shape or sequences(tensors) == 0:
         return Decision(FALLBACK, Config(), "a size is 0, so there is nothing to compute", "required")
     if gpu is None and not named:
         return Decision(FALLBACK, Config(), "PyTorch's operators serve tensors on the CPU", "required")
@@ -131,32 +131,17 @@ def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> De
 
 def _requested(options: Options) -> tuple[str | None, str]:
     """The backward that a kernel's name asks for, FALLBACK for PyTorch's, None for any of ours; and the words for it, empty
-    where no name is given. A forward of ours asks for a backward of ours.
-
-    Raises:
-        CannotServe: a peer's name.
-        ValueError: no kernel has the name.
-    """
+    where no name is given. A forward of ours asks for a backward of ours. Raises CannotServe: a peer's name. Raises ValueError:
+    no kernel has the name."""
     if options.kernel is None:
         return None, ""
     if options.kernel in (PYTORCH, FALLBACK):
         return FALLBACK, "asked for by name"
-    kernel = _kernel_named(options.kernel)
+    backward = next((one for one in operation(_OP).kernels() if one.name == options.kernel), None)
+    kernel = backward or kernel_named(options.kernel, "attention")
     if kernel.origin != "ours":
         raise CannotServe(
             f"kernel {options.kernel!r} cannot serve this call: {GRADIENTS}, and it is a peer's; {PYTORCH!r} and ours can, or "
             "call it under torch.no_grad()"
         )
     return kernel.name if kernel.op == _OP else None, f"kernel {options.kernel!r} is asked for by name"
-
-
-def _kernel_named(name: str) -> AnyKernel:
-    """The kernel of that name, of the backward or of the forward. Raises ValueError."""
-    from flashmoe_science.operations import kernel_named
-
-    backward = next((one for one in operation(_OP).kernels() if one.name == name), None)
-    return backward or kernel_named(name, "attention")
-
-
-def _is_empty(tensors: Tensors) -> bool:
-    return 0 in tensors.q.shape or 0 in tensors.k.shape or sequences(tensors) == 0

@@ -34,6 +34,7 @@ from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import alignment, device_guard, find_launch, guards_of, store_launch
+from flashmoe_science.ops.checks import check_device
 from flashmoe_science.ops.operator import gradients, register
 
 LAUNCHERS: Cache[Hashable, BackwardLauncher] = Cache(MAX_PLANS)
@@ -147,8 +148,7 @@ def _check(tensors: Tensors, saved: Saved) -> None:
             raise ValueError(f"{name} has shape {tuple(one.shape)}; it must be {tuple(shape)}")
         if one.dtype != dtype:
             raise TypeError(f"{name} has dtype {one.dtype}; it must be {dtype}")
-        if one.device != tensors.q.device:
-            raise ValueError(f"{name} is on {one.device} and q on {tensors.q.device}; they must be on the same device")
+        check_device(name, one, "q", tensors.q)
 
 
 @torch.no_grad()

@@ -32,14 +32,7 @@ import torch
 
 from flashmoe_science.contract import Errors, Output, unit_roundoff
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.backward import (
-    BackwardInputs,
-    BackwardKernel,
-    Gradients,
-    Saved,
-    Wanted,
-    planned,
-)
+from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, Saved, Wanted, planned
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.call.tensors import Tensors
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
@@ -211,11 +204,7 @@ def _of_call(inputs: Inputs) -> Inputs:
 
 
 def _widened(tensors: Tensors) -> Tensors:
-    wide = {
-        name: one.double()
-        for name, one in zip(tensors._fields, tensors, strict=True)
-        if one is not None and one.is_floating_point()
-    }
+    wide = {name: one.double() for name, one in tensors._asdict().items() if one is not None and one.is_floating_point()}
     return tensors._replace(**wide)
 
 

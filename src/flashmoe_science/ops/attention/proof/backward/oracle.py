@@ -122,9 +122,7 @@ def _call(inputs: BackwardInputs, wide: torch.dtype) -> AttentionInputs:
     return AttentionInputs(inputs.problem, tensors, inputs.options, inputs.softmax_scale)
 
 
-def _weights(
-    call: AttentionInputs, one: Sequence, chunk: Chunk, wide: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _weights(call: AttentionInputs, one: Sequence, chunk: Chunk, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The probabilities of a chunk, without a sink's, and the log-sum-exp [..., rows, 1]: 0 where nothing is seen."""
     scores = scores_of(call, one, chunk, one.k, wide, Rules())
     if call.tensors.sinks is not None:

@@ -93,9 +93,7 @@ def hidden(inputs: BackwardInputs, config: Config, rank: int = 0) -> Product:
     return bind
 
 
-def dweights(
-    inputs: BackwardInputs, config: Config, weights: torch.Tensor, total: torch.Tensor | None, stride: int
-) -> Product:
+def dweights(inputs: BackwardInputs, config: Config, weights: torch.Tensor, total: torch.Tensor | None, stride: int) -> Product:
     """launch(gathered, other, out, tables) of the gradient of ``weights``, which is added to tensors like ``total`` unless that
     is None. Rows of what is gathered, x or dout, are ``stride`` apart."""
     p, t, gpu = inputs.problem, inputs.tensors, current_gpu(inputs.tensors.x.device)

@@ -31,11 +31,7 @@ def differentiable(
     [E, I, H] each, where w1 was joined of them.
 
     By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
-    torch.func or forward-mode gradients.
-
-    Raises:
-        CannotServe: as ``names_of``.
-        ValueError: no kernel has the name.
+    torch.func or forward-mode gradients. Raises CannotServe: as ``names_of``. Raises ValueError: no kernel has the name.
     """
     if kernel == FALLBACK:
         return pytorch_moe(tensors, activation)

@@ -29,12 +29,9 @@ _DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
 def names_of(kernel: str | None) -> tuple[str | None, str | None]:
-    """The forward's kernel and the backward's that a name asks for; None leaves the choice.
-
-    Raises:
-        CannotServe: the name of a peer's backward, which only a measurement calls; one of ours, for gradients that it lacks.
-        ValueError: no kernel has the name, as far as that is seen here.
-    """
+    """The forward's kernel and the backward's that a name asks for; None leaves the choice. Raises CannotServe: the name of a
+    peer's backward, which only a measurement calls; one of ours, for gradients that it lacks. Raises ValueError: no kernel has
+    the name, as far as that is seen here."""
     backward = next((one for one in operation(_OP).kernels() if one.name == kernel), None)
     if kernel not in (None, FALLBACK) and is_transformed():
         name = (backward or kernel_named(kernel, MoEProblem.op)).name
@@ -57,12 +54,8 @@ def why_pytorch(tensors: Tensors, w8a8: bool = False) -> str | None:
 
 
 def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None) -> Decision:
-    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice.
-
-    Raises:
-        CannotServe: the kernel asked for cannot serve the call.
-        ValueError: no kernel has the name.
-    """
+    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. Raises CannotServe:
+    the kernel asked for cannot serve the call. Raises ValueError: no kernel has the name."""
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     if (required := why_pytorch(tensors, activation.w8a8)) is not None:

@@ -22,14 +22,7 @@ from flashmoe_science.ops.moe import combine, rows
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.fp8_sm90 import quantize
-from flashmoe_science.ops.moe.products.fp8_sm90.config import (
-    NAME,
-    THREADS,
-    check_inputs,
-    configs,
-    supports,
-    workspace,
-)
+from flashmoe_science.ops.moe.products.fp8_sm90.config import NAME, THREADS, check_inputs, configs, supports, workspace
 from flashmoe_science.ops.moe.products.fp8_sm90.consumer import HALF, consume
 from flashmoe_science.ops.moe.products.fp8_sm90.launch import bind_all, down, up
 from flashmoe_science.ops.moe.products.fp8_sm90.memory import BLOCK, STEP, make_memory

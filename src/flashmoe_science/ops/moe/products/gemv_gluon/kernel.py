@@ -22,24 +22,9 @@ from flashmoe_science.ops.gluon_bridge import as_gluon
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.gemv_gluon.launch import (
-    NAME,
-    configs,
-    grids,
-    plan_both,
-    suits,
-    supports,
-    workspace,
-)
+from flashmoe_science.ops.moe.products.gemv_gluon.launch import NAME, configs, grids, plan_both, suits, supports, workspace
 from flashmoe_science.ops.moe.products.gemv_gluon.operands import TOKENS, numbers, places_layout, result_layout, spread
-from flashmoe_science.ops.moe.products.gemv_gluon.product import (
-    NONE,
-    multiply,
-    of_channels,
-    read,
-    rows_of,
-    steps_of,
-)
+from flashmoe_science.ops.moe.products.gemv_gluon.product import NONE, multiply, of_channels, read, rows_of, steps_of
 from flashmoe_science.ops.moe.route.triton import launches_of
 
 _activated = as_gluon(activated)

@@ -21,15 +21,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.moe.call import Bind, MoEInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.products.gluon_sm90.config import (
-    NAME,
-    THREADS,
-    check_tensors,
-    configs,
-    grid,
-    suits,
-    supports,
-)
+from flashmoe_science.ops.moe.products.gluon_sm90.config import NAME, THREADS, check_tensors, configs, grid, suits, supports
 from flashmoe_science.ops.moe.products.gluon_sm90.consumer import consume
 from flashmoe_science.ops.moe.products.gluon_sm90.launch import down, up
 from flashmoe_science.ops.moe.products.gluon_sm90.memory import make_memory
