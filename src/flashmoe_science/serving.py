@@ -96,7 +96,7 @@ def flash_attn_varlen_func(
     Args:
         q: [total_q, heads, head_dim]; k and v: [total_k, heads_kv, ...], or with ``block_table`` [pages, rows, heads_kv, ...].
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each sequence begins, and the total. The second may be None with
-            ``block_table`` and ``seqused_k``. Of rows after that total gradients are 0; the output may be anything on a GPU.
+            ``block_table`` and ``seqused_k``. Rows after that total give zeros, a log-sum-exp of -inf and gradients of 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
         seqused_q, seqused_k: int32 [batch], how many of each sequence's queries and keys take part; other rows give zeros.
         softmax_scale: of the scores; head_dim ** -0.5 by default.

@@ -239,7 +239,7 @@ class Barrier:
     """An mbarrier, or several."""
 
     def __init__(self, shape: list[int]) -> None:
-        self._each = [Barrier([]) for _ in range(shape[0])] if len(shape) == 2 else []
+        self.shape, self._each = shape, [Barrier([]) for _ in range(shape[0])] if len(shape) == 2 else []
         self._changed, self._phase = _run.changed, 0
 
     def index(self, at: int) -> Barrier:
@@ -357,7 +357,7 @@ _LAYOUTS = (
 _DTYPES = ("uint8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 _LANGUAGE = SimpleNamespace(
     **dict.fromkeys(_LAYOUTS, lambda *args: _LAYOUT),
-    **{name: getattr(torch, name) for name in (*_DTYPES, "sigmoid", "erf", "exp", "exp2")},
+    **{name: getattr(torch, name) for name in (*_DTYPES, "sigmoid", "erf", "exp", "exp2", "log2")},
     NVMMASharedLayout=_LAYOUT,
     program_id=lambda dim: Int(_run.program[dim]),
     num_programs=lambda dim: Int(_run.grid[dim]),
@@ -372,10 +372,12 @@ _LANGUAGE = SimpleNamespace(
     minimum=_extreme(torch.minimum, min),
     maximum=_extreme(torch.maximum, max),
     abs=torch.abs,
-    sum=lambda values, dim: _values(values.sum(dim)),
+    zeros_like=torch.zeros_like,
+    sum=lambda values, dim=0: _values(values.sum(dim)),
     max=lambda values, dim: _values(values.amax(dim)),
     min=lambda values, dim: _values(values.amin(dim)),
     expand_dims=torch.unsqueeze,
+    broadcast=torch.broadcast_tensors,
     broadcast_to=torch.broadcast_to,
     clamp=lambda values, low, high, propagate_nan: _values(torch.clamp(values, low, high)),  # which keeps what is no number
     PropagateNan=PropagateNan,
@@ -409,6 +411,7 @@ _NAMES = {
     "tma_add": _copy_add,
     "cp_async": lambda memory, address, mask=True: memory.store(_load(address, mask, 0)),
     "cp_async_arrive": lambda barrier, increment_count: barrier.add(_partition.threads, 0),
+    "_part_rescaled": lambda part, factor: part * factor[:, None],  # by a vote of a warp
     "warpgroup_mma": _product,
     "mma_v2": _product,
     "descriptor_of": Described,
@@ -452,14 +455,14 @@ class Build:
         self._function, self._like = as_python(function), arguments
 
     def bound(self, grid: tuple[int, int, int], *last: Any) -> Callable[..., None]:
-        return lambda *args: self._launch(grid, (*args, *last))
+        return lambda *args: self.launch(grid, *args, *last)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         templates = [one for one in self._like if isinstance(one, TensorDescriptor)]
         assert templates[index].block_shape == template.block_shape
         return lambda given: (Descriptor(template, given if isinstance(given, int) else given.data_ptr(), shape, strides),)
 
-    def _launch(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+    def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         given = [
             Address(one, like.dtype) if isinstance(like, Pointer) and one is not None else Int(one) if type(one) is int else one
             for one, like in zip(arguments, self._like, strict=True)

@@ -19,6 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
+from flashmoe_science.ops.attention.device.output import rest_lanes
+from flashmoe_science.ops.attention.device.sequences import write_rest
 from flashmoe_science.ops.attention.device.softmax import as_column, log_sum_exp, normalizer
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Build, Pointer, cdiv
@@ -72,6 +74,10 @@ def flashmoe_chunk_merge(
     if cu_seqlens_q is not None:
         first_q = gl.load(cu_seqlens_q + batch, mask=row_ok, other=0)
         row_ok = row_ok & (query < gl.load(cu_seqlens_q + batch + 1, mask=row_ok, other=0) - first_q)
+        pair, dim = rest_lanes(BLOCK_DV)
+        heads = heads_kv * GROUP
+        batches = rows // (seqlen_q * heads)
+        write_rest(out_base, lse_base, stride_oh, stride_om, cu_seqlens_q, batches, stride_lse, heads, pair, dim, DV)
 
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, of_rows)
     for begin in range(0, ALL_SPLITS, BLOCK_S):

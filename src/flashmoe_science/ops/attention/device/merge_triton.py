@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.ops.attention.device.output_triton import lse_rows
 from flashmoe_science.ops.attention.device.partials import Partials, split_info_at, sums_at
 from flashmoe_science.ops.attention.device.ranges import tiles_of, use_stream_k
-from flashmoe_science.ops.attention.device.sequences import Sequences, packed_rows
+from flashmoe_science.ops.attention.device.sequences import Sequences, packed_rows, write_rest
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
@@ -94,13 +94,20 @@ def flashmoe_merge_triton(
         stream_k, _ = use_stream_k(tiles, even_slope, even_least)
         if ALL_SPLITS == 1:  # without stream-K nothing to merge; but one program waits, as this kernel must not end first
             if (stream_k == 0) & (row > 0):
-                return
+                if cu_seqlens_q is None:  # noqa: SIM114 (a branch at compile time, the other is not)
+                    return
+                elif tl.load(cu_seqlens_q + batches, cache_modifier=".cg") >= stride_lse:  # nor is there a rest to write
+                    return
     if EARLY_START:
         gdc_wait()
+    first_q, queries = packed_rows(cu_seqlens_q, batch, seqlen_q)
+    if cu_seqlens_q is not None:
+        WIDTH: tl.constexpr = triton.next_power_of_2(DV)
+        pair, dim, heads = tl.arange(0, 256 // WIDTH), tl.arange(0, WIDTH), heads_kv * GROUP
+        write_rest(out_base, lse_base, stride_oh, stride_om, cu_seqlens_q, batches, stride_lse, heads, pair, dim, DV)
     if ALL_RANGES > 0 and ALL_SPLITS == 1:
         if stream_k == 0:
             return
-    first_q, queries = packed_rows(cu_seqlens_q, batch, seqlen_q)
     if cu_seqlens_q is not None:
         if query >= queries:
             return

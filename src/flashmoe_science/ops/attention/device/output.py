@@ -135,3 +135,10 @@ def store_rows(base, offsets, row_ok, o, DV: gl.constexpr):
     _store_part(base, offsets, row_ok, o[0], 0, DV)
     if len(o) == 2:
         _store_part(base, offsets, row_ok, o[1], o[0].shape[1], DV)
+
+
+@gluon.jit
+def rest_lanes(WIDTH: gl.constexpr):
+    """What four warps write at once for ``write_rest`` of sequences.py: pairs of a row and a head, and ``WIDTH`` columns."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    return gl.arange(0, 1024 // WIDTH, gl.SliceLayout(1, layout)), gl.arange(0, WIDTH, gl.SliceLayout(0, layout))

@@ -1,4 +1,9 @@
-"""Sequence look-up: where a sequence's queries and keys begin, how many there are, and which cache is its own."""
+"""Sequence look-up: where a sequence's queries and keys begin, how many there are, and which cache is its own.
+
+Packed queries may be in a buffer of a fixed length, whose rows past the last sequence are the rest: their output is zeros and
+their log-sum-exp -inf. fwd_gluon_sm90 lists their tiles as of one more sequence, without keys. Of kernels whose grid follows
+the longest sequence, the one that writes the output (the merge, where keys are split) writes the rest: each program a share.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +45,25 @@ def packed_rows(cu_seqlens, batch, rows):
         first = tl.load(cu_seqlens + batch)
         rows = tl.load(cu_seqlens + batch + 1) - first
     return first, rows
+
+
+@triton.jit
+def write_rest(out, lse, stride_oh, stride_om, cu_seqlens, batches, total, heads, pair, dim, DV: tl.constexpr):
+    """Write this program's share of the rest of ``total`` packed rows: zeros, and -inf in ``lse``, [heads, total] or None.
+
+    ``pair`` [N]: from 0 on, the pairs of a row and a head that are written at once; ``dim`` [width]: columns, DV or more. They
+    are the caller's, as Gluon's vectors have a layout and Triton's have none.
+    """
+    first = tl.load(cu_seqlens + batches)
+    count = (total - first) * heads
+    program, programs = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0), tl.num_programs(0) * tl.num_programs(1)
+    for begin in range(program * pair.shape[0], count, programs * pair.shape[0]):
+        nth = begin + pair
+        row, head, ok = (first + nth // heads).to(tl.int64), (nth % heads).to(tl.int64), nth < count
+        inside = ok[:, None] & (dim < DV)[None, :]
+        tl.store(out + (head * stride_oh + row * stride_om)[:, None] + dim[None, :], 0.0, mask=inside)
+        if lse is not None:
+            tl.store(lse + head * total + row, float("-inf"), mask=ok)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def padded_attention(
     softmax = Softmax(q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale, dropout_p)
     out, lse, weights = _in_parts(queries, keys, values, tensors, options, softmax)
     out = _packed_again(out, tensors).to(q.dtype)
-    return out, None if lse is None else _packed_again(lse.unsqueeze(-1), tensors).squeeze(-1), weights
+    return out, None if lse is None else _packed_again(lse.unsqueeze(-1), tensors, -torch.inf).squeeze(-1), weights
 
 
 def _queries(tensors: Tensors, options: Options) -> Dense:
@@ -117,16 +117,17 @@ def _from_cache(tensors: Tensors, options: Options) -> tuple[Dense, Dense]:
     return Dense(keys, lengths[:, None, None]), Dense(values, lengths[:, None, None])
 
 
-def _packed_again(dense: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-    """[batch, heads, longest, width] in the shape of ``q``: rows that belong to no sequence are zeros."""
+def _packed_again(dense: torch.Tensor, tensors: Tensors, unowned: float = 0.0) -> torch.Tensor:
+    """[batch, heads, longest, width] in the shape of ``q``, with ``unowned`` in rows that belong to no sequence."""
     if tensors.cu_seqlens_q is None:
         return dense
     total = tensors.q.shape[2]
     if 0 in (total, *dense.shape):
-        return dense.new_zeros(1, dense.shape[1], total, dense.shape[3]) + dense.sum()  # of nothing, but part of the graph
+        # The sum is of nothing, but part of the graph.
+        return dense.new_full((1, dense.shape[1], total, dense.shape[3]), unowned) + dense.sum()
     sequence, place, owned = owners(tensors.cu_seqlens_q, total)
     rows = dense[sequence, :, place.clamp(max=dense.shape[2] - 1)]  # [total, heads, width]
-    return torch.where(owned[:, None, None], rows, rows.new_zeros(())).transpose(0, 1).unsqueeze(0)
+    return torch.where(owned[:, None, None], rows, rows.new_full((), unowned)).transpose(0, 1).unsqueeze(0)
 
 
 def _in_parts(queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax) -> _Rows:

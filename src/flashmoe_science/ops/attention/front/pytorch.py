@@ -94,7 +94,7 @@ def _is_cheaper_alone(spans: _Spans, heads: int) -> bool:
 
 
 def _one_by_one(spans: _Spans, tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
-    """The results of ``pytorch_attention`` by a call for each sequence. Rows that belong to no sequence get zeros."""
+    """The results of ``pytorch_attention`` by a call for each sequence. Rows that belong to no sequence get zeros, and -inf."""
     packed, of_one = tensors.cu_seqlens_q is not None, options._replace(max_seqlen_q=0, max_seqlen_k=0)
     rows = _split(tensors.q, spans.queries) if packed else tensors.q.split(1)
     results = []
@@ -112,7 +112,7 @@ def _one_by_one(spans: _Spans, tensors: Tensors, options: Options, softmax_scale
     rest = tensors.q.shape[2] - sum(spans.queries) if packed else 0
     out = torch.cat([one for one, _ in results], 2 if packed else 0)
     lses = [one for _, one in results if one is not None]
-    lse = F.pad(torch.cat(lses, 2 if packed else 0), (0, rest)) if lses else None
+    lse = F.pad(torch.cat(lses, 2 if packed else 0), (0, rest), value=-torch.inf) if lses else None
     return F.pad(out, (0, 0, 0, rest)), lse
 
 

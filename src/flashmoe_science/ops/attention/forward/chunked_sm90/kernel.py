@@ -30,8 +30,9 @@ from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
+from flashmoe_science.ops.attention.device.output import rest_lanes
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order, used_splits
-from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows
+from flashmoe_science.ops.attention.device.sequences import Sequences, keys_of, packed_rows, write_rest
 from flashmoe_science.ops.attention.device.sm90 import threads
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
 from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
@@ -140,6 +141,10 @@ def flashmoe_chunk_gluon_sm90(
     batch_k = batch if cu_seqlens_k is None else 0
     first_q, seqlen_q = packed_rows(cu_seqlens_q, batch, seqlen_q)
     first_k, seqlen_k, _ = keys_of(sequences, batch)
+    if not SPLIT and cu_seqlens_q is not None:
+        pair, dim = rest_lanes(v_desc.block_type.shape[3] * (1 if v_rest is None else 2))  # of two parts the first is wider
+        heads = heads_kv * GROUP
+        write_rest(out_base, lse_base, stride_oh, stride_om, cu_seqlens_q, batches, stride_lse, heads, pair, dim, DV)
     if cache_batch_idx is not None:
         batch_k = gl.load(cache_batch_idx + batch)
 

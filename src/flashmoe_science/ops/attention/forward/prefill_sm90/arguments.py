@@ -17,6 +17,7 @@ class Traits(NamedTuple):
     SCHEDULE: Any
     UNIT: Any  # elements of a bias that are read at once
     PAGE: Any  # rows of a page; 0 without pages
+    SINKS: Any
 
 
 class Sizes(NamedTuple):
@@ -56,7 +57,7 @@ class Sequence(NamedTuple):
     """One of packed sequences."""
 
     batch: Any
-    end_q: Any  # where its queries end among all of them
+    end_q: Any  # where its queries end among all of them; with sinks below 0 of the rest, which no sequence has
     seqlen_q: Any
     seqlen_k: Any
 

@@ -75,7 +75,12 @@ def _write(
         sinks_at = output.sinks + head_all % heads
         if HEADS > 1:
             sinks_at += gl.arange(0, ROWS, row_layout) // QUERIES
-        sink = gl.load(sinks_at)
+        if sequence is not None:
+            sink = gl.load(sinks_at, mask=sequence.end_q >= 0, other=float("-inf"))  # below 0: of the rest, which has no sink
+            end_q = gl.maximum(sequence.end_q, -sequence.end_q)
+            sequence = Sequence(sequence.batch, end_q, sequence.seqlen_q, sequence.seqlen_k)
+        else:
+            sink = gl.load(sinks_at)
     row_max, row_sum, scale = normalizer(row_max, row_sum, sink)
     o = scale_rows(o, scale)
     if output.v_low is not None:

@@ -75,7 +75,8 @@ def flashmoe_fwd_gluon_sm90(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
-    TRAITS: gl.constexpr = Traits(CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, SCHEDULE, UNIT, PAGE)
+    SINKS: gl.constexpr = sinks is not None
+    TRAITS: gl.constexpr = Traits(CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, SCHEDULE, UNIT, PAGE, SINKS)
     descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), (v_desc,))
     o_descs = parts_of(o_desc, o_rest)
     q_smem = allocate_tiles(descs.q, STAGES_Q * CONSUMERS)
@@ -149,7 +150,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
         return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
     tiles = max_listed(problem, config) * problem.heads // heads_of_tile(problem)
     main = Launch(name, packed_grid(tiles, config, gpu), threads(config))
-    return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
+    return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch + 1, 1, 1), 32 * WARPS), main
 
 
 KERNEL = our_kernel(

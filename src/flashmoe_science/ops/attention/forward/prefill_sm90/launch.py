@@ -174,7 +174,8 @@ class PackedLauncher(FwdLauncher):
             if of_lse is not None and lse is None:
                 lse = new(*of_lse)
             tiles = new(*of_tiles)
-            list_tiles((batch, 1, 1), argument(tiles), argument(cu_q), argument(cu_k), argument(used), batch, max_keys, listed)
+            lengths = argument(cu_q), argument(cu_k), argument(used)
+            list_tiles((batch + 1, 1, 1), argument(tiles), *lengths, batch, total, max_keys, listed)
             scale = default_scale if scale is None else scale
             values = (argument(lse), scale, softcap, argument(tiles), argument(prefix), left, argument(table), *of_pages)
             start(grid, *describe(q, k, v, out), *values, argument(sinks), argument(slopes), None, *tail)

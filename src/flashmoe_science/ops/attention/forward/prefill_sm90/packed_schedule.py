@@ -5,6 +5,9 @@ sequence, the first of the sequence's tiles and how many it has, where its queri
 are, and the same two of its keys. It is in LPT order: sequences of the most keys come first, so that tiles, scheduled one by
 one, end at about the same time (Graham 1969).
 
+The rest, rows of queries past the last sequence, is one more, of -1 keys: it sees none, and no sink either. It is the last in
+the list, where its number is the last sequence's, whose slopes and the like are there to be read.
+
 A program lists one sequence's tiles. Where they begin it counts for itself, so that no program waits for another.
 """
 
@@ -25,57 +28,57 @@ _BLOCK = 256  # sequences that are compared at once
 
 
 @triton.jit
-def _lengths(cu_seqlens, batch, ok):
-    """Where sequences begin and end."""
-    return tl.load(cu_seqlens + batch, mask=ok, other=0), tl.load(cu_seqlens + batch + 1, mask=ok, other=0)
+def _lengths(cu_seqlens, batch, batches, end):
+    """Where sequences begin and end: the rest at ``end``, and all that follow it, without a row, there."""
+    begins = tl.load(cu_seqlens + batch, mask=batch <= batches, other=end)
+    return begins, tl.load(cu_seqlens + batch + 1, mask=batch < batches, other=end)
 
 
 @triton.jit
-def _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, ok):
-    """Where keys of sequences begin, and how many there are: in a cache ``seqused_k``."""
+def _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, batches):
+    """Where keys of sequences begin, and how many there are: in a cache ``seqused_k``; -1 of the rest."""
     first = 0
     keys = most_keys
     if cu_seqlens_k is not None:
-        first, end = _lengths(cu_seqlens_k, batch, ok)
+        first, end = _lengths(cu_seqlens_k, batch, batches, 0)
         keys = end - first
     if seqused_k is not None:
-        keys = tl.minimum(tl.load(seqused_k + batch, mask=ok, other=0), keys)
-    return first, tl.maximum(keys, 0)
+        keys = tl.minimum(tl.load(seqused_k + batch, mask=batch < batches, other=0), keys)
+    return first, tl.where(batch < batches, tl.maximum(keys, 0), -1)
 
 
-@triton.jit(do_not_specialize=("batches", "most_keys", "capacity"))
+@triton.jit(do_not_specialize=("batches", "total", "most_keys", "capacity"))
 def flashmoe_packed_tiles_triton(
-    tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, most_keys, capacity,
+    tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total, most_keys, capacity,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """List the tiles of ``ROWS`` queries, at the most ``capacity`` of them whatever the lengths."""
+    """List the tiles of ``ROWS`` of the ``total`` rows of queries, at the most ``capacity`` of them whatever the lengths."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
     batch = tl.program_id(0)
-    begin_q, end_q = _lengths(cu_seqlens_q, batch, True)
-    begin_k, keys = _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, True)
+    begin_q, end_q = _lengths(cu_seqlens_q, batch, batches, total)
+    begin_k, keys = _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, batches)
     first = 0
-    total = 0
-    for start in range(0, batches, BLOCK):
+    listed = 0
+    for start in range(0, batches + 1, BLOCK):
         other = start + tl.arange(0, BLOCK)
-        ok = other < batches
-        begin, end = _lengths(cu_seqlens_q, other, ok)
-        _, others = _keys_of(cu_seqlens_k, seqused_k, most_keys, other, ok)
+        begin, end = _lengths(cu_seqlens_q, other, batches, total)
+        _, others = _keys_of(cu_seqlens_k, seqused_k, most_keys, other, batches)
         count = tl.maximum(end - begin + ROWS - 1, 0) // ROWS
         before = (others > keys) | ((others == keys) & (other < batch))
         first += tl.sum(tl.where(before, count, 0))
-        total += tl.sum(count)
+        listed += tl.sum(count)
     if batch == 0:
         tl.store(tiles, 0)
-        tl.store(tiles + 1, tl.minimum(total, capacity))
+        tl.store(tiles + 1, tl.minimum(listed, capacity))
     queries = tl.maximum(end_q - begin_q, 0)
     count = tl.minimum((queries + ROWS - 1) // ROWS, capacity - first)
     for start in range(0, count, BLOCK):
         nth = start + tl.arange(0, BLOCK)
         ok = nth < count
         at = tiles + NUMBERS * (1 + first + nth)
-        tl.store(at, batch, mask=ok)
+        tl.store(at, tl.minimum(batch, batches - 1), mask=ok)
         tl.store(at + 1, first, mask=ok)
         tl.store(at + 2, count, mask=ok)
         tl.store(at + 3, end_q, mask=ok)
@@ -85,8 +88,8 @@ def flashmoe_packed_tiles_triton(
 
 
 def max_tiles(total: int, batches: int, rows: int) -> int:
-    """The most tiles of ``rows`` rows that ``total`` queries of ``batches`` sequences fill."""
-    return total // rows + batches
+    """The most tiles of ``rows`` rows that ``total`` queries fill, those of ``batches`` sequences and the rest."""
+    return total // rows + batches + 1
 
 
 def numbers(tiles: int) -> int:
@@ -96,9 +99,10 @@ def numbers(tiles: int) -> int:
 
 def list_of_tiles(rows: int, packed_keys: bool, seqused: bool, early: bool) -> Callable[..., None]:
     """The launch that lists tiles of ``rows`` rows: (grid, the list, cu_seqlens_q, cu_seqlens_k or None, seqused_k or None,
-    sequences, the most keys of one in a cache, the most tiles). The grid is a program for each sequence."""
+    sequences, rows of queries, the most keys of a sequence in a cache, the most tiles). The grid is a program for each sequence
+    and one for the rest."""
     lengths, constexprs = Pointer(torch.int32, 4), (rows, _BLOCK, NUMBERS_OF_TILE, early)
     of_keys = (lengths if packed_keys else None, lengths if seqused else None)
-    arguments = (Pointer(torch.int32), lengths, *of_keys, 2, 2, 2, *constexprs)
+    arguments = (Pointer(torch.int32), lengths, *of_keys, 2, 2, 2, 2, *constexprs)
     start = Build(flashmoe_packed_tiles_triton, arguments, num_warps=WARPS, launch_pdl=early).launch
     return lambda grid, *values: start(grid, *values, *constexprs)

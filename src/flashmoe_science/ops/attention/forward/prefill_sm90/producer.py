@@ -126,7 +126,10 @@ def produce(descs, buffers, barriers, work, TRAITS: gl.constexpr):
                 nth = nth % of_sequence
             head = column * HEADS
             first_row = (of_sequence - 1 - nth) * ROWS
-            publish(work.mailbox, iteration, (head, batch, first_row, end_q, rows, keys), one)
+            published = end_q
+            if TRAITS.SINKS:  # the sign says whether rows are the rest's: consumers keep no number more over their loop
+                published = gl.where(keys < 0, -end_q, end_q)
+            publish(work.mailbox, iteration, (head, batch, first_row, published, rows, keys), one)
             head_kv = head // sizes.group
             bounds = MaskBounds(rows, keys, keys - rows + sizes.causal_offset, work.prefix, work.left)
             kv = _fill(

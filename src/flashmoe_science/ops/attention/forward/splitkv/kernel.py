@@ -36,7 +36,7 @@ from flashmoe_science.ops.attention.device.ranges import (
     use_stream_k,
 )
 from flashmoe_science.ops.attention.device.rotary import RotaryTables
-from flashmoe_science.ops.attention.device.sequences import Sequences
+from flashmoe_science.ops.attention.device.sequences import Sequences, write_rest
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     configs,
     main_grid,
@@ -146,6 +146,10 @@ def flashmoe_split_triton(
             row, slot = head_kv, batch * splits + split
         own = Split(split, splits, row, slot)
         attend_split(batch, head_kv, tile_m, own, operands, sequences, scores, appended, results, SPLIT, traits)
+        if cu_seqlens_q is not None:  # at the end: before the loop over keys it made Triton 3.6's assembler spill on sm_86
+            if partials is None:  # no merge follows
+                pair, dim, heads = tl.arange(0, 256 // BLOCK_DV), tl.arange(0, BLOCK_DV), heads_kv * GROUP
+                write_rest(out_base, lse_base, stride_oh, stride_om, cu_seqlens_q, batches, stride_lse, heads, pair, dim, DV)
         return
     if STREAM_K:
         first, past, begin, low, high, units = sequences_in(
