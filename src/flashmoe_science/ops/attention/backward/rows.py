@@ -34,9 +34,8 @@ def flashmoe_bwd_rows_triton(
     are not, and those that see no key, get a log-sum-exp of +inf: all of their probabilities are 0 then. Each of packed
     sequences begins a tile of QUERIES (band.py). Where there are sinks, also what a tile adds to the gradient of its head's,
     [H, B, tiles]. ``turns``: of fused_sm90, or None; a counter of each program, and one after them all, which are zeroed."""
-    if UNIT > 1:
-        stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
-        stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
+    stride_ob, stride_oh, stride_om = in_units(stride_ob, stride_oh, stride_om, UNIT)
+    stride_dob, stride_doh, stride_dom = in_units(stride_dob, stride_doh, stride_dom, UNIT)
     tiles = padded // BLOCK_M
     pid = tl.program_id(0)
     if turns is not None:

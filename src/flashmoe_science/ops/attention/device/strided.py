@@ -24,4 +24,5 @@ def in_units(of_batch, of_head, of_row, UNIT: tl.constexpr):
     """Strides, which the compiler then knows to be multiples of ``UNIT`` (see stride_unit)."""
     if UNIT == 1:
         return of_batch, of_head, of_row
-    return of_batch // UNIT * UNIT, of_head // UNIT * UNIT, of_row // UNIT * UNIT
+    else:
+        return of_batch // UNIT * UNIT, of_head // UNIT * UNIT, of_row // UNIT * UNIT
