@@ -78,13 +78,12 @@ def listed(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_tile_is_listed_once_the_longest_first(interpreted: Interpreter) -> None:
-    """One sequence of more tiles than are listed at once, and more sequences than are compared at once, among them."""
+    """One sequence of more tiles than are listed at once, and with the rest more than are compared at once, among them."""
     cases = [
         case([100, 32, 0, 1], [100, 32, 0, 1]),
         case([5], [7]),
         case([5000, 3], [9, 9], rows=8),
-        case([3] * 300, [1 + n % 7 for n in range(300)], rows=8),
-        case([3] * 256, [5] * 256, rows=8, rest=3000),
+        case([3] * 256, [1 + n % 7 for n in range(256)], rows=8, rest=3000),
         case([0, 0], [0, 4], rest=33),
         case([70, 5, 40], [], used=[2000, -1, 899]),  # in pages
         *map(drawn, range(12)),

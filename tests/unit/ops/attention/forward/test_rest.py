@@ -33,7 +33,7 @@ def wrong(found: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def test_the_portable_kernel_writes_them(interpreted: Interpreter) -> None:
     found = interpreted("ops/attention/forward/rest.py")
-    assert len(found) == (len(rest.RESTS) + 1) * len(rest.TEXTS) + 2 * len(rest.RESTS)
+    assert len(found) == (len(rest.RESTS) + 1) * len(rest.OF_SPLITS) + 2 * len(rest.RESTS)
     assert wrong(found) == {}
 
 
