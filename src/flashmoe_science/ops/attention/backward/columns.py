@@ -24,13 +24,19 @@ def slices(matrix, SECOND: gl.constexpr):
 
 
 @gluon.jit
-def start_over_columns(a, b, zeros, SECOND: gl.constexpr):
-    """Start A [rows, width] B^T [width, columns] of two tiles: an accumulator [rows, columns] in flight."""
-    of_a, of_b = slices(a, SECOND), slices(b, SECOND)
+def start_over_slices(of_a, b, zeros, SECOND: gl.constexpr):
+    """Start A [rows, width] B^T [width, columns], A in slices, in shared memory or registers: an accumulator in flight."""
+    of_b = slices(b, SECOND)
     acc = warpgroup_mma(of_a[0], of_b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for n in gl.static_range(1, len(of_a)):
         acc = warpgroup_mma(of_a[n], of_b[n].permute((1, 0)), acc, is_async=True)
     return acc
+
+
+@gluon.jit
+def start_over_columns(a, b, zeros, SECOND: gl.constexpr):
+    """The same of two tiles in shared memory."""
+    return start_over_slices(slices(a, SECOND), b, zeros, SECOND)
 
 
 @gluon.jit

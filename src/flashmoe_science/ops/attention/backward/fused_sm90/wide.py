@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashmoe_science.ops.attention.backward.columns import scaled, start_over_columns
+from flashmoe_science.ops.attention.backward.columns import scaled, slices, start_over_columns, start_over_slices
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
@@ -56,11 +56,22 @@ def _put_dq(step, dq, smem, barriers, PART: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(step, smem, PART: gl.constexpr, SECOND: gl.constexpr):
+def _keys_of_scores(smem, PART: gl.constexpr, SECOND_QK: gl.constexpr, SECOND_V: gl.constexpr):
+    """K for S, in slices: in registers, 24 a thread, where dK and dV leave room; shared memory is read less then."""
+    k = slices(as_matrix(smem.k, PART), SECOND_QK)
+    if SECOND_QK > 0 and SECOND_V > 0:
+        operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(PRODUCT), 2)
+        return k[0].load(operand), k[1].load(operand)
+    else:
+        return k
+
+
+@gluon.jit
+def _start_scores(step, smem, k, SECOND: gl.constexpr):
     """Start S of a step, [KEYS, PRODUCT]."""
     STAGES: gl.constexpr = smem.q.shape[0]
     zeros = gl.zeros([KEYS, PRODUCT], gl.float32, accumulator_layout(PRODUCT))
-    return start_over_columns(as_matrix(smem.k, PART), as_matrix(smem.q, step % STAGES), zeros, SECOND)
+    return start_over_slices(k, as_matrix(smem.q, step % STAGES), zeros, SECOND)
 
 
 @gluon.jit
@@ -103,7 +114,7 @@ def _wait_for_queries(step, smem, barriers):
 
 @gluon.jit
 def _step(
-    step, after, tile, s, dk, dv, smem, barriers, work, scale, PART: gl.constexpr, SECOND_QK: gl.constexpr,
+    step, after, tile, s, dk, dv, k, smem, barriers, work, scale, PART: gl.constexpr, SECOND_QK: gl.constexpr,
     SECOND_V: gl.constexpr, MASKS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV with a tile of queries added, whose dS and dQ go to shared memory, of S; S of the step ``after``.
@@ -135,7 +146,7 @@ def _step(
     sums = warpgroup_mma_wait(2, dk + dv)
     dk, dv = sums[: len(dk)], sums[len(dk) :]
     _wait_for_queries(after, smem, barriers)
-    s = _start_scores(after, smem, PART, SECOND_QK)
+    s = _start_scores(after, smem, k, SECOND_QK)
     dq = warpgroup_mma_wait(2 if SECOND_QK else 1, [dq])
     mbarrier.arrive(barriers.queries.empty.index(stage))
     _put_dq(step, dq, smem, barriers, PART)
@@ -152,14 +163,15 @@ def consume_wide(
     dk, dv = _no_sums(smem.k, SECOND_QK), _no_sums(smem.v, SECOND_V)
     log2 = scale * 1.4426950408889634
     mbarrier.wait(barriers.keys, 0)
+    k = _keys_of_scores(smem, PART, SECOND_QK, SECOND_V)
     last = steps_of(work) - 1
     if last >= 0:
         _wait_for_queries(0, smem, barriers)
-    s = warpgroup_mma_wait(0, [_start_scores(0, smem, PART, SECOND_QK)])
+    s = warpgroup_mma_wait(0, [_start_scores(0, smem, k, SECOND_QK)])
     for step in range(last + 1):
         _, tile = place_of(work, step)
         after = gl.minimum(step + 1, last)
-        s, dk, dv = _step(step, after, tile, s, dk, dv, smem, barriers, work, log2, PART, SECOND_QK, SECOND_V, MASKS)
+        s, dk, dv = _step(step, after, tile, s, dk, dv, k, smem, barriers, work, log2, PART, SECOND_QK, SECOND_V, MASKS)
     if last >= 0:  # dK goes by way of the memory of K, which the other consumer's product for dQ reads too
         fence_async_shared()
         mbarrier.arrive(barriers.ds.full.index((last + 1) % SLOTS))
