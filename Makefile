@@ -14,14 +14,20 @@ NEWEST_TORCH_STAMP := $(NEWEST_TORCH)/.installed-$(NEWEST_TORCH_VERSION)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove collect test test-gpu honest newest-triton test-newest-triton newest-torch test-newest-torch builds digests lint format types imports structure docs check-docs \
-  table check-table check-records archive wheel ci clean
+.PHONY: help prove collect test test-gpu honest newest-triton test-newest-triton builds-newest-triton newest-torch \
+  test-newest-torch builds digests lint format types imports structure docs check-docs table check-table check-records \
+  archive wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-$(STAMP): pyproject.toml tools/venv.py
+# What is installed beside the environment waits for its pip alone.
+PIP := $(BIN)/pip
+$(PIP):
+	@python=$$(PYTHON='$(PYTHON)' tools/find-python) && "$$python" tools/venv.py $(VENV) --only-pip
+
+$(STAMP): pyproject.toml tools/venv.py | $(PIP)
 	@python=$$(PYTHON='$(PYTHON)' tools/find-python) && "$$python" tools/venv.py $(VENV)
 
 prove: $(STAMP) ## prove the kernels: on the GPU here, or what can be proved without one (ARGS: see flashmoe prove --help)
@@ -40,7 +46,7 @@ test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 honest: $(STAMP) ## how many of 10,000 whole runs condemn an honest kernel, at most 3: ten minutes on two cores (ARGS="200": of so many)
 	@$(BIN)/python -m tests.harness.honest $(or $(ARGS),10000)
 
-$(NEWEST_STAMP): | $(STAMP)
+$(NEWEST_STAMP): | $(PIP)
 	@rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON)
 
@@ -50,9 +56,12 @@ test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newe
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
-$(NEWEST_TORCH_STAMP): | $(STAMP)
+builds-newest-triton: $(STAMP) newest-triton ## those of test-newest-triton that `make ci` makes, in one process
+	@$(MAKE) --no-print-directory test-newest-triton ARGS='-n 0 -m "not redundant and not one_triton"'
+
+$(NEWEST_TORCH_STAMP): | $(PIP)
 	@rm -rf $(NEWEST_TORCH) && echo "setup: installing torch $(NEWEST_TORCH_VERSION) into $(NEWEST_TORCH) (a minute or two)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --target $(NEWEST_TORCH) \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-warn-conflicts --target $(NEWEST_TORCH) \
 	  torch==$(NEWEST_TORCH_VERSION) triton==3.8.0
 	@touch $@
 

@@ -1,4 +1,5 @@
-"""Make the project's virtual environment: ``python tools/venv.py .venv``. Only the standard library is needed.
+"""Make the project's virtual environment: ``python tools/venv.py .venv``. Only the standard library is needed. With
+``--only-pip`` nothing is installed yet: the pip of an environment can already install into other folders.
 
 Without an NVIDIA GPU the versions are those behind the committed evidence: torch 2.13.0 and Triton 3.6.0, whose interpreter
 needs NumPy below 2.4. With a GPU, the torch and Triton that are there serve, else the Triton that torch itself pins.
@@ -29,7 +30,7 @@ class SetupError(Exception):
     """The environment could not be made, said in words."""
 
 
-def main(venv: Path) -> None:
+def main(venv: Path, only_pip: bool) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     gpu = _succeeds("nvidia-smi")
     system = _system_versions() if gpu else {}
@@ -45,6 +46,8 @@ def main(venv: Path) -> None:
         _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"Python could not make {venv}")
         if system:
             _inherit(venv)
+    if only_pip:
+        return
     for what, arguments in _steps(project, gpu, system):
         _say(f"installing {what}")
         # Errors only: a line a package, and a warning a mirror, is a wall on a first install. No bytecode: what is imported is
@@ -125,9 +128,9 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tools/venv.py FOLDER")
+    if len(sys.argv) < 2 or sys.argv[2:] not in ([], ["--only-pip"]):
+        sys.exit("usage: python tools/venv.py FOLDER [--only-pip]")
     try:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), only_pip=len(sys.argv) == 3)
     except SetupError as error:
         sys.exit(f"setup: {error}")
