@@ -19,6 +19,8 @@ from flashmoe_science.contract import built_in, contract_of
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, _representative, check_function
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
@@ -27,6 +29,7 @@ from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
+from flashmoe_science.problem import Problem
 
 ROOT = Path(__file__).parents[3]
 CPU = Bench(torch.device("cpu"), None)
@@ -49,14 +52,33 @@ class Here(InProcess):
     def close(self) -> None: ...
 
 
-def swept(spec: str, *problems: str, child: Callable[[Any], Any] = lambda home: home, bench: Bench = CPU) -> Sweep:
+class Until(Sweep):
+    """A sweep that is over where a wrong answer is said in one of these words."""
+
+    words: tuple[str, ...] = ()
+
+    def _add(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> None:
+        super()._add(problem, inputs, examine)
+        last = self.checked[-1]
+        if last.answer == "wrong" and any(re.search(one, last.words) for one in self.words):
+            self.stopped = "found"
+
+
+def swept(
+    spec: str,
+    *problems: str,
+    child: Callable[[Any], Any] = lambda home: home,
+    bench: Bench = CPU,
+    until: tuple[str, ...] = (),
+) -> Sweep:
     """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
     handover = Memory()
     worker, oracle = Worker(bench, handover, trusted=False), Oracle(handover, bench.device)
     opened = Opened.model_validate(worker.open(spec, ""))
     oracle.open(opened.contract if opened.built_in else spec)
     home = Here(worker.command)
-    sweep = Sweep(bench, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
+    sweep = Until(bench, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
+    sweep.words = until
     sweep.go(parse_problem(text) for text in problems)
     return sweep
 
@@ -158,9 +180,8 @@ def test_a_fault_of_real_use_is_named(one: Fault) -> None:
     contract, fn = contract_of(load(one.spec)), load(one.spec)
     sweep = [str(text) for text in contract.sweep_of(fn)]
     problem = sweep[0] if one.problem is None else next(text for text in sweep if text.startswith(one.problem))
-    result = result_of(swept(one.spec, problem, bench=HERE if one in SWEPT_ON_GPU else CPU))
-    wrong = [checked.words for checked in result.of("wrong")]
-    assert any(re.search(words, "; ".join(wrong)) for words in one.words), (wrong, result.of("not served"))
+    sweep = swept(one.spec, problem, bench=HERE if one in SWEPT_ON_GPU else CPU, until=one.words)
+    assert sweep.stopped == "found", ([found.words for found in sweep.checked if found.answer == "wrong"], sweep.checked)
 
 
 def test_a_window_that_is_kept_from_the_first_call_is_named() -> None:
