@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.forked import program
 
 TOOL = Path(__file__).parents[3] / "tools" / "end_to_end.py"
 
@@ -16,9 +15,8 @@ TOOL = Path(__file__).parents[3] / "tools" / "end_to_end.py"
 def record_of(size: str, folder: Path) -> tuple[dict[str, Any], str]:
     out = folder / "record.json"
     options = ["--size", size, "--context", "40", "--batches", "1", "3", "--samples", "2", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(TOOL), *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text(encoding="utf-8")), done.stdout
+    printed = program(TOOL, *options)
+    return json.loads(out.read_text(encoding="utf-8")), printed
 
 
 @pytest.mark.parametrize(

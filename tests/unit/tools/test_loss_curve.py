@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.unit.forked import program
 
 TOOL = Path(__file__).parents[3] / "tools" / "loss_curve.py"
 
@@ -13,9 +13,8 @@ TOOL = Path(__file__).parents[3] / "tools" / "loss_curve.py"
 def test_losses_of_every_step_are_pytorchs(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ["--steps", "40", "--batch", "4", "--length", "24", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(TOOL), *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "equal bits twice: True" in done.stdout
+    printed = program(TOOL, *options)
+    assert "equal bits twice: True" in printed
     rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert [row["way"] for row in rows] == ["pytorch", "pytorch-fp32", "fms", *2 * ["fms-deterministic"]]
     for row in rows:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.unit.forked import program
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_steps.py"
 
@@ -19,9 +18,8 @@ TOOL = Path(__file__).parents[3] / "tools" / "train_steps.py"
 def test_it_times_each_way_and_holds_its_gradients_to_the_firsts(size: str, names: set[str], tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     options = ["--size", size, "--layers", "2", "--batch", "2", "--length", "24", "--samples", "2", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(TOOL), *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed = program(TOOL, *options)
     record = json.loads(out.read_text(encoding="utf-8"))
     assert {row["way"] for row in record["rows"]} == names
     assert all(row["failed"] is None and row["tokens_per_second"] > 0 and row["error"] < 1e-5 for row in record["rows"])
-    assert ("fa4 was not run: it needs a GPU" in done.stdout) == (size == "tiny")
+    assert ("fa4 was not run: it needs a GPU" in printed) == (size == "tiny")
