@@ -394,13 +394,9 @@ def ranges() -> dict[str, list[str]]:
             continue
         config = split_triton.configs(drawn.inputs.problem, None)[0]
         longest = _most_tiles(drawn.inputs, config["block_n"])
-        results = {}
-        for name, least in (
-            ("ranges", -1.0),
-            ("splits", 2.0**30),
-            ("just ranges", longest - 1.0),
-            ("just splits", float(longest)),
-        ):
+        results, bounds = {}, {"ranges": -1.0, "splits": 2.0**30}
+        at_the_bound = {"just ranges": longest - 1.0, "just splits": float(longest)} if seed % 3 == 0 else {}
+        for name, least in (bounds | at_the_bound).items():
             split_launcher.splits_for = lambda *a, least=least: chosen(*a)._replace(even_slope=0.0, even_least=least)
             plan = split_triton.plan(drawn.inputs, config)
             plan._sm_count = (3, 8, 20)[seed % 3]
@@ -411,7 +407,7 @@ def ranges() -> dict[str, list[str]]:
         split_launcher.splits_for = chosen
         for name in ("ranges", "splits"):
             wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[name])
-            if not torch.equal(results[name].out, results[f"just {name}"].out):
+            if at_the_bound and not torch.equal(results[name].out, results[f"just {name}"].out):
                 wrong.append("other bits at the bound")
             found.setdefault(f"{drawn} {name}", []).extend(wrong)
     return found
