@@ -1,10 +1,11 @@
 """Scripts in Triton's interpreter, which needs a process of its own: one process, which forks for each script.
 
-It imports PyTorch, Triton and the package once. Their import takes three seconds, longer than most scripts.
+It imports PyTorch, Triton and the package once. Their import takes four seconds, longer than most scripts.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -151,7 +152,9 @@ def make_each_type_once() -> None:
 
 
 def main() -> None:
+    gc.disable()  # as conftest.py has it
     import torch
+    import torch._dynamo  # what a call with gradients, or under torch.compile, imports: a second
 
     from flashmoe_science.operations import OPERATIONS
 
@@ -163,6 +166,8 @@ def main() -> None:
     make_each_type_once()
     for one in OPERATIONS:
         one.contract(), one.kernels()
+    gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         script, *arguments = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
