@@ -28,6 +28,7 @@ REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 
 # Bytes a thread, by the assembler of Triton 3.6, on which it is measured, and by the newest: numbers that are kept around the
 # loops over queries, in which nothing is spilled.
+@pytest.mark.one_triton
 @pytest.mark.parametrize(
     ("text", "spills", "newest"),
     [
@@ -59,7 +60,11 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest
 
 
 # Instructions of products over a tile: of scores and dP, of dV and of dK.
-@pytest.mark.parametrize(("text", "both", "each"), [("d128 bf16 causal", 64, 16), ("d256 bf16", 32, 4), ("d64 bf16", 16, 16)])
+@pytest.mark.one_triton
+@pytest.mark.parametrize(
+    ("text", "both", "each"),
+    [("d128 bf16 causal", 64, 16), ("d256 bf16", 32, 4), pytest.param("d64 bf16", 16, 16, marks=REDUNDANT)],
+)
 @pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (True, False, True), (True, True, False)])
 def test_what_is_not_wanted_is_not_multiplied(
     text: str, both: int, each: int, wanted: tuple[bool, bool, bool], compiled: Callable[..., Any]
@@ -83,12 +88,12 @@ def test_what_is_not_wanted_is_not_multiplied(
     ("text", "spills", "newest"),
     [
         ("b4 h32 q4096 d64 bf16", 0, 16),
-        ("b4 h32 hk8 q4096 d64 fp16 causal", 0, 16),
+        pytest.param("b4 h32 hk8 q4096 d64 fp16 causal", 0, 16, marks=pytest.mark.one_triton),
         ("b2 h32 q8192 d64 bf16 causal left1023 sinks", 0, 16),
-        ("b8 h32 q4096 d64 bf16 causal packed", 0, 16),
+        pytest.param("b8 h32 q4096 d64 bf16 causal packed", 0, 16, marks=pytest.mark.one_triton),
         pytest.param("b8 h32 hk8 q4096 d64 fp16 packed", 0, 16, marks=REDUNDANT),
         pytest.param("b8 h32 q4096 d64 bf16 left100 right100 packed", 0, 16, marks=REDUNDANT),
-        ("b4 h16 q4096 d128 bf16", 64, 0),
+        pytest.param("b4 h16 q4096 d128 bf16", 64, 0, marks=pytest.mark.one_triton),
         ("b4 h32 hk8 q4096 d128 bf16 causal", 80, 80),
         ("b4 h16 q4096 d96 fp16 causal", 48, 0),
         pytest.param("b2 h16 q8192 d128 bf16 causal left1023 sinks", 80, 48, marks=REDUNDANT),

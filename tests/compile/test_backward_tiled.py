@@ -25,7 +25,7 @@ REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 
 
 @pytest.mark.one_triton
-@pytest.mark.parametrize("gpu", ["a100", "l4", "h200"])
+@pytest.mark.parametrize("gpu", [pytest.param("a100", marks=REDUNDANT), "l4", "h200"])
 @pytest.mark.parametrize(
     ("text", "spills"),
     [

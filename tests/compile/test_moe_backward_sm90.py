@@ -35,7 +35,12 @@ CLAMPED = 56 if machine_code.VERSION == "3.6" else 112
 
 
 @pytest.mark.parametrize(
-    ("text", "spills"), [pytest.param(QWEN, 0, marks=pytest.mark.one_triton), (UNEVEN, 0), (GPT_OSS, CLAMPED)]
+    ("text", "spills"),
+    [
+        pytest.param(QWEN, 0, marks=pytest.mark.one_triton),
+        (UNEVEN, 0),
+        pytest.param(GPT_OSS, CLAMPED, marks=pytest.mark.one_triton),
+    ],
 )
 def test_all_products_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     found = [built(*one) for one in builds_of(text)]
