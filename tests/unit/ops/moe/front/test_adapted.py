@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -69,9 +70,17 @@ def leaves(call: dict[str, Any], parts: list[torch.Tensor]) -> list[torch.Tensor
     return [*(one for one in call.values() if one.requires_grad), *parts]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("way", ["keeps", "recomputes", "transposed", "compiled", "checkpointed"])
+WAYS = ("keeps", "recomputes", "transposed", "compiled", "checkpointed")
+COMPILED_ONCE = ("clamped, interleaved", True, "compiled")  # another layout or no bias compiles to as many operators
+
+
+def marks_of(case: tuple[str, bool, str]) -> tuple[pytest.MarkDecorator, ...]:
+    return (pytest.mark.slow, pytest.mark.redundant) if case[2] == "compiled" and case != COMPILED_ONCE else ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "bias", "way"), [pytest.param(*one, marks=marks_of(one)) for one in product(LAYOUTS, (False, True), WAYS)]
+)
 def test_the_result_and_gradients_are_those_of_the_summed_weights(layout: str, bias: bool, way: str) -> None:
     call, parts = given(torch.float64, bias)
     options = dict(LAYOUTS[layout])

@@ -71,6 +71,7 @@ def empty(shape: Shape) -> torch.Tensor:
 
 ROUTINGS: dict[str, Callable[[Shape], torch.Tensor]] = {"uniform": uniform, "skewed": skewed, "empty": empty}
 ALL = [*ROUTINGS, "one"]
+REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)  # a mistake of rows or ids shows in fp32 too
 KERNELS = ("grouped_mm_bwd", *(kernel.name for kernel in operation("moe_backward").ours()))
 
 
@@ -113,7 +114,7 @@ def put(shape: Shape, routing: str, dtype: torch.dtype, scale: float, device: st
         assert torch.equal(of_weights.cpu().flatten(1).any(1), used)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=REDUNDANT)])
 @pytest.mark.parametrize("routing", ALL)
 @pytest.mark.parametrize("shape", LIGER + SMALL_SONIC, ids=lambda shape: "x".join(map(str, shape)))
 def test_pytorchs_operators_are_right(shape: Shape, routing: str, dtype: torch.dtype) -> None:
