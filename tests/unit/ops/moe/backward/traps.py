@@ -124,8 +124,10 @@ def far(place: Place) -> Iterator[str]:
 
 
 def apart(one: torch.Tensor) -> torch.Tensor:
-    """The same in memory of which the first dimension's last element begins past 2^31 elements."""
-    count, step = len(one), 2**31 // (len(one) - 1) // 8 * 8 + 64
+    """The same in memory of which the first dimension's last element begins past 2^31 elements. The elements lie multiples of
+    their own size apart: kernels that copy blocks of a dense tensor can copy this one's too."""
+    count, unit = len(one), 8 * one[0].numel()
+    step = (2**31 // (count - 1) // unit + 1) * unit
     strides = (step, *one.stride()[1:])
     memory = torch.empty((count - 1) * step + one[0].numel(), dtype=one.dtype, device=one.device)
     return memory.as_strided(one.shape, strides).copy_(one.detach())

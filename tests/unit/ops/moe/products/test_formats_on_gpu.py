@@ -86,10 +86,10 @@ def test_blocks_of_a_checkpoint_and_views_of_larger_tensors_are_served_as_they_l
 
 @pytest.mark.parametrize("form", DEPTHS)
 def test_experts_past_the_reach_of_32_bits(form: str) -> None:
-    """Of tensors that are moved to a GPU it would be lost. Where copies cannot begin another kernel serves, with other bits."""
+    """Of tensors that are moved to a GPU it would be lost."""
     one = inputs_of(Case(f"moe t9 e4 k2 d384 f128 bf16 w:{form}"), "cuda")
     far = {name: apart(value) for name in ("w1", "w2", *OF_WEIGHTS) if (value := getattr(one.tensors, name)) is not None}
-    assert off(called(changed(one, **far)), one) is None
+    assert torch.equal(called(changed(one, **far)), called(one))
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "fp8_block", "fp8_channel", "int4_g32", "int4_g32_zero"])
