@@ -90,7 +90,7 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         if key not in DECISIONS:
             DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu, rival)
         decision = DECISIONS[key]
-        return _of_one_side(decision, problem, gpu) if kernel is None and _leaves_a_side(tensors) else decision
+        return _of_one_side(decision, problem, gpu) if kernel is None and _is_faster_split(tensors) else decision
     except (CannotServe, ProblemError) as error:
         if named or by_option:
             without = f"{PYTORCH!r} can" if named else f"without it {PYTORCH!r} can"
@@ -98,9 +98,9 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
         return Decision(FALLBACK, Config(), f"no backward of ours takes the input: {error}", "required")
 
 
-def _leaves_a_side(tensors: Tensors) -> bool:
-    """Whether gradients are asked for, but not of both queries and keys or values; of 64 columns only those without dQ, as all
-    three by the fused kernel take less than dQ alone by the split one (docs/notes/backward.md)."""
+def _is_faster_split(tensors: Tensors) -> bool:
+    """Whether the split kernel takes less for the gradients that are asked for than the fused one, which computes all three:
+    for those without dQ, and for dQ alone of more than 64 columns (docs/notes/backward.md)."""
     of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
     if of_queries:
         return not any(of_keys) and tensors.q.shape[-1] > _NARROW
