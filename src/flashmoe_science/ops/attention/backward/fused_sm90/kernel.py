@@ -18,8 +18,8 @@ Under a causal mask programs that start together should neither meet nor leave S
 orders. In a rising set of heads the last keys begin, each tile at the first queries that see it: it comes to a tile of queries
 a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
 next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
-together. Of windows and packed sequences all sets rise, through the sequences from the last to the first: programs of several
-sequences end at once, so that those of a falling set would start at once, and wait.
+together. Of windows and packed sequences all sets rise, as programs of several sequences end at once, so that those of a
+falling set would start at once, and wait. The longest sequences come first: at the end the short ones fill idle SMs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ NAME = "bwd_fused_gluon_sm90"
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
     """Bytes of what stands between the launches."""
     sizes = sizes_of(problem, config)
-    return workspace_bytes(parts_of(sizes.batch * problem.heads * sizes.padded, width(problem), sizes.block_m))
+    rows = sizes.batch * problem.heads * sizes.padded
+    return workspace_bytes(parts_of(rows, width(problem), sizes.block_m, sizes.sequences))
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

@@ -53,11 +53,12 @@ FINISH, FINISH_WARPS = 64, 4  # rows of a program that scales dQ
 _REGISTERS = {64: (128, 208, 72), 128: (168, 240, 0)}  # of a thread at launch, of consumers and of the multiplier, by width
 
 
-def parts_of(rows: int, columns: int, block_m: int) -> list[Part]:
+def parts_of(rows: int, columns: int, block_m: int, sequences: int) -> list[Part]:
     """The parts of the workspace of all query heads' rows: log-sum-exp as kernels read it, delta, what tiles add to the sinks'
-    gradient, dQ in fp32, counters."""
+    gradient, dQ in fp32, counters and the order of packed sequences (rows.py)."""
+    order = 2 * (sequences + 1) if sequences else 0
     of_rows = ((one, torch.float32) for one in (rows, rows, rows // block_m, rows * columns))
-    return [*of_rows, (rows // block_m + 1, torch.int32)]
+    return [*of_rows, (rows // block_m + 1 + order, torch.int32)]
 
 
 class FusedBackwardLauncher(BackwardLauncher):
@@ -90,7 +91,7 @@ class FusedBackwardLauncher(BackwardLauncher):
         lengths = tuple(map(element_pointer, tensors[3:6]))
         fused = self._bind_fused(sizes, given, (of_dk, of_dv), lengths)
         finish = self._bind_finish(of_dq, sizes, lengths[0])
-        parts = parts_of(heads * batch * sizes.padded, self._width, sizes.block_m)
+        parts = parts_of(heads * batch * sizes.padded, self._width, sizes.block_m, sizes.sequences)
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
         banded = sizes.band > 0
 
@@ -101,7 +102,7 @@ class FusedBackwardLauncher(BackwardLauncher):
             out, given_lse, dout, dlse = saved
             q, k, v, dout = fitting(unfit, (*tensors[:3], dout))
             lengths = tuple(map(argument, tensors[3:6])) if packed[0] else (None, None, None)
-            numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0])
+            numbers = (*map(argument, (out, dout, given_lse, dlse)), *lengths[:2])
             if add_sinks is None:
                 sum_rows(*numbers, None, lse, delta, None, turns)
             else:

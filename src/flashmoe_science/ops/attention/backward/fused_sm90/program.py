@@ -124,8 +124,8 @@ def flashmoe_bwd_fused_gluon_sm90(
     """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
     turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
     first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py). BANDED: of
-    windows and packed sequences all sets rise, through the sequences from the last to the first; a program waits for those of
-    its own sequence. Tiles that no query sees add to none, and none counts them."""
+    windows and packed sequences all sets rise, through the sequences from the longest to the shortest; a program waits for
+    those of its own sequence. Tiles that no query sees add to none, and none counts them."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
     WIDE: gl.constexpr = BLOCK_M == PRODUCT
     ticket = turns + heads * group * tiles_m
@@ -138,12 +138,17 @@ def flashmoe_bwd_fused_gluon_sm90(
     number -= first * tiles_n
     head, nth = first + number % together, number // together
     if BANDED:
-        nth = tiles_n - 1 - nth
         sequence = Sequence(tiles_m // (QUERIES // BLOCK_M), seqlen_k, offset)
-        if cu_seqlens_k is not None:
+        if cu_seqlens_k is None:
+            nth = tiles_n - 1 - nth
+        else:
             packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
-            sequence = sequence_at(packed, number_of_sequence(cu_seqlens_k, batches, nth, 2 * KEYS), offset, 2 * KEYS)
-            nth -= sequence.first_tile
+            order = ticket + 1  # of sequences: rows.py
+            place = number_of_sequence(order, batches, nth, 2 * KEYS)
+            started = nth - (gl.load(order + place) // (2 * KEYS) + place)  # of its tiles, before this one
+            place = gl.load(order + batches + 1 + place)
+            sequence = sequence_at(packed, place, offset, 2 * KEYS)
+            nth = sequence.every_key.end // (2 * KEYS) + place - sequence.first_tile - started
             if begin is not None:
                 begin += sequence.diagonal
         first_key = nth * (2 * KEYS)

@@ -107,7 +107,7 @@ class SplitBackwardLauncher(BackwardLauncher):
             out, given_lse, dout, dlse = saved
             q, k, v, dout = fitting(unfit, (*tensors[:3], dout))
             lengths = tuple(map(argument, tensors[3:6])) if packed[0] else (None, None, None)
-            numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0])
+            numbers = (*map(argument, (out, dout, given_lse, dlse)), lengths[0], None)
             if add_sinks is None:
                 sum_rows(*numbers, None, lse, delta, None, None)
             else:
