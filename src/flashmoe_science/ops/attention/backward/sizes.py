@@ -129,7 +129,5 @@ def suits_fused(problem: AttentionBackwardProblem) -> bool:
     columns, grouped = max(problem.head_dim, problem.head_dim_v), problem.heads > problem.heads_kv
     if not 32 < columns <= 128 or unsupported(problem.features, FUSED) is not None:
         return False
-    if columns > 64 and grouped and problem.features.lengths == "packed":
-        return False
     least = 1024 if columns <= 64 else 4096 if grouped else 2048
     return min(problem.seqlen_q, problem.seqlen_k) >= least

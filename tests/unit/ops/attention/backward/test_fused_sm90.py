@@ -18,7 +18,7 @@ from tests.unit.ops.attention.backward.random_problems import Most, RandomCase, 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.ops.attention.backward import copied
-from flashmoe_science.ops.attention.backward.fused_sm90 import config
+from flashmoe_science.ops.attention.backward.fused_sm90 import program
 from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
@@ -57,7 +57,7 @@ def test_what_it_does_not_serve_is_refused_in_words(text: str, reason: str) -> N
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run on the CPU, by Python, few heads of keys together."""
     monkeypatch.setattr(copied, "Build", gluon_interpreter.Build)
-    monkeypatch.setattr(config, "TOGETHER", 4)
+    monkeypatch.setattr(program, "TOGETHER", 4)
     with assume(H100):
         yield
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, Sizes, suits_fused, widths
+from flashmoe_science.ops.attention.backward.sizes import FUSED, QUERIES, suits_fused, widths
 from flashmoe_science.ops.attention.device.tma import why_not_on_sm90
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.launch import cdiv
 
 WIDEST = 128  # columns of the tiles
-TOGETHER = 128  # tiles of keys of a set of heads, near as many as SMs: what more work on, L2 does not hold
 
 
 def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
@@ -39,9 +37,3 @@ def threads(config: Config) -> int:
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
     """Whether the fused kernel is the better guess than the split one."""
     return suits_fused(problem)
-
-
-def heads_together(sizes: Sizes) -> int:
-    """Heads of keys of a set, whose tiles of keys start in turns. Of packed sequences one of the mean length counts: each has
-    turns of its own, so that more of its tiles would only wait for each other."""
-    return max(TOGETHER // cdiv(sizes.tiles, sizes.sequences or 1), 1)

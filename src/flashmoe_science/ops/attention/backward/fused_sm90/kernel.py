@@ -19,7 +19,7 @@ orders. In a rising set of heads the last keys begin, each tile at the first que
 a step after the tile of keys whose turn is before its own, and the shortest programs end first, one after the other. In the
 next set the first keys begin, at the last queries: programs start as those end, a step apart, the longest first, and end
 together. Of windows and packed sequences all sets rise, as programs of several sequences end at once, so that those of a
-falling set would start at once, and wait. The longest sequences come first: at the end the short ones fill idle SMs.
+falling set would start at once, and wait. All heads of the longest sequence come first: at the end short ones fill idle SMs.
 """
 
 from __future__ import annotations

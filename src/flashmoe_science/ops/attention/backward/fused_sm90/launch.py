@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.backward.copied import (
     rows_as_copied,
     shape_of,
 )
-from flashmoe_science.ops.attention.backward.fused_sm90.config import heads_together, width
+from flashmoe_science.ops.attention.backward.fused_sm90.config import width
 from flashmoe_science.ops.attention.backward.fused_sm90.finish import flashmoe_bwd_scaled_triton
 from flashmoe_science.ops.attention.backward.fused_sm90.program import flashmoe_bwd_fused_gluon_sm90
 from flashmoe_science.ops.attention.backward.rows import bind_rows, bind_sinks
@@ -123,11 +123,11 @@ class FusedBackwardLauncher(BackwardLauncher):
         at_launch, *registers = _REGISTERS[self._width]
         constexprs = (self._config["stages"], masks, sizes.band > 0, *registers, PRODUCER_REGISTERS, *self._seconds)
         of_band = sizes.of_band[1:]
-        arguments = (*self._templates, Pointer(torch.int32), *lengths, 0.5, *(1,) * 8, *of_band, *constexprs)
+        arguments = (*self._templates, Pointer(torch.int32), *lengths, 0.5, *(1,) * 7, *of_band, *constexprs)
         key = (masks, *kind_of(lengths))
         build = self._builds.get(key, flashmoe_bwd_fused_gluon_sm90, arguments, num_warps=4, maxnreg=at_launch)
         heads, tiles_m = sizes.batch * sizes.heads_kv, sizes.padded // sizes.block_m
-        numbers = (sizes.heads_kv, sizes.group, heads, heads_together(sizes))
+        numbers = (sizes.heads_kv, sizes.group, heads)
         fixed = (sizes.seqlen_k, tiles_m, sizes.tiles, sizes.offset, *of_band)
         start = build.bound((heads * sizes.tiles, 1, 1), *numbers, *fixed, *constexprs)
         every = heads * sizes.group * sizes.padded

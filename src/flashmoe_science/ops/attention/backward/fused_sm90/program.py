@@ -37,8 +37,10 @@ from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
+# Tiles of keys of a set of heads, near as many as SMs: what more work on, L2 does not hold.
+TOGETHER = gl.constexpr(128)
 SIZES = (
-    "heads_kv", "group", "heads", "together", "seqlen_k", "tiles_m", "tiles_n", "offset",
+    "heads_kv", "group", "heads", "seqlen_k", "tiles_m", "tiles_n", "offset",
     "begin", "batches", "total_q", "total_k",
 )  # fmt: skip
 
@@ -117,40 +119,42 @@ def _relay(dq_desc, dq_smem, barriers, work, turns, SLOT: gl.constexpr, BLOCK_M:
 def flashmoe_bwd_fused_gluon_sm90(
     q_desc, k_desc, v_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, dq_desc, turns,
     cu_seqlens_q, cu_seqlens_k, seqused_k, softmax_scale,
-    heads_kv, group, heads, together, seqlen_k, tiles_m, tiles_n, offset, begin, batches, total_q, total_k,
+    heads_kv, group, heads, seqlen_k, tiles_m, tiles_n, offset, begin, batches, total_q, total_k,
     STAGES: gl.constexpr, MASKS: gl.constexpr, BANDED: gl.constexpr, CONSUMER_REGS: gl.constexpr,
     MULTIPLIER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr, SECOND_QK: gl.constexpr, SECOND_V: gl.constexpr,
 ):  # fmt: skip
-    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads in
-    turns, ``together`` of them, in the order in which they add to dQ, so that a program waits for one that has started, and the
+    """A program for each tile of keys of ``heads`` heads of keys, in the order in which programs start: of a set of heads,
+    ``together`` of them, in turns, in the order in which they add to dQ. So a program waits for one that has started, and the
     first that has not ended waits for none. Of a rising set the last keys begin, of others the first (kernel.py). BANDED: of
-    windows and packed sequences all sets rise, through the sequences from the longest to the shortest; a program waits for
-    those of its own sequence. Tiles that no query sees add to none, and none counts them."""
+    windows and packed sequences all sets rise. Of packed ones all heads of the longest sequence come first, in sets of their
+    own, and a program waits for those of its own sequence. Tiles that no query sees add to none, and none counts them."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[-2]
     WIDE: gl.constexpr = BLOCK_M == PRODUCT
     ticket = turns + heads * group * tiles_m
     number = gl.atomic_add(ticket, 1, sem="relaxed")
-    nth_set = number // (tiles_n * together)
+    place, tiles = None, tiles_n
+    if cu_seqlens_k is not None:
+        order = ticket + 1  # of sequences (rows.py)
+        rank = number_of_sequence(order, batches, number // heads, 2 * KEYS)
+        place = gl.load(order + batches + 1 + rank)
+        number -= (gl.load(order + rank) // (2 * KEYS) + rank) * heads
+        packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
+        sequence = sequence_at(packed, place, offset, 2 * KEYS)
+        tiles = sequence.every_key.end // (2 * KEYS) + place + 1 - sequence.first_tile
+    together = gl.maximum(TOGETHER // tiles, 1)
+    nth_set = number // (tiles * together)
     last_set = (heads - 1) // together
     rising = ((last_set - nth_set) % 2 == 1) | ((nth_set == 0) & (last_set > 0))
     first = nth_set * together
     together = gl.minimum(heads - first, together)
-    number -= first * tiles_n
+    number -= first * tiles
     head, nth = first + number % together, number // together
     if BANDED:
-        sequence = Sequence(tiles_m // (QUERIES // BLOCK_M), seqlen_k, offset)
+        nth = tiles - 1 - nth
         if cu_seqlens_k is None:
-            nth = tiles_n - 1 - nth
-        else:
-            packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_k, batches, total_q, total_k)
-            order = ticket + 1  # of sequences: rows.py
-            place = number_of_sequence(order, batches, nth, 2 * KEYS)
-            started = nth - (gl.load(order + place) // (2 * KEYS) + place)  # of its tiles, before this one
-            place = gl.load(order + batches + 1 + place)
-            sequence = sequence_at(packed, place, offset, 2 * KEYS)
-            nth = sequence.every_key.end // (2 * KEYS) + place - sequence.first_tile - started
-            if begin is not None:
-                begin += sequence.diagonal
+            sequence = Sequence(tiles_m // (QUERIES // BLOCK_M), seqlen_k, offset)
+        elif begin is not None:
+            begin += sequence.diagonal
         first_key = nth * (2 * KEYS)
         band = band_of_keys(sequence, begin, first_key, BLOCK_M, 2 * KEYS, BLOCK_M)
         tiles_n = (sequence.seqlen_k + 2 * KEYS - 1) // (2 * KEYS)

@@ -194,7 +194,10 @@ def _step(
     s_layout: gl.constexpr = layout_of(BLOCK_M, 4, 3 - CONSUMERS)
     stage = step % STAGES
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [BLOCK_M, D], [BLOCK_M, DV]
-    k, v = as_matrix(smem.k, PART), as_matrix(smem.v, PART)  # [KEYS, D], [KEYS, DV]
+    place = PART
+    if CONSUMERS == 2 and smem.k.shape[-1] > 128:  # few registers: not a constant, whose address would be kept in some
+        place = PART + (step >> 30)
+    k, v = as_matrix(smem.k, place), as_matrix(smem.v, place)  # [KEYS, D], [KEYS, DV]
     mbarrier.wait(barriers.full.index(stage), step // STAGES & 1)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
     s = start_over_columns(k, q, zeros, SECOND.qk)  # [KEYS, BLOCK_M]
