@@ -11,16 +11,17 @@ may round six times to the input dtype (``u``): P, dS, O in delta, a scaled oper
 one each. Scores accumulated in fp32 err by ``s`` as in the forward, the log-sum-exp by ``l = 2^-24 |lse|``, its rounding to
 fp32, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With ``e = 6 u + 2 s + l + f`` an element of dQ errs by ``e scale
 max|K|`` times the largest sum of T over a row, of dK by ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|``
-times that of P over a column; the oracle knows the sums. RMS and mean are held to half of it. Each P, dS and result errs by
-half of the dtype's least number too, which of fp16 counts: gradients as small as that are lost without a loss scale.
+times that of P over a column; the oracle knows the sums. A sink's gradient, of which there may be one, is a sum of products
+P dO O that may cancel: its size is at least their 2-norm, with which the error of a rounded O goes. RMS and mean are held to
+half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts: gradients as small as that
+are lost without a loss scale.
 
-What is lost is added to the cap and to the rounding floor, a term at a time, and is never more than the term. GPUs flush fp32
-numbers below F = 2^-126 to zero, ``ex2.approx.ftz`` among them: P loses at most ``min(P, F)``; P and then its product with dP -
-delta, an element of dS, at most ``min(T, F (1 + |dP| + |delta|))``; a row's part of a sink's gradient likewise, with delta
-alone. An element of O below the normal numbers of the input dtype errs, before it comes, by half of the least number, which is
-``u`` times the least normal one, or is flushed: delta errs by the sum of ``|dO|`` times what that is more than ``u |O|``, and
-dS by P times that. Sums over rows and columns have all terms' losses, in the place of ``e T``. Where P and O are normal numbers
-this is some 2^-126 a term.
+What is lost is added to the cap and to the rounding floor, a term at a time, and is never more than the term. A GPU may flush
+fp32 numbers below F = 2^-126 to zero, as ``ex2.approx.ftz`` does: P loses at most ``min(P, F)``; dS, by its P or by itself, at
+most ``min(T, F (1 + |dP| + |delta|))``; a row's part of a sink's gradient likewise, with delta alone. An element of O below the
+normal numbers of the input dtype errs, before it comes, by half of the least number, which is ``u`` times the least normal one,
+or is flushed: delta errs by the sum of ``|dO|`` times what that is more than ``u |O|``, and dS by P times that. Sums over rows
+and columns have all terms' losses, in the place of ``e T``. Where P and O are normal numbers this is some 2^-126 a term.
 
 To the rounding floor is added what the plain maths may be spared by luck, as on inputs that are all alike: ``f``, as sums in
 fp32 differ with their order; that P is exp(score - lse), of a score that is computed anew, ``s``, and a log-sum-exp that was

@@ -42,7 +42,8 @@ def backward_plain(inputs: BackwardInputs) -> Made:
 class Mass(NamedTuple):
     """Bounds of all P and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
     column (the queries of all heads that see a key), of T over a row and over a column, the largest T, and the largest sum over
-    a head's rows of a sink's. ``rounded_lse``: what the largest log-sum-exp errs by, rounded to fp32."""
+    a head's rows of a sink's, or the 2-norm of its products P dO O where that is more. ``rounded_lse``: what the largest
+    log-sum-exp errs by, rounded to fp32."""
 
     of_p: float
     row: float
@@ -58,7 +59,7 @@ def masses_of(inputs: BackwardInputs) -> tuple[Mass, Mass]:
     unit, largest = unit_roundoff(dtype), 0.0
     least = max(_FLUSHED, unit * torch.finfo(dtype).tiny)  # what an element of O errs by that is too small
     found = q.new_zeros(4, 2, dtype=torch.float64)  # of P by columns, of T by columns, elements, rows; each whole and lost
-    of_sinks = q.new_zeros(2, q.shape[1], dtype=torch.float64)
+    of_sinks = q.new_zeros(3, q.shape[1], dtype=torch.float64)  # whole, lost, and the squares of all products
     for one in sequences(call):
         masses = one.k.new_zeros(2, 2, *one.k.shape[:2])
         for chunk in chunks_of(call, one, CHUNK_SCORES, False):
@@ -70,20 +71,22 @@ def masses_of(inputs: BackwardInputs) -> tuple[Mass, Mass]:
             delta = (weights * of_scores).sum(-1, keepdim=True).abs()
             if dlse is not None:
                 delta += grouped(dlse[one.place, :, rows], one)[chunk.heads, ..., None].abs()
+            grouped(of_sinks[2], one)[chunk.heads] += (sinks * dout * out).square().sum((-1, -2))
             moved = (dout.abs() * (out.clamp(max=least) - unit * out).clamp(min=0.0)).sum(-1, keepdim=True)
             p = torch.stack((weights, weights.clamp(max=_FLUSHED)))
             bound, of_sink = _terms(weights, of_scores.abs() + delta, moved), _terms(sinks, delta, moved)
             masses[0, :, chunk.heads, chunk.low : chunk.high] += p.sum((2, 3))
             masses[1, :, chunk.heads, chunk.low : chunk.high] += bound.sum((2, 3))
-            of_sinks.unflatten(1, (one.k.shape[0], -1))[:, chunk.heads] += of_sink.sum((-1, -2))
+            of_sinks[:2].unflatten(1, (one.k.shape[0], -1))[:, chunk.heads] += of_sink.sum((-1, -2))
             if bound.numel():
                 largest = max(largest, norm.abs().max().item())
                 found[2] = found[2].maximum(bound.flatten(1).amax(1))
                 found[3] = found[3].maximum(bound.sum(-1).flatten(1).amax(1))
         if masses.numel():
             found[:2] = found[:2].maximum(masses.flatten(2).amax(2))
+    of_sinks[0] = of_sinks[0].maximum(of_sinks[2].sqrt())
     of_p, column, element, row = found.tolist()
-    every, lost = zip(of_p, row, column, element, of_sinks.amax(1).tolist(), strict=True)
+    every, lost = zip(of_p, row, column, element, of_sinks[:2].amax(1).tolist(), strict=True)
     return Mass(*every, largest * 2.0**-24), Mass(*lost, largest * 2.0**-24)
 
 
