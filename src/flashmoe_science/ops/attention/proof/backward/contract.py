@@ -11,8 +11,17 @@ may round six times to the input dtype (``u``): P, dS, O in delta, a scaled oper
 one each. Scores accumulated in fp32 err by ``s`` as in the forward, the log-sum-exp by ``l = 2^-24 |lse|``, its rounding to
 fp32, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With ``e = 6 u + 2 s + l + f`` an element of dQ errs by ``e scale
 max|K|`` times the largest sum of T over a row, of dK by ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|``
-times that of P over a column; the oracle knows the sums. RMS and mean are held to half of it. Each P, dS and result errs by
-half of the dtype's least number too, which of fp16 counts: gradients as small as that are lost without a loss scale.
+times that of P over a column; the oracle knows the sums. A sink's gradient, of which there may be one, is a sum of products
+P dO O that may cancel: its size is at least their 2-norm, with which the error of a rounded O goes. RMS and mean are held to
+half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts: gradients as small as that
+are lost without a loss scale.
+
+What is lost is added to the cap and to the rounding floor, a term at a time, and is never more than the term. A GPU may flush
+fp32 numbers below F = 2^-126 to zero, as ``ex2.approx.ftz`` does: P loses at most ``min(P, F)``; dS, by its P or by itself, at
+most ``min(T, F (1 + |dP| + |delta|))``; a row's part of a sink's gradient likewise, with delta alone. An element of O below the
+normal numbers of the input dtype errs, before it comes, by half of the least number, which is ``u`` times the least normal one,
+or is flushed: delta errs by the sum of ``|dO|`` times what that is more than ``u |O|``, and dS by P times that. Sums over rows
+and columns have all terms' losses, in the place of ``e T``. Where P and O are normal numbers this is some 2^-126 a term.
 
 To the rounding floor is added what the plain maths may be spared by luck, as on inputs that are all alike: ``f``, as sums in
 fp32 differ with their order; that P is exp(score - lse), of a score that is computed anew, ``s``, and a log-sum-exp that was
@@ -44,7 +53,7 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
     backward_oracle,
     backward_plain,
     expansion_of,
-    mass_of,
+    masses_of,
     of_rounded_out,
 )
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
@@ -125,20 +134,21 @@ class AttentionBackwardContract(SharedContract):
         features, given = problem.features, self._for_backward(problem, inputs)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
-        mass = mass_of(given)
+        mass, lost = masses_of(given)
         relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + mass.rounded_lse + _sums(problem)
         info = torch.finfo(inputs["q"].dtype)
-        lost = _lost(problem, given, 0.5 * info.tiny * info.eps)
+        small = map(sum, zip(_of_least(problem, given, 0.5 * info.tiny * info.eps), _errors(given, lost, 1.0), strict=False))
         return tuple(
             Errors(one + least, 0.5 * one + least, 0.5 * one + least)
-            for one, least in zip(_errors(given, mass, relative), lost, strict=False)
+            for one, least in zip(_errors(given, mass, relative), small, strict=True)
         )
 
     def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
         given, unit = self._for_backward(problem, inputs), unit_roundoff(inputs["q"].dtype)
-        mass, score = mass_of(given), FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
+        (mass, lost), score = masses_of(given), FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
         spared = _errors(given, mass, _sums(problem) + score + mass.rounded_lse)
-        return tuple(map(sum, zip(spared, (unit * one for one in of_rounded_out(given)), strict=True)))
+        of_out = (unit * one for one in of_rounded_out(given))
+        return tuple(map(sum, zip(spared, of_out, _errors(given, lost, 1.0), strict=True)))
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         given = self._for_backward(problem, inputs)
@@ -191,7 +201,7 @@ def _errors(given: BackwardInputs, mass: Mass, relative: float) -> tuple[float, 
     return tuple(relative * one for one in every)
 
 
-def _lost(problem: AttentionBackwardProblem, given: BackwardInputs, least: float) -> tuple[float, ...]:
+def _of_least(problem: AttentionBackwardProblem, given: BackwardInputs, least: float) -> tuple[float, ...]:
     """The most that each gradient errs by where every P, dS and result errs by ``least``."""
     x, scale, queries = given.tensors, abs(given.softmax_scale), problem.seqlen_q * problem.heads // problem.heads_kv
     of_q, of_k, of_dout = (one.abs().max().item() for one in (x.q, x.k, given.saved.dout))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashmoe_science.contract import unit_roundoff
 from flashmoe_science.ops.attention.call.backward import BackwardInputs, Wanted, unexpanded
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof.oracle import (
@@ -21,6 +22,8 @@ from flashmoe_science.ops.attention.proof.oracle import (
     scores_of,
     sequences,
 )
+
+_FLUSHED = torch.finfo(torch.float32).tiny  # below it GPUs may take an fp32 number for 0
 
 Made = tuple[torch.Tensor, ...]  # those of a Wanted that are, in its order
 
@@ -39,7 +42,8 @@ def backward_plain(inputs: BackwardInputs) -> Made:
 class Mass(NamedTuple):
     """Bounds of all P and of T = P (|dP| + |delta|), which bounds the gradients of scores: the largest sum of P over a
     column (the queries of all heads that see a key), of T over a row and over a column, the largest T, and the largest sum over
-    a head's rows of a sink's. ``rounded_lse``: what the largest log-sum-exp errs by, rounded to fp32."""
+    a head's rows of a sink's, or the 2-norm of its products P dO O where that is more. ``rounded_lse``: what the largest
+    log-sum-exp errs by, rounded to fp32."""
 
     of_p: float
     row: float
@@ -49,31 +53,47 @@ class Mass(NamedTuple):
     rounded_lse: float
 
 
-def mass_of(inputs: BackwardInputs) -> Mass:
-    """The Mass of a call, in fp64."""
-    call, dlse = _call(inputs, torch.float64), inputs.saved.dlse
-    found, largest = [0.0] * 4, 0.0
-    of_sinks = inputs.tensors.q.new_zeros(inputs.tensors.q.shape[1], dtype=torch.float64)
+def masses_of(inputs: BackwardInputs) -> tuple[Mass, Mass]:
+    """The Mass of a call, and that of what is lost of P and of T where numbers are too small (contract.py), in fp64."""
+    call, dlse, q, dtype = _call(inputs, torch.float64), inputs.saved.dlse, inputs.tensors.q, inputs.saved.out.dtype
+    unit, largest = unit_roundoff(dtype), 0.0
+    least = max(_FLUSHED, unit * torch.finfo(dtype).tiny)  # what an element of O errs by that is too small
+    found = q.new_zeros(4, 2, dtype=torch.float64)  # of P by columns, of T by columns, elements, rows; each whole and lost
+    of_sinks = q.new_zeros(3, q.shape[1], dtype=torch.float64)  # whole, lost, and the squares of all products
     for one in sequences(call):
-        masses = one.k.new_zeros(2, *one.k.shape[:2])
+        masses = one.k.new_zeros(2, 2, *one.k.shape[:2])
         for chunk in chunks_of(call, one, CHUNK_SCORES, False):
             weights, norm = _weights(call, one, chunk, torch.float64)
             rows = slice(one.row + chunk.first, one.row + chunk.last)
             dout = grouped(inputs.saved.dout[one.place, :, rows].double(), one)[chunk.heads]
-            of_scores = dout @ one.v[chunk.heads, None, chunk.low : chunk.high].mT
+            values, sinks = one.v[chunk.heads, None, chunk.low : chunk.high], _of_sinks(call, one, chunk, norm)
+            of_scores, out = dout @ values.mT, (weights @ values).abs()
             delta = (weights * of_scores).sum(-1, keepdim=True).abs()
             if dlse is not None:
                 delta += grouped(dlse[one.place, :, rows], one)[chunk.heads, ..., None].abs()
-            bound = weights * (of_scores.abs() + delta)
-            masses[0, chunk.heads, chunk.low : chunk.high] += weights.sum((1, 2))
-            masses[1, chunk.heads, chunk.low : chunk.high] += bound.sum((1, 2))
-            grouped(of_sinks, one)[chunk.heads] += (_of_sinks(call, one, chunk, norm) * delta).sum((-1, -2))
+            grouped(of_sinks[2], one)[chunk.heads] += (sinks * dout * out).square().sum((-1, -2))
+            moved = (dout.abs() * (out.clamp(max=least) - unit * out).clamp(min=0.0)).sum(-1, keepdim=True)
+            p = torch.stack((weights, weights.clamp(max=_FLUSHED)))
+            bound, of_sink = _terms(weights, of_scores.abs() + delta, moved), _terms(sinks, delta, moved)
+            masses[0, :, chunk.heads, chunk.low : chunk.high] += p.sum((2, 3))
+            masses[1, :, chunk.heads, chunk.low : chunk.high] += bound.sum((2, 3))
+            of_sinks[:2].unflatten(1, (one.k.shape[0], -1))[:, chunk.heads] += of_sink.sum((-1, -2))
             if bound.numel():
                 largest = max(largest, norm.abs().max().item())
-                found = [*found[:2], max(found[2], bound.max().item()), max(found[3], bound.sum(-1).max().item())]
+                found[2] = found[2].maximum(bound.flatten(1).amax(1))
+                found[3] = found[3].maximum(bound.sum(-1).flatten(1).amax(1))
         if masses.numel():
-            found[:2] = (max(old, new.max().item()) for old, new in zip(found, masses, strict=False))
-    return Mass(found[0], found[3], found[1], found[2], of_sinks.max().item(), largest * 2.0**-24)
+            found[:2] = found[:2].maximum(masses.flatten(2).amax(2))
+    of_sinks[0] = of_sinks[0].maximum(of_sinks[2].sqrt())
+    of_p, column, element, row = found.tolist()
+    every, lost = zip(of_p, row, column, element, of_sinks[:2].amax(1).tolist(), strict=True)
+    return Mass(*every, largest * 2.0**-24), Mass(*lost, largest * 2.0**-24)
+
+
+def _terms(p: torch.Tensor, size: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """P times ``size``, and the most that is lost of it where P, or the product, is flushed and delta is ``moved``, stacked."""
+    whole = p * size
+    return torch.stack((whole, whole.minimum(_FLUSHED * (1.0 + size)) + p * moved))
 
 
 def of_rounded_out(inputs: BackwardInputs) -> tuple[float, ...]:
