@@ -165,7 +165,7 @@ class FlashMoELayer(nn.Module):
         Args:
             router_logits: [..., E], if computed before; computed by default.
         """
-        logits = self.router_logits(hidden_states) if router_logits is None else router_logits
+        logits = self.router_logits(hidden_states) if router_logits is None else self._checked_logits(router_logits)
         losses: list[torch.Tensor] = []
         if return_losses:
             weights, ids, *losses = route_with_losses(logits, self.selection_bias, self.top_k, *self._router.values())
@@ -182,6 +182,13 @@ class FlashMoELayer(nn.Module):
         shape, width = tuple(checked_tensor("hidden_states", hidden_states).shape), self.router_weight.shape[1]
         if shape[-1:] != (width,):
             raise ValueError(f"hidden_states has shape {shape}; its last dimension must be hidden_size, {width}")
+
+    def _checked_logits(self, router_logits: object) -> torch.Tensor:
+        """The logits. Raises ValueError: not one for each of the layer's experts."""
+        logits, experts = checked_tensor("router_logits", router_logits), self.router_weight.shape[0]
+        if (shape := tuple(logits.shape))[-1:] != (experts,):
+            raise ValueError(f"router_logits has shape {shape}; its last dimension must be num_experts, {experts}")
+        return logits
 
     def _shared(self, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
         """The expert that every token goes to."""

@@ -358,6 +358,12 @@ def test_a_layer_refuses_states_that_are_not_its_own_by_name(given: Any, message
         assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("experts", [E - 1, E + 1])
+def test_a_layer_refuses_the_logits_of_another_number_of_experts(experts: int) -> None:
+    with pytest.raises(ValueError, match=rf"^router_logits has shape \(6, {experts}\); .* must be num_experts, {E}$"):
+        fm.FlashMoELayer(H, F, E, K)(torch.zeros(T, H), torch.zeros(T, experts))
+
+
 @pytest.mark.parametrize("way", ["eager", "checkpointed", "compiled", "autocast"])
 def test_the_layer_gives_the_losses_of_its_router(way: str) -> None:
     torch.manual_seed(2)

@@ -74,6 +74,14 @@ class _Refused(torch.autograd.Function):
         raise NotImplementedError(ctx.words)
 
 
+def once(function: Callable[..., Any], words: str, *tensors: torch.Tensor | None) -> Any:
+    """``function`` of the tensors in a backward; the derivative of its results is refused in those words where it is asked for.
+
+    The results of torch.autograd.function.once_differentiable lead to no tensor: torch.autograd.grad of a sum leaves them out.
+    """
+    return _Refused.apply(function, words, *tensors) if torch.is_grad_enabled() else function(*tensors)  # type: ignore[no-untyped-call]
+
+
 Many = Sequence[torch.Tensor]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,3 +55,18 @@ def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str,
             if value != everyone[0][0].get(name):
                 given = f"{name} is {value} on rank {rank} of the group and {everyone[0][0].get(name)} on rank 0"
                 raise ValueError(f"{given}; it must be the same on every rank")
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a torch.autograd.Function, which refuses create_graph=True, on all ranks before any message.
+
+    By PyTorch's own decorator of this name torch.autograd.grad of a sum leaves out the terms that need a second derivative.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("create_graph is True; it must be False: gradients over several ranks have no derivative")
+        return backward(ctx, *gradients)
+
+    return refusing

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from flashmoe_science.ops.explain import is_explaining
-from flashmoe_science.parallel.agree import agreed, compares, waiting
+from flashmoe_science.parallel.agree import agreed, compares, once_differentiable, waiting
 from flashmoe_science.parallel.copies import ContextWorkspace
 from flashmoe_science.parallel.layout import Cut, cut_of_shard, length_of, process_group
 

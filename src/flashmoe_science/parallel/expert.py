@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from flashmoe_science.moe import fused_moe
@@ -23,7 +22,7 @@ from flashmoe_science.ops.moe.call import Options, Rows, Tensors, checked
 from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, joined
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.operator import experts_rows
-from flashmoe_science.parallel.agree import agreed, compares
+from flashmoe_science.parallel.agree import agreed, compares, once_differentiable
 from flashmoe_science.parallel.transport import of_places, sums_of
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace
 

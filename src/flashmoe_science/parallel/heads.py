@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from flashmoe_science.ops.explain import is_explaining
-from flashmoe_science.parallel.agree import waiting
+from flashmoe_science.parallel.agree import once_differentiable, waiting
 from flashmoe_science.parallel.layout import Cut
 
 

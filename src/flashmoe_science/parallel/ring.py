@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import of_features
@@ -25,7 +24,7 @@ from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.calls import autocast, needs_grad
 from flashmoe_science.ops.explain import is_explaining
-from flashmoe_science.parallel.agree import waiting
+from flashmoe_science.parallel.agree import once_differentiable, waiting
 from flashmoe_science.parallel.layout import Cut
 
 _TOKENS = -3  # the dimension of [batch, tokens, heads, head_dim] and of packed [tokens, heads, head_dim]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from flashmoe_science.parallel.agree import once_differentiable
 from flashmoe_science.parallel.expert import Combined, Summed, dispatched
 from flashmoe_science.parallel.transport import of_places, sums_of
 from flashmoe_science.parallel.workspace import Combine, ExpertWorkspace

@@ -371,6 +371,9 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     ]
     for words, more in calls:
         wrong += refused(partial(expert_parallel_moe, **{**given, **more}), words)
+    for combine in ("exact", "reduced"):
+        out = expert_parallel_moe(**given | {"hidden": x.clone().requires_grad_()}, combine=combine).sum()
+        wrong += refused(partial(torch.autograd.backward, out, create_graph=True), "create_graph is True; it must be False")
     return wrong
 
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.calls import is_plain, is_transformed
+from flashmoe_science.ops.calls import is_plain, is_transformed, needs_grad
 from flashmoe_science.ops.formats import Weights, columns_of, dequantized, dequantized_rows, quantized_rows
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.adapters import NO_ADAPTERS, Adapters, LowRank
 from flashmoe_science.ops.moe.call.backward import NEW, BackwardTensors, Gradients, Output, Sums, Wanted, gradients_like
 from flashmoe_science.ops.operator import gradients
+from flashmoe_science.ops.private import forward_level
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
@@ -62,7 +63,8 @@ def _rows(ids: torch.Tensor, experts: int) -> Rows:
 def pytorch_moe(tensors: Tensors, activation: Activation, adapters: Adapters = NO_ADAPTERS) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids.
 
-    Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes), every expert computes every row.
+    Where PyTorch's grouped product refuses (fp64, a stride of no multiple of 16 bytes, one of a gradient's too), every expert
+    computes every row.
     """
     return saving_moe(tensors, activation, adapters)[0]
 
@@ -235,7 +237,7 @@ def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows)
         *parts, others = rows.tensor_split(of.ends.long())
         made = [part @ weights.of(expert).T for expert, part in enumerate(parts) if len(part)]
         return torch.cat((*made, rows.new_zeros(len(others), weights.width())))
-    if _is_grouped(rows, weights):
+    if _is_grouped(rows, weights) and not _lacks_gradients(rows, weights):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
@@ -265,6 +267,14 @@ def _is_grouped(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype == torch.float64 or not (left.dtype == torch.bfloat16 or is_plain(left, right)):
         return False
     return _is_laid_out(left) and _is_laid_out(right)
+
+
+def _lacks_gradients(rows: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether PyTorch may be asked for a gradient that its grouped product lacks: any in forward mode, else one of a result
+    whose rows are no multiple of 16 bytes apart."""
+    if not torch.compiler.is_compiling() and forward_level._current_level >= 0:
+        return True
+    return needs_grad(rows, weights) and bool(weights.shape[1] * weights.element_size() % _ALIGNED_BYTES)
 
 
 def _is_laid_out(one: torch.Tensor) -> bool:

@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.ops.calls import needs_grad
+from flashmoe_science.ops.checks import checked_tensor
 from flashmoe_science.ops.formats import columns_of
 from flashmoe_science.ops.moe.call import Tensors
 
+ONCE = (
+    "the derivative of the gradients of experts with adapters is asked for, which has none: differentiate such experts once, "
+    "or use kernel='grouped_mm'"
+)
 _RANKS = 8  # of which a rank is made a multiple: PyTorch's grouped product takes rows of a multiple of 16 bytes
 
 
@@ -73,8 +78,7 @@ def _checked(name: str, given: Any, weight: torch.Tensor, dtype: torch.dtype) ->
         ("a", a, (experts, rank, inner), f"({experts}, rank, {inner})"),
         ("b", b, (experts, out, rank), f"({experts}, {out}, {rank or 'rank'})"),
     ):
-        if not isinstance(one, torch.Tensor):
-            raise TypeError(f"{name} has {part} a {type(one).__name__}; it must be a torch.Tensor")
+        checked_tensor(f"{part} of {name}", one)
         if tuple(one.shape) != shape or not rank:
             raise ValueError(f"{name} has {part} of shape {tuple(one.shape)}; it must be {words}")
         if not one.is_floating_point() or one.device != weight.device:

@@ -103,6 +103,8 @@ def checked_sums(weight_grads: object, tensors: Tensors, options: Options) -> Su
             )
         if one.dtype not in (torch.float32, weight.dtype):
             raise TypeError(f"weight_grads[{nth}] has dtype {one.dtype}; it must be float32 or {weight.dtype}")
+        if any(size > 1 and not step for size, step in zip(one.shape, one.stride(), strict=True)):
+            raise ValueError(f"weight_grads[{nth}] has strides {one.stride()}; no two of its elements may share their memory")
         if one.device != weight.device or one.requires_grad:
             raise ValueError(f"weight_grads[{nth}] must be on {weight.device}, as the weights, and require no gradient")
     return Sums(*(one.mT if options.transposed and one is not None else one for one in weight_grads))

@@ -6,6 +6,7 @@ that db = scaling g^T (a x) and da = scaling (g b)^T x. Saved are the call's own
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.calls import autocast, is_plain, needs_grad, without_autocast
 from flashmoe_science.ops.explain import Explained, is_explaining
 from flashmoe_science.ops.moe.call import Activation, Options, Tensors, checked
-from flashmoe_science.ops.moe.call.adapters import Adapters, LowRank, adapters_of, checked_adapters, parts_of, scalings_of
+from flashmoe_science.ops.moe.call.adapters import ONCE, Adapters, LowRank, adapters_of, checked_adapters, parts_of, scalings_of
 from flashmoe_science.ops.moe.call.backward import INPUTS, BackwardTensors, Wanted
 from flashmoe_science.ops.moe.front import adapted_sm90
 from flashmoe_science.ops.moe.front.backward.autograd import unviewed
 from flashmoe_science.ops.moe.front.choose import with_dequantising
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.pytorch import Rows, backward_by_rows, products, pytorch_moe, saving_moe, sums_of_products
+from flashmoe_science.ops.operator import once
 
 _COUNT = len(Tensors._fields)
 _WHY = "adapters are given"
@@ -45,8 +47,8 @@ def experts_adapted(tensors: tuple[Any, ...], options: tuple[Any, ...], adapters
     parts = parts_of(low)
     if decision.kernel != FALLBACK:
         out = adapted_sm90.experts(views, activation, low)
-    elif torch.compiler.is_compiling() or not is_plain(*views, *parts) or not needs_grad(*views, *parts):
-        out = pytorch_moe(views, activation, low)
+    elif how.kernel == FALLBACK or not (is_plain(*views, *parts) and needs_grad(*views, *parts)):
+        out = pytorch_moe(views, activation, low)  # whose derivatives are of any order
     else:
         out = _Adapted.apply(activation, how.recompute, scalings_of(low), *views, *parts)  # type: ignore[no-untyped-call]
     return unviewed(out, given.x.shape)
@@ -80,26 +82,30 @@ class _Adapted(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        activation, scalings = ctx.call
-        *given, z = ctx.saved_tensors
-        _, _, _, *needed = ctx.needs_input_grad
-        adapters = adapters_of(given[_COUNT:], scalings)
-        of_parts: list[torch.Tensor | None] = [None, None, None, None]
+        return None, None, None, *once(partial(_backward, *ctx.call, ctx.needs_input_grad[3:]), ONCE, dout, *ctx.saved_tensors)
 
-        def of_weights(name: str, left: torch.Tensor, right: torch.Tensor, rows: Rows) -> None:
-            place = ("dw1", "dw2").index(name)
-            of_parts[2 * place : 2 * place + 2] = _gradients(adapters[place], left, right, rows)
 
-        wanted = dict(zip(Tensors._fields, needed, strict=False)) | {"w1": any(needed[_COUNT:-2]), "w2": any(needed[-2:])}
-        tensors = BackwardTensors(*Tensors(*given[:_COUNT]), z, dout)
-        asked = Wanted(*(wanted[name] for name in INPUTS))
-        with without_autocast(dout):
-            made = backward_by_rows(tensors, activation, asked, of_weights, adapters)
-        like = dict(zip(Tensors._fields, given, strict=False))
-        gradients = (made[f"d{name}"].to(like[name].dtype) if f"d{name}" in made else None for name in Tensors._fields)
-        return (None, None, None, *gradients, *of_parts)
+def _backward(
+    activation: Activation, scalings: tuple[float, float], needed: tuple[bool, ...], dout: torch.Tensor, *saved: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the tensors of a call and of its adapters' parts."""
+    *given, z = saved
+    adapters = adapters_of(given[_COUNT:], scalings)
+    of_parts: list[torch.Tensor | None] = [None, None, None, None]
+
+    def of_weights(name: str, left: torch.Tensor, right: torch.Tensor, rows: Rows) -> None:
+        place = ("dw1", "dw2").index(name)
+        of_parts[2 * place : 2 * place + 2] = _gradients(adapters[place], left, right, rows)
+
+    wanted = dict(zip(Tensors._fields, needed, strict=False)) | {"w1": any(needed[_COUNT:-2]), "w2": any(needed[-2:])}
+    tensors = BackwardTensors(*Tensors(*given[:_COUNT]), z, dout)
+    asked = Wanted(*(wanted[name] for name in INPUTS))
+    with without_autocast(dout):
+        made = backward_by_rows(tensors, activation, asked, of_weights, adapters)
+    like = dict(zip(Tensors._fields, given, strict=False))
+    gradients = (made[f"d{name}"].to(like[name].dtype) if f"d{name}" in made else None for name in Tensors._fields)
+    return *gradients, *of_parts
 
 
 def _gradients(

@@ -23,8 +23,9 @@ from flashmoe_science.ops.calls import (
 )
 from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.moe.call import DTYPES, Activation, Options, Tensors, inputs_of
-from flashmoe_science.ops.moe.call.adapters import Adapters, adapters_of, parts_of, scalings_of
+from flashmoe_science.ops.moe.call.adapters import ONCE, Adapters, adapters_of, parts_of, scalings_of
 from flashmoe_science.ops.moe.call.backward import BackwardTensors, Wanted, backward_inputs_of
+from flashmoe_science.ops.operator import once
 
 NAME = "moe_grouped_gluon_sm90"  # the kernel of the forward's products, by which both passes are asked for
 _INPUTS = 5  # of Tensors, those that such a call has
@@ -76,16 +77,18 @@ class _Adapted(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         activation, scalings = ctx.call
-        *given, z, u1, u2 = ctx.saved_tensors
         _, _, of_x, _, _, of_weights, *_ = ctx.needs_input_grad
-        adapters = adapters_of(given[_INPUTS:], scalings)
-        tensors = BackwardTensors(*Tensors(*given[:_INPUTS]), z, dout)
         wanted = Wanted(dx=of_x, dw1=False, dw2=False, dtopk_weights=of_weights)
-        with without_autocast(dout):
-            dx, dweights, *made = _backward(tensors, activation, adapters, (u1, u2), wanted)
+
+        def gradients(dout: torch.Tensor, *saved: Any) -> Any:
+            *given, z, u1, u2 = saved
+            tensors, adapters = BackwardTensors(*Tensors(*given[:_INPUTS]), z, dout), adapters_of(given[_INPUTS:], scalings)
+            with without_autocast(dout):
+                return _backward(tensors, activation, adapters, (u1, u2), wanted)
+
+        dx, dweights, *made = once(gradients, ONCE, dout, *ctx.saved_tensors)
         return None, None, dx, None, None, dweights, None, *made
 
 

@@ -40,8 +40,6 @@ def in_format(
     for name, one in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         check_tensor(name, one, "gate_up_proj", gate_up_proj)
         _check_stacked(name, one, _DTYPES)
-        if 0 in one.shape:
-            raise ValueError(f"{name} has shape {tuple(one.shape)}; no size of it may be 0")
         if form.group and one.shape[2] % form.group:
             raise ValueError(f"{name} has {one.shape[2]} columns; {form.name} needs a multiple of {form.group}")
     check_projections(sizes_of(gate_up_proj), sizes_of(down_proj))
@@ -101,12 +99,14 @@ def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...
 
 
 def _check_stacked(name: str, one: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Raise unless it has three dimensions and one of the dtypes."""
+    """Raise unless it has three dimensions, none of them 0, and one of the dtypes."""
     if one.dtype not in dtypes:
         words = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} has dtype {one.dtype}; it must be {words}")
     if one.dim() != 3:
         raise ValueError(f"{name} has shape {tuple(one.shape)}; it must have three dimensions, experts first")
+    if 0 in one.shape:
+        raise ValueError(f"{name} has shape {tuple(one.shape)}; no size of it may be 0")
 
 
 def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> tuple[int, tuple[int, int, int]]:
@@ -120,8 +120,8 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> tuple[
     experts, rows, columns = qweight.shape
     rows, columns = (rows, 8 * columns) if layout == "awq" else (8 * rows, columns)
     count = scales.shape[1]
-    group: int = rows // max(count, 1)
-    if not count or rows % count or group % 32:
+    group: int = rows // count
+    if rows % count or group % 32:
         raise ValueError(f"{name}_scales has {count} rows to {rows} of weights; it must have one to a multiple of 32")
     for what, one, shape in (("scales", scales, (experts, count, columns)), ("qzeros", qzeros, (experts, count, columns // 8))):
         if tuple(one.shape) != shape or columns % 8:

@@ -134,6 +134,20 @@ def test_gradcheck_in_fp64() -> None:
     assert torch.autograd.gradcheck(function, leaves(call, parts))
 
 
+def test_a_second_derivative_is_refused_in_words_but_of_pytorchs_own_operators() -> None:
+    """Refused also by torch.autograd.grad of a sum of which another term leads to the adapter."""
+    call, parts = given(torch.float64)
+    out = adapted(call, parts).square().sum()
+    (da,) = torch.autograd.grad(out, parts[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiate such experts once, or use kernel='grouped_mm'"):
+        torch.autograd.grad(da.sum() + parts[0].sum(), parts[0])
+
+    def function(x: torch.Tensor, *every: torch.Tensor) -> torch.Tensor:
+        return adapted(call | {"hidden_states": x[:, :]}, list(every), kernel="grouped_mm")[:2]
+
+    assert torch.autograd.gradgradcheck(function, (call["hidden_states"], *parts), fast_mode=True)
+
+
 def test_an_expert_without_rows_and_one_adapter_alone() -> None:
     call, parts = given()
     gradients = torch.autograd.grad(adapted(call, parts).sum(), parts)
@@ -231,7 +245,8 @@ def test_leading_dimensions_and_experts_without_a_gate() -> None:
     [
         (3, {}, "adapters must be a pair, for gate_up_proj and down_proj"),
         ((torch.zeros(1), None), {}, r"adapters\[0\] must be \(a, b, scaling\), or None"),
-        ((None, (1, 2, 3)), {}, r"adapters\[1\] has a a int; it must be a torch.Tensor"),
+        ((None, (1, 2, 3)), {}, r"a of adapters\[1\] is a int; it must be a torch.Tensor"),
+        ((None, (torch.ones(E, 3, F).to_sparse(), torch.zeros(E, H, 3), 1.0)), {}, r"a of adapters\[1\] is a torch.sparse_coo"),
         (
             (None, (torch.zeros(E, 3, H), torch.zeros(E, H, 3), 1.0)),
             {},

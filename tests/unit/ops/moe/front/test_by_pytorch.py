@@ -75,3 +75,23 @@ def test_a_transform_is_served_by_pytorch_and_by_no_kernel_that_is_named(transfo
             transform(partial(experts, kernel=name))(x)
     with pytest.raises(ValueError, match="kernel is 'nothing'; it must be one of moe_"):
         transform(partial(experts, kernel="nothing"))(x)
+
+
+def by_autograd(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.autograd.grad(function(x.requires_grad_()), x)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "hidden"), [(16, 5), (20, 8), (16, 8)])
+@pytest.mark.parametrize("derivative", [by_autograd, torch.func.grad, in_forward_mode])
+def test_gradients_that_pytorchs_grouped_product_lacks(
+    derivative: Callable[..., Any], dim: int, hidden: int, dtype: torch.dtype
+) -> None:
+    """PyTorch takes gradients whose rows are a multiple of 16 bytes apart, and has none in forward mode."""
+    given = {name: one if name == "top_k_ids" else one.to(dtype) for name, one in arguments(dim=dim, hidden=hidden).items()}
+    wide = {name: one if name == "top_k_ids" else one.double() for name, one in given.items()}
+    got, right = (
+        derivative(lambda x, of=of: fm.fused_moe(**of | {"hidden_states": x}, kernel="grouped_mm").sum())(of["hidden_states"])
+        for of in (given, wide)
+    )
+    assert (got.double() - right).norm() <= (2**-6 if dtype == torch.bfloat16 else 1e-5) * right.norm()

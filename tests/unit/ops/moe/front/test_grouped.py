@@ -123,6 +123,7 @@ def test_opcheck_of_the_operator_that_adds() -> None:
         ((1.0, None), r"weight_grads\[0\] is a float; it must be a torch.Tensor or None"),
         ((None, torch.zeros(E, F, H)), r"weight_grads\[1\] has shape \(5, 24, 16\); it must be \(5, 16, 24\)"),
         ((torch.zeros(E, 2 * F, H).half(), None), r"weight_grads\[0\] has dtype torch.float16; it must be float32"),
+        ((None, torch.zeros(1, H, F).expand(E, H, F)), r"weight_grads\[1\] has strides \(0, 24, 1\); no two of its elements"),
         ((torch.zeros(E, 2 * F, H).requires_grad_(), None), r"weight_grads\[0\] must be on cpu, .* require no gradient"),
     ],
 )
