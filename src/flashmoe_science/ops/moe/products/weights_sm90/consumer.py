@@ -17,8 +17,8 @@ from flashmoe_science.ops.moe.products.stream_k import Segment, collect, leave
 from flashmoe_science.ops.moe.products.weights_sm90 import scales as of
 from flashmoe_science.ops.moe.products.weights_sm90.operand import (
     APART,
-    BYTES,
     BYTES_64,
+    BYTES_128,
     BYTES_OF_STAGE,
     OF_SCALES,
     OF_SCALES_64,
@@ -78,7 +78,7 @@ def _places_of(
 @gluon.jit
 def _codes_of(memory, stage, ROWS: gl.constexpr, CONSUMER: gl.constexpr):
     """A consumer's bytes of a stage, [rows, 4, 16]."""
-    layout: gl.constexpr = BYTES if ROWS == 128 else BYTES_64
+    layout: gl.constexpr = BYTES_128 if ROWS == 128 else BYTES_64
     return memory.w.index(memory.out.shape[0] * stage + CONSUMER).reshape([ROWS, QUADS, BYTES_OF_STAGE // QUADS]).load(layout)
 
 

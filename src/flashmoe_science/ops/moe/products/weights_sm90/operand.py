@@ -43,7 +43,7 @@ def _layout(rows: int, columns: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(inside, lanes, warps, [], [rows, 4, columns])
 
 
-BYTES, BYTES_64 = gl.constexpr(_layout(128, 16)), gl.constexpr(_layout(64, 16))
+BYTES_128, BYTES_64 = gl.constexpr(_layout(128, 16)), gl.constexpr(_layout(64, 16))
 CODES, CODES_64 = gl.constexpr(_layout(128, 8)), gl.constexpr(_layout(64, 8))  # of a chunk
 OF_SCALES, OF_SCALES_64 = (gl.constexpr(gl.SliceLayout(2, one.value)) for one in (CODES, CODES_64))  # [rows, 4]
 
