@@ -78,6 +78,17 @@ def as_matrix(smem, stage):
 
 
 @gluon.jit
+def unfolded(index, step, FEW_REGISTERS: gl.constexpr):
+    """``index``, with FEW_REGISTERS in a form that the assembler does not take for a constant (``step`` is below 2^30). So it
+    makes the address in shared memory anew in each step, and keeps none in registers that it would have to spill
+    (docs/notes/backward.md)."""
+    if FEW_REGISTERS:
+        return index + (step >> 30)
+    else:
+        return index
+
+
+@gluon.jit
 def load_tile(descs, origin, row, full, smem, stage, CHUNKS: gl.constexpr = 1):
     """Start the copies of a tile's parts to a stage; ``full`` completes with the last of them. Of one part it may be ``CHUNKS``
     tiles side by side, each in memory of its own."""

@@ -132,7 +132,7 @@ def flashmoe_bwd_fused_gluon_sm90(
     WIDE: gl.constexpr = BLOCK_M == PRODUCT
     ticket = turns + heads * group * tiles_m
     number = gl.atomic_add(ticket, 1, sem="relaxed")
-    place, tiles = None, tiles_n
+    tiles = tiles_n
     if cu_seqlens_k is not None:
         order = ticket + 1  # of sequences (rows.py)
         rank = number_of_sequence(order, batches, number // heads, 2 * KEYS)

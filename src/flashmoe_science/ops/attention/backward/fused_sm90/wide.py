@@ -22,18 +22,8 @@ from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     write_keys,
 )
 from flashmoe_science.ops.attention.device.band import KEYS
-from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, unfolded
 from flashmoe_science.ops.attention.device.wide import in_parts, no_wide_output, start_wide_output, to_wide_operand
-
-
-@gluon.jit
-def _anew(part, step, SECOND: gl.constexpr):
-    """``part``, in a form that the assembler does not know for a constant where 128 columns leave it few registers: so it makes
-    an address in shared memory anew in each step, and does not keep it in registers that it has to spill."""
-    if SECOND == 0:
-        return part + (step >> 30)
-    else:
-        return part
 
 
 @gluon.constexpr_function
@@ -51,7 +41,8 @@ def _start_dq(step, smem, barriers, PART: gl.constexpr, SECOND: gl.constexpr):
     dq = gl.zeros([PRODUCT, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for part in gl.static_range(2):
         ds = smem.ds.index(slot * 2 + part).permute((1, 0))  # [PRODUCT, KEYS]
-        k = as_matrix(smem.k, _anew(part, step, SECOND)).slice(PART * (smem.k.shape[-1] // 2), COLUMNS, 1)  # [KEYS, columns]
+        k = as_matrix(smem.k, unfolded(part, step, SECOND == 0))
+        k = k.slice(PART * (smem.k.shape[-1] // 2), COLUMNS, 1)  # [KEYS, columns]
         dq = warpgroup_mma(ds, k, dq, use_acc=part > 0, is_async=True)
     return dq
 
@@ -138,7 +129,7 @@ def _step(
     stage, slot = step % STAGES, step % SLOTS
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [PRODUCT, D], [PRODUCT, DV]
     zeros = gl.zeros([KEYS, PRODUCT], gl.float32, layout)
-    dp = start_over_columns(as_matrix(smem.v, _anew(PART, step, SECOND_QK)), dout, zeros, SECOND_V)
+    dp = start_over_columns(as_matrix(smem.v, unfolded(PART, step, SECOND_QK == 0)), dout, zeros, SECOND_V)
     lse = smem.lse.index(stage).load(gl.SliceLayout(0, layout))
     p = gl.exp2(s * scale - lse[None, :])
     if MASKS:

@@ -32,7 +32,7 @@ from flashmoe_science.ops.attention.device.band import (
     sequence_at,
 )
 from flashmoe_science.ops.attention.device.softcap import Scales, capped, capped_scales
-from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
+from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates, unfolded
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load, tma_store
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
 
@@ -194,9 +194,7 @@ def _step(
     s_layout: gl.constexpr = layout_of(BLOCK_M, 4, 3 - CONSUMERS)
     stage = step % STAGES
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [BLOCK_M, D], [BLOCK_M, DV]
-    place = PART
-    if CONSUMERS == 2 and smem.k.shape[-1] > 128:  # few registers: not a constant, whose address would be kept in some
-        place = PART + (step >> 30)
+    place = unfolded(PART, step, CONSUMERS == 2 and smem.k.shape[-1] > 128)
     k, v = as_matrix(smem.k, place), as_matrix(smem.v, place)  # [KEYS, D], [KEYS, DV]
     mbarrier.wait(barriers.full.index(stage), step // STAGES & 1)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, s_layout)
