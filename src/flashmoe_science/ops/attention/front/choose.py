@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.checks import check_call
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
+from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import (
     Given,
@@ -32,11 +33,10 @@ from flashmoe_science.ops.attention.call.tensors import (
     problem_of,
     sequences,
 )
-from flashmoe_science.ops.attention.front.backward.autograd import differentiable, forward_kernel
-from flashmoe_science.ops.attention.front.backward.choose import check_gradients, choose_backward, why_no_backward
-from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK as BACKWARD_BY_PYTORCH
+from flashmoe_science.ops.attention.front.backward.autograd import step_of
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
+from flashmoe_science.ops.attention.front.lengths import with_check
+from flashmoe_science.ops.attention.front.pytorch import bind_pytorch
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
@@ -100,36 +100,40 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
 
 
 def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
-    """The plan for a call whose inputs require gradients, until PyTorch's switch for deterministic algorithms is turned."""
-    switch = torch.are_deterministic_algorithms_enabled()
-    decision = decide_training(tensors, options, scale)
-
-    def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
-        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result | None:
-            if torch.are_deterministic_algorithms_enabled() != switch:
-                return None
-            given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
-            return _finished(differentiable(given, options, scale), given, options, lse)
-
-        return launch
-
-    return Plan(decision, bind), bind(tensors, options)
-
-
-def decide_training(tensors: Tensors, options: Options, scale: float | None) -> Decision:
-    """What serves the forward of such a call, its reason with what serves the backward."""
-    check_gradients(tensors, options)
-    refusal = why_no_backward(tensors, options)
-    if refusal is None:
-        chosen = choose_backward(tensors, options)
-        if chosen.kernel == BACKWARD_BY_PYTORCH:
-            basis: Basis = "requested" if chosen.basis == "requested" else "required"
-            return Decision(PYTORCH, Config(), f"{GRADIENTS}; {chosen.reason}", basis, None, chosen.others)
-        options = options._replace(kernel=forward_kernel(options), return_lse=True)
+    """The plan for a call whose inputs require gradients, until PyTorch's switch for deterministic algorithms is turned. Its
+    decision is the forward's, the reason with what serves the backward."""
+    step, chosen = step_of(tensors, options)
+    if step is None:
+        assert chosen is not None
+        basis: Basis = "requested" if chosen.basis == "requested" else "required"
+        decision = Decision(PYTORCH, Config(), f"{GRADIENTS}; {chosen.reason}", basis, None, chosen.others)
+        plan, launch = _pytorch_plan(decision, tensors, options)
+        return plan, _while_switched_so(launch)
+    heads_first = step.options._replace(tokens_first=False, return_lse=options.return_lse or chosen is not None)
     with torch.no_grad():
-        plan, _ = plan_call(tensors, options, scale)
-    by = f"no backward: {refusal}" if refusal else f"its backward by {chosen.kernel}({chosen.config}): {chosen.reason}"
-    return replace(plan.decision, reason=f"{plan.decision.reason}; {GRADIENTS}, {by}")
+        of_forward, forward = plan_call(tensors, heads_first, scale)
+    if of_forward.launcher is not None:
+        step = step._replace(launch=with_check(forward, lengths_of, tensors, options))
+    by = f"no backward: {step.refusal}"
+    if chosen is not None:
+        by = f"its backward by {chosen.kernel}({chosen.config}): {chosen.reason}"
+    decision = replace(of_forward.decision, reason=f"{of_forward.decision.reason}; {GRADIENTS}, {by}")
+
+    def launch_step(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
+        given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        return _finished(step.served(given, scale), given.cu_seqlens_q is not None, options, lse)
+
+    return Plan(decision, lambda tensors, options: plan_training(tensors, options, scale)[1]), _while_switched_so(launch_step)
+
+
+def _while_switched_so(launch: AttentionLaunch) -> AttentionLaunch:
+    """The launch while PyTorch's switch for deterministic algorithms is as it is now; then a call is new."""
+    switch = torch.are_deterministic_algorithms_enabled()
+
+    def guarded(*arguments: Any) -> Result | None:
+        return launch(*arguments) if torch.are_deterministic_algorithms_enabled() == switch else None
+
+    return guarded
 
 
 NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
@@ -339,11 +343,8 @@ def measured_lengths(tensors: Tensors) -> frozenset[tuple[int, int]]:
 
 def _pytorch_plan(decision: Decision, tensors: Tensors, options: Options) -> tuple[Plan, AttentionLaunch]:
     def bind(tensors: Tensors, options: Options) -> AttentionLaunch:
-        def launch(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
-            given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
-            return _finished(pytorch_attention(given, options, scale), given, options, lse)
-
-        return launch
+        call, packed = bind_pytorch(tensors, options), tensors.cu_seqlens_q is not None
+        return lambda tensors, scale, length, out, lse: _finished(call(tensors, scale), packed, options, lse)
 
     return Plan(decision, bind), bind(tensors, options)
 
@@ -361,14 +362,14 @@ def _bind_peer(kernel: AnyKernel, config: Config, tensors: Tensors, options: Opt
         if options.return_lse and result.lse is None:
             raise CannotServe(f"kernel {kernel.name!r} gives no log-sum-exp; ours and {PYTORCH} do")
         new_lse = result.lse if options.return_lse else None
-        return _finished((in_order_of(given.q, result.out), new_lse), given, options, lse)
+        return _finished((in_order_of(given.q, result.out), new_lse), given.cu_seqlens_q is not None, options, lse)
 
     return launch
 
 
-def _finished(result: Result, tensors: Tensors, options: Options, lse: torch.Tensor | None) -> Result:
+def _finished(result: Result, packed: bool, options: Options, lse: torch.Tensor | None) -> Result:
     """A result whose heads come first as the options want it, with the log-sum-exp in ``lse`` where that is given."""
     out, new_lse = result
     if lse is not None and new_lse is not None:
         new_lse = lse.copy_(new_lse)
-    return tokens_first((out, new_lse), tensors.cu_seqlens_q is not None) if options.tokens_first else (out, new_lse)
+    return tokens_first((out, new_lse), packed) if options.tokens_first else (out, new_lse)

@@ -7,7 +7,7 @@ cheaper and their lengths may be read, on the CPU; else they are padded to one l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
@@ -17,12 +17,13 @@ import torch.nn.functional as F
 
 from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of, sequences
+from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, features_of, sequences
 from flashmoe_science.ops.attention.front.lengths import are_readable, refuse_lengths
 from flashmoe_science.ops.attention.front.padded import padded_attention, positive_scale
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.calls import is_transformed, needs_grad, without_autocast
+from flashmoe_science.ops.private import any_autocast
 
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 _SCORES_OF_A_CALL = 2**15  # what a call costs apart from its scores, in scores
@@ -51,6 +52,22 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
                 if _is_cheaper_alone(spans, tensors.q.shape[1]):
                     return _one_by_one(spans, tensors, options, softmax_scale, dropout_p)
         return padded_attention(tensors, options, features, softmax_scale, dropout_p)[:2]
+
+
+def bind_pytorch(tensors: Tensors, options: Options) -> Callable[[Given, float | None], Result]:
+    """``pytorch_attention`` of tensors like these and of a scale: PyTorch's own call, where that is all."""
+    (_, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
+    slanted = options.mask == "causal" and rows != keys
+    alone = not (options.return_lse or slanted or any_autocast() or 0 in (*tensors.q.shape, *tensors.k.shape))
+    single, causal, gqa = alone and features_of(tensors, options) == PLAIN, options.mask != "full", heads != heads_kv
+
+    def call(tensors: Given, scale: float | None) -> Result:
+        if not single or (scale is not None and scale <= 0.0):
+            return pytorch_attention(Tensors(*tensors), options, scale)  # type: ignore[arg-type]  # q, k and v are never None
+        q, k, v = tensors[0], tensors[1], tensors[2]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None  # type: ignore[arg-type]
+
+    return call
 
 
 def dropped_attention(

@@ -158,8 +158,14 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     if 0 in (*tensors.q.shape, *tensors.k.shape):
         made = _by_pytorch(tensors, saved, options, scale, wanted)
     else:
-        made = backward(tensors, _as_kernels_take(saved), options, scale, wanted)
+        made = by_kernel(tensors, saved, options, scale, wanted)
     return tuple(_or_empty(tensors.q, one) for one in made)
+
+
+def by_kernel(tensors: Tensors, saved: Saved, options: Options, softmax_scale: float | None, wanted: Wanted) -> Gradients:
+    """``backward`` of what autograd gives: O, dO and sums of rows of any strides; a scale of None is the usual one."""
+    scale = tensors.q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    return backward(tensors, _as_kernels_take(saved), options, scale, wanted)
 
 
 def _as_kernels_take(saved: Saved) -> Saved:
