@@ -19,8 +19,10 @@ from flashmoe_science import packed as packed_functions
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.integrations import diffusers, flash_attn, flash_attn_interface
 from flashmoe_science.kernel import Config
+from flashmoe_science.ops import calls
 from flashmoe_science.ops.attention.front.backward import autograd
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR
+from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.moe.route import route
 
 
@@ -28,7 +30,9 @@ from flashmoe_science.ops.moe.route import route
 def by_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients through ``flashmoe::attention_backward`` on the CPU too, where PyTorch's operators serve them."""
     decision = Decision("ours", Config(), "", "requested")
+    monkeypatch.setattr(calls, "LAUNCHES", Cache(8))  # a launch keeps the decision
     monkeypatch.setattr(autograd, "choose_backward", lambda *call: decision)
+    monkeypatch.setattr(autograd, "is_plain", lambda *tensors: False)
     monkeypatch.setattr(autograd, "OPERATOR", lambda *given: OPERATOR(*given[:10], None, *given[11:]))
 
 
