@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 KERNELS = ("split_triton", "decode_gluon", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm90", "fwd_triton", "short_gluon")
-BACKWARD = ("bwd_gluon_sm90", "bwd_fused_gluon_sm90", "bwd_triton")
+BACKWARD = ("bwd_gluon_sm90", "bwd_fused_gluon_sm90", "bwd_triton", "bwd_short_triton")
 ROOT = Path(__file__).resolve().parent.parent
 
 

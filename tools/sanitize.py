@@ -301,6 +301,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "append_triton": partial(_decode, "split_triton", paged=False, appended=20),
     "append_triton paged": partial(_decode, "split_triton", paged=True, appended=20),
     "bwd_triton": partial(_gradients, "bwd_triton", 200, 333),
+    "bwd_short_triton": partial(_gradients, "bwd_short_triton", 200, 333),
     "bwd_fused_gluon_sm90": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333),
     "bwd_fused_gluon_sm90, packed": partial(_packed_gradients, "bwd_fused_gluon_sm90"),
     "bwd_fused_gluon_sm90, packed, a window": partial(_packed_gradients, "bwd_fused_gluon_sm90", left=70),

@@ -32,7 +32,7 @@ class Request:
     other.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
-    that is named, in place of the suite. ``shard``: (1, 4) keeps the first of each four problems. ``price`` is USD for an hour
+    that is named, in place of the suite. ``shard``: (1, 4) keeps the first of four parts of each suite. ``price`` is USD for an hour
     of the machine. ``tunes``: a quick run that tries as many configs as any other.
     """
 
@@ -107,7 +107,8 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
         name = "cpu" if device is None else "quick"
         found = [_suite(name, op, texts, request) for suite, (op, texts) in _suites().items() if suite == name]
     part, parts = request.shard or (1, 1)
-    found = [kept for one in found if (kept := replace(one, problems=one.problems[part - 1 :: parts])).problems]
+    ends = [(len(one.problems) * (part - 1) // parts, len(one.problems) * part // parts) for one in found]
+    found = [replace(one, problems=one.problems[a:b]) for one, (a, b) in zip(found, ends, strict=True) if a < b]
     if not found and not request.functions:
         raise ValueError(f"--shard is {part}/{parts}, and there are fewer problems than shards; nothing is left to measure")
     for name, problem in ((group.name, problem) for group in found for problem in group.problems):

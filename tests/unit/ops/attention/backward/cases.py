@@ -1,7 +1,7 @@
 """Problems put to a kernel of the backward and held to its contract: poisoned outputs, guarded inputs, equal bits.
 
-Run as a script with TRITON_INTERPRET=1 it puts the contract's small problems, or those named, to bwd_triton in Triton's
-interpreter and prints one JSON object: the complaints about each.
+Run as a script with TRITON_INTERPRET=1 it puts the contract's small problems, or those named, to the portable kernels that
+serve them in Triton's interpreter and prints one JSON object: the complaints about each, by kernel and problem.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import same_bits
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
+from flashmoe_science.ops.attention.backward.short_triton.kernel import KERNEL as SHORT
+from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL as TILED
 from flashmoe_science.ops.attention.call.backward import BackwardKernel
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem, parse
 from flashmoe_science.ops.attention.proof.backward.contract import AttentionBackwardContract
 from flashmoe_science.ops.attention.proof.backward.suites import small
+
+PORTABLE = (TILED, SHORT)
 
 
 def examine(
@@ -61,9 +64,11 @@ def main() -> None:
     gpu, cpu, found = gpu_named("h200"), torch.device("cpu"), {}
     for index, text in enumerate(sys.argv[1:] or small()):
         problem = parse(text)
-        configs = KERNEL.configs(problem, gpu)
         contract = AttentionBackwardContract(sliced=index % 3 == 1, of_lse=index % 2 == 0)
-        found[text] = examine(KERNEL, configs[index % len(configs)], problem, contract, cpu, index)
+        for kernel in (one for one in PORTABLE if one.cannot(problem, gpu) is None):
+            configs = kernel.configs(problem, gpu)
+            config = configs[index % len(configs)]
+            found[f"{kernel.name}: {text}"] = examine(kernel, config, problem, contract, cpu, index)
     print(json.dumps(found))
 
 

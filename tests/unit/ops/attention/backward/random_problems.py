@@ -11,12 +11,11 @@ from random import Random
 from typing import Any
 
 import torch
-from tests.unit.ops.attention.backward.cases import examine
+from tests.unit.ops.attention.backward.cases import PORTABLE, examine
 from tests.unit.ops.attention.forward.random_features import OF_A_BUILD, Found
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
 from flashmoe_science.ops.attention.call.backward import BackwardKernel
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.problem.features import Features
@@ -47,8 +46,8 @@ class RandomCase:
     distribution: str
     seed: int
 
-    def config(self, gpu: str) -> Config:
-        configs = KERNEL.configs(self.problem, gpu_named(gpu))
+    def config(self, kernel: BackwardKernel, gpu: Device) -> Config:
+        configs = kernel.configs(self.problem, gpu)
         return configs[self.place % len(configs)]
 
 
@@ -107,8 +106,7 @@ def tried(kernels: Sequence[BackwardKernel], numbers: Iterable[int], gpu: Device
         case = drawn(number, LARGE, OF_A_BUILD)
         problem, able = case.problem, [one for one in kernels if one.cannot(case.problem, gpu) is None]
         for kernel in able:
-            configs = kernel.configs(problem, gpu)
-            config = configs[case.place % len(configs)]
+            config = case.config(kernel, gpu)
             if reasons := examine(kernel, config, problem, case.contract, device, case.seed, case.distribution):
                 found.wrong.append(f"{number}: {kernel.name}: {problem} {case.distribution}: {'; '.join(reasons)}")
             else:
@@ -123,13 +121,13 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as a GPU's exponential does
     first, count = map(int, sys.argv[1:3])
-    found = {}
+    gpu, found = gpu_named("h200"), {}
     for number in range(first, first + count):
         case = drawn(number, TINY)
-        words = f"{number}: {case.problem} {case.distribution}"
-        found[words] = examine(
-            KERNEL, case.config("h200"), case.problem, case.contract, torch.device("cpu"), case.seed, case.distribution
-        )
+        for kernel in (one for one in PORTABLE if one.cannot(case.problem, gpu) is None):
+            found[f"{kernel.name}: {number}: {case.problem} {case.distribution}"] = examine(
+                kernel, case.config(kernel, gpu), case.problem, case.contract, torch.device("cpu"), case.seed, case.distribution
+            )
     print(json.dumps(found))
 
 

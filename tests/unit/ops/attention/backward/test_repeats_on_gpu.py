@@ -30,7 +30,8 @@ FUSED = (
     "b1 h1 q20000 d64 bf16 left5000 right300",
 )
 TILED = (*SPLIT, "b3 h4 q600 d64 bf16 packed", "b2 h8 hk2 q900 d64 bf16 causal left100 softcap5", "b1 h2 q300 d80 fp32 bias")
-CASES = {"bwd_gluon_sm90": SPLIT, "bwd_fused_gluon_sm90": FUSED, "bwd_triton": TILED}
+SHORT = ("b2 h4 hk2 q512 d64 bf16 causal", "b1 h4 q300 k333 d128 fp16", "b2 h2 q100 k70 d24 bf16 causal")
+CASES = {"bwd_gluon_sm90": SPLIT, "bwd_fused_gluon_sm90": FUSED, "bwd_triton": TILED, "bwd_short_triton": SHORT}
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in CASES.items() for text in texts])

@@ -1,4 +1,4 @@
-"""bwd_triton in Triton's interpreter: every feature against autograd in fp64, equal bits, what others got wrong."""
+"""The portable kernels in Triton's interpreter: every feature against autograd in fp64, equal bits, what others got wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def wrong(found: dict[str, list[str]]) -> dict[str, list[str]]:
 def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
     texts = SMALL[part::3]
     found = interpreted(CASES, *texts)
-    assert len(found) == len(texts)
+    assert {case.partition(": ")[2] for case in found} == {*texts}
+    assert any(case.startswith("bwd_short_triton") for case in found)
     assert wrong(found) == {}
 
 
@@ -50,7 +51,7 @@ def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
 )
 def test_random_problems_are_right(first: str, count: str, interpreted: Interpreter) -> None:
     found = interpreted(RANDOM, first, count)
-    assert len(found) == int(count)
+    assert len({case.split(": ")[1] for case in found}) == int(count)
     assert wrong(found) == {}
 
 
@@ -71,7 +72,7 @@ def test_every_feature_is_drawn() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", range(12))  # most of their time is one core's, which compiles
 def test_random_problems_are_right_on_a_gpu(part: int) -> None:
-    from tests.unit.ops.attention.backward.cases import examine
+    from tests.unit.ops.attention.backward.cases import PORTABLE, examine
 
     from flashmoe_science.hardware.probe import current_gpu
 
@@ -80,9 +81,9 @@ def test_random_problems_are_right_on_a_gpu(part: int) -> None:
     found = {}
     for number in range(part, 60, 12):
         case = drawn(number, LARGE)
-        if KERNEL.cannot(case.problem, gpu) is None:
-            reasons = examine(KERNEL, case.config(gpu.name), case.problem, case.contract, device, case.seed, case.distribution)
-            found[f"{number}: {case.problem} {case.distribution}"] = reasons
+        for kernel in (one for one in PORTABLE if one.cannot(case.problem, gpu) is None):
+            config, words = case.config(kernel, gpu), f"{kernel.name}: {number}: {case.problem} {case.distribution}"
+            found[words] = examine(kernel, config, case.problem, case.contract, device, case.seed, case.distribution)
     assert wrong(found) == {}
 
 

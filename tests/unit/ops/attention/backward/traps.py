@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.unit.ops.attention.backward.cases import PORTABLE
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.guards import allocations
@@ -207,12 +208,16 @@ def negative() -> Iterator[Case]:
 def asked() -> dict[str, list[str]]:
     """Gradients one by one: only what is asked for is computed, and with the bits that it has among all."""
     found = {}
-    for text in ("attnbwd b1 h2 q20 k24 d16 bf16 sinks bias", "attnbwd b2 h2 q20 d16 fp32 causal packed sinks"):
+    for kernel, text in (
+        (KERNEL, "attnbwd b1 h2 q20 k24 d16 bf16 sinks bias"),
+        (KERNEL, "attnbwd b2 h2 q20 d16 fp32 causal packed sinks"),
+        (PORTABLE[1], "attnbwd b2 h4 hk2 q70 k90 d16 bf16 causal"),
+    ):
         inputs = call(text)
-        every = run(inputs)
+        every = run(inputs, kernel)
         for place, name in enumerate(Wanted._fields):
             if inputs.wanted[place]:
-                one = run(replace(inputs, wanted=Wanted(*(index == place for index in range(5)))))
+                one = run(replace(inputs, wanted=Wanted(*(index == place for index in range(5)))), kernel)
                 wrong = [
                     f"{other} was computed" for other in Wanted._fields if other != name and getattr(one, other) is not None
                 ]
@@ -252,7 +257,11 @@ def main() -> None:
     if name == "asked":
         print(json.dumps(asked()))
         return
-    print(json.dumps({case: complaints(inputs, run(inputs)) for case, inputs in TRAPS[NAMES.index(name)]()}))
+    found = {}
+    for case, inputs in TRAPS[NAMES.index(name)]():
+        for kernel in (one for one in PORTABLE if one.cannot(inputs.problem, GPU) is None):
+            found[f"{kernel.name}: {case}"] = complaints(inputs, run(inputs, kernel))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

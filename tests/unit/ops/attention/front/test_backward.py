@@ -169,11 +169,11 @@ def test_explain_names_what_serves_the_backward(switch: bool, monkeypatch: pytes
     monkeypatch.setattr(choose, "plan_call", lambda *given: (choose.Plan(decision_of(given[1]), lambda *rest: None), None))
     assert on_h200().kernel == "sdpa"
     assert "no record has a backward of ours faster" in on_h200().reason
-    assert "its backward by bwd_triton" in choose_training(kernel="fwd_gluon_sm90").reason
-    assert "its backward by bwd_triton" in choose_training(deterministic=True).reason
+    assert "its backward by bwd_short_triton" in choose_training(kernel="fwd_gluon_sm90").reason
+    assert "its backward by bwd_short_triton" in choose_training(deterministic=True).reason
     torch.use_deterministic_algorithms(switch)
     try:
-        assert ("its backward by bwd_triton" in choose_training().reason) is switch
+        assert ("its backward by bwd_short_triton" in choose_training().reason) is switch
     finally:
         torch.use_deterministic_algorithms(False)
     assert choose_training(kernel="sdpa").basis == "requested"
@@ -239,7 +239,8 @@ def test_equal_bits_are_served_by_hoppers_kernel_where_it_can() -> None:
         (1024, 72, Options(), "bwd_gluon_sm90"),
         (1024, 64, Options(window_left=99), "bwd_fused_gluon_sm90"),
         (1024, 64, Options(softcap=9.0), "bwd_gluon_sm90"),
-        (100, 64, Options(), "bwd_triton"),
+        (100, 64, Options(), "bwd_short_triton"),
+        (100, 192, Options(), "bwd_triton"),
     ],
 )
 def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
@@ -251,7 +252,8 @@ def test_a_backward_of_hopper_is_chosen_by_shape_where_nothing_was_measured(
     with assume(H200):
         assert choose_backward(Tensors(q, q, q), options._replace(deterministic=True)).kernel == kernel
         with_sinks = Tensors(q, q, q, sinks=torch.zeros(16))
-        assert choose_backward(with_sinks, options._replace(deterministic=True)).kernel == kernel
+        of_sinks = "bwd_triton" if kernel == "bwd_short_triton" else kernel
+        assert choose_backward(with_sinks, options._replace(deterministic=True)).kernel == of_sinks
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -49,7 +49,7 @@ def flashmoe_bwd_dbias_triton(
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
     )  # fmt: skip
     heads = heads_kv * group
-    rows = Rows(lse_base, delta_base, stride_lse, heads, None)
+    rows = Rows(lse_base, delta_base, stride_lse, heads, None, Strided(None, None, None), None)
     PREFIX: tl.constexpr = prefixes is not None
     traits: tl.constexpr = Traits(
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, LEFT, RIGHT, PREFIX, TOPLEFT, SOFTCAP, BIAS, WIDE,
@@ -73,7 +73,7 @@ def flashmoe_bwd_dbias_triton(
         head_kv, key_row = head // group, tl.cast(first_k, tl.int64)
         k_tile = load_tile(k, place.batch, head_kv, 0, key_row, column, seqlen_k, dims, D, BLOCK_D, WIDE)
         v_tile = load_tile(v, place.batch, head_kv, 0, key_row, column, seqlen_k, dims_v, DV, BLOCK_DV, WIDE)
-        lse, delta = load_sums(rows, place, head, first_q, row)
+        lse, delta = load_sums(rows, place, head, first_q, row, do_tile, traits)
         factors = factors_of(scores, place.batch, head, traits)
         query, key = (first_q + row)[:, None], (first_k + column)[None, :]
         p, _ = probabilities(q_tile, k_tile, query, key, lse[:, None], place, scores, factors, traits)

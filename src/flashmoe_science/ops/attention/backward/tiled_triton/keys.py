@@ -52,7 +52,7 @@ def _add_queries(
         dout, place.batch, head, place.first_q, first, row, queries, dims_v, traits.DV, traits.BLOCK_DV, traits.WIDE
     )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
     query = first + row
-    lse, delta = load_sums(rows, place, head, first, row)  # [BLOCK_M]
+    lse, delta = load_sums(rows, place, head, first, row, do_tile, traits)  # [BLOCK_M]
     if KEYS_FIRST:  # tiles of scores are [BLOCK_N, BLOCK_M]
         a, b, of_v, of_dout = k, q_tile, v, do_tile
         query, key, lse, delta = query[None, :], key[:, None], lse[None, :], delta[None, :]
@@ -73,6 +73,42 @@ def _add_queries(
             ds = ds * slope
         dk = product(_of_keys(ds.to(q_tile.dtype), KEYS_FIRST), q_tile, dk, traits.PRECISION, traits.INTERPRET)
     return dk, dv
+
+
+@triton.jit
+def gradients_of_keys(
+    first, head_kv, place, q, k, v, dout, dk_out, dv_out, rows, scores, group, KEYS_FIRST: tl.constexpr, traits: tl.constexpr
+):  # fmt: skip
+    """Store dK and dV of the tile of keys from ``first`` on; of the two those that have a base."""
+    BLOCK_N: tl.constexpr = traits.BLOCK_N
+    D: tl.constexpr = traits.D
+    DV: tl.constexpr = traits.DV
+    BLOCK_D: tl.constexpr = traits.BLOCK_D
+    BLOCK_DV: tl.constexpr = traits.BLOCK_DV
+    WIDE: tl.constexpr = traits.WIDE
+    keys = place.band.seqlen_k
+    row, dims, dims_v = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    k_tile = load_tile(k, place.batch, head_kv, place.first_k, first, row, keys, dims, D, BLOCK_D, WIDE)
+    v_tile = load_tile(v, place.batch, head_kv, place.first_k, first, row, keys, dims_v, DV, BLOCK_DV, WIDE)
+    key = first + row
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    WITH_DK: tl.constexpr = dk_out.base is not None
+    WITH_DV: tl.constexpr = dv_out.base is not None
+    last = first + BLOCK_N - 1
+    seen = tiles_of_queries(first, last, place.band, traits.BLOCK_M, traits.LEFT, traits.RIGHT, traits.PREFIX)
+    for head in range(head_kv * group, head_kv * group + group):
+        factors = factors_of(scores, place.batch, head, traits)
+        for query in tl.range(seen.start, seen.end, traits.BLOCK_M, num_stages=traits.NUM_STAGES):
+            dk, dv = _add_queries(
+                dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors, seen,
+                WITH_DK, WITH_DV, KEYS_FIRST, traits,
+            )  # fmt: skip
+    if WITH_DK:
+        dk = dk * scores.softmax_scale
+        store_tile(dk_out, place.batch, head_kv, place.first_k, first, row, keys, dims, dk, D, BLOCK_D, WIDE)
+    if WITH_DV:
+        store_tile(dv_out, place.batch, head_kv, place.first_k, first, row, keys, dims_v, dv, DV, BLOCK_DV, WIDE)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -99,7 +135,7 @@ def flashmoe_bwd_dkdv_triton(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
     )  # fmt: skip
-    rows = Rows(lse_base, delta_base, stride_lse, heads_kv * group, cu_seqlens_q)
+    rows = Rows(lse_base, delta_base, stride_lse, heads_kv * group, cu_seqlens_q, Strided(None, None, None), None)
     PREFIX: tl.constexpr = prefixes is not None
     traits: tl.constexpr = Traits(
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, LEFT, RIGHT, PREFIX, TOPLEFT, SOFTCAP, BIAS, WIDE,
@@ -109,27 +145,6 @@ def flashmoe_bwd_dkdv_triton(
     pid = tl.program_id(0)
     first, head_kv, batch = pid % tiles * BLOCK_N, pid // tiles % heads_kv, pid // tiles // heads_kv
     place = place_of(batch, cu_seqlens_q, cu_seqlens_k, seqused_k, seqlen_q, seqlen_k, scores, traits)
-    keys = place.band.seqlen_k
-    if first >= keys:
+    if first >= place.band.seqlen_k:
         return
-    row, dims, dims_v = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    k_tile = load_tile(k, place.batch, head_kv, place.first_k, first, row, keys, dims, D, BLOCK_D, WIDE)
-    v_tile = load_tile(v, place.batch, head_kv, place.first_k, first, row, keys, dims_v, DV, BLOCK_DV, WIDE)
-    key = first + row
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    WITH_DK: tl.constexpr = dk_base is not None
-    WITH_DV: tl.constexpr = dv_base is not None
-    seen = tiles_of_queries(first, first + BLOCK_N - 1, place.band, BLOCK_M, LEFT, RIGHT, PREFIX)
-    for head in range(head_kv * group, head_kv * group + group):
-        factors = factors_of(scores, place.batch, head, traits)
-        for query in tl.range(seen.start, seen.end, BLOCK_M, num_stages=NUM_STAGES):
-            dk, dv = _add_queries(
-                dk, dv, k_tile, v_tile, q, dout, rows, place, head, query, key, scores, factors, seen,
-                WITH_DK, WITH_DV, KEYS_FIRST, traits,
-            )  # fmt: skip
-    if WITH_DK:
-        dk = dk * softmax_scale
-        store_tile(dk_out, place.batch, head_kv, place.first_k, first, row, keys, dims, dk, D, BLOCK_D, WIDE)
-    if WITH_DV:
-        store_tile(dv_out, place.batch, head_kv, place.first_k, first, row, keys, dims_v, dv, DV, BLOCK_DV, WIDE)
+    gradients_of_keys(first, head_kv, place, q, k, v, dout, dk_out, dv_out, rows, scores, group, KEYS_FIRST, traits)

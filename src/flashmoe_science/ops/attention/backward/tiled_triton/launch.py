@@ -124,7 +124,7 @@ class TiledBackwardLauncher(BackwardLauncher):
         sinks, batches = tensors.sinks, tensors.q.shape[0]
         constexprs = (
             self._problem.head_dim_v, padded_head_dim(self._problem.head_dim_v), DELTA_ROWS,
-            _is_wide((of_out, of_dout), DELTA_ROWS), stride_unit((*of_out, *of_dout)),
+            is_wide((of_out, of_dout), DELTA_ROWS), stride_unit((*of_out, *of_dout)),
         )  # fmt: skip
         of_sinks = element_pointer(sinks) if with_sinks else None
         pointers = (
@@ -171,7 +171,7 @@ class TiledBackwardLauncher(BackwardLauncher):
             sizes.heads_kv, sizes.heads // sizes.heads_kv, sizes.seqlen_q, sizes.seqlen_k, sizes.rows,
             left, FAR if right is None else right,
         )  # fmt: skip
-        wide = _is_wide(sizes.strides, max(tile[:2]))
+        wide = is_wide(sizes.strides, max(tile[:2]))
         shared = constexprs_of(self._problem, tile, right is not None, wide, stride_unit(strides)).values()
         constexprs = (*shared, *more)
         pointers = (
@@ -195,7 +195,7 @@ class TiledBackwardLauncher(BackwardLauncher):
             sizes.rows, left, FAR if right is None else right, sizes.batch, tiles_m, tiles_n,
             *own,
         )  # fmt: skip
-        wide = _is_wide(sizes.strides, max(tile[:2]))
+        wide = is_wide(sizes.strides, max(tile[:2]))
         shared = constexprs_of(self._problem, tile, right is not None, wide, stride_unit(strides)).values()
         constexprs = (*shared, *one[2:])
         pointers = (
@@ -232,7 +232,7 @@ def _strides_of(made: Any, tensors: Tensors) -> tuple[int, ...]:
     return (of_batch if tensors.cu_seqlens_q is None else 0, *others)
 
 
-def _is_wide(strides: tuple[tuple[int, ...], ...], rows: int) -> bool:
+def is_wide(strides: tuple[tuple[int, ...], ...], rows: int) -> bool:
     """Whether a tile of that many rows may span 2^31 elements."""
     return max(one[2] for one in strides) * rows >= 2**31
 

@@ -50,6 +50,46 @@ def _add_keys(
     return product(ds.to(k_tile.dtype), k_tile, dq, traits.PRECISION, traits.INTERPRET)
 
 
+@triton.jit
+def gradient_of_queries(first, head, group, place, q, k, v, dout, dq_out, rows, scores, traits: tl.constexpr):
+    """Store dQ of the tile of queries from ``first`` on."""
+    BLOCK_M: tl.constexpr = traits.BLOCK_M
+    BLOCK_N: tl.constexpr = traits.BLOCK_N
+    D: tl.constexpr = traits.D
+    DV: tl.constexpr = traits.DV
+    BLOCK_D: tl.constexpr = traits.BLOCK_D
+    BLOCK_DV: tl.constexpr = traits.BLOCK_DV
+    NUM_STAGES: tl.constexpr = traits.NUM_STAGES
+    WIDE: tl.constexpr = traits.WIDE
+    queries = place.band.seqlen_q
+    row, dims, dims_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    q_tile = load_tile(q, place.batch, head, place.first_q, first, row, queries, dims, D, BLOCK_D, WIDE)
+    do_tile = load_tile(dout, place.batch, head, place.first_q, first, row, queries, dims_v, DV, BLOCK_DV, WIDE)
+    query = first + row
+    lse, delta = load_sums(rows, place, head, first, row, do_tile, traits)
+    factors = factors_of(scores, place.batch, head, traits)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    seen = tiles_of_keys(
+        first, tl.minimum(first + BLOCK_M, queries) - 1, place.band, BLOCK_N, traits.LEFT, traits.RIGHT, traits.PREFIX
+    )  # fmt: skip
+    head_kv = head // group
+    if traits.LEFT:
+        for key in tl.range(seen.start, seen.whole, BLOCK_N, num_stages=NUM_STAGES):
+            dq = _add_keys(
+                dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, True, traits
+            )  # fmt: skip
+    for key in tl.range(seen.whole, seen.beyond, BLOCK_N, num_stages=NUM_STAGES):
+        dq = _add_keys(
+            dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, False, traits
+        )  # fmt: skip
+    for key in tl.range(seen.beyond, seen.end, BLOCK_N, num_stages=NUM_STAGES):  # a diagonal, or the last keys
+        dq = _add_keys(
+            dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, True, traits
+        )  # fmt: skip
+    dq = dq * scores.softmax_scale
+    store_tile(dq_out, place.batch, head, place.first_q, first, row, queries, dims, dq, D, BLOCK_D, WIDE)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def flashmoe_bwd_dq_triton(
     q_base, k_base, v_base, dout_base, lse_base, delta_base, dq_base,
@@ -73,7 +113,7 @@ def flashmoe_bwd_dq_triton(
         softmax_scale, softcap, left, right, prefixes, Strided(slopes, stride_slopes, None),
         Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n),
     )  # fmt: skip
-    rows = Rows(lse_base, delta_base, stride_lse, heads_kv * group, cu_seqlens_q)
+    rows = Rows(lse_base, delta_base, stride_lse, heads_kv * group, cu_seqlens_q, Strided(None, None, None), None)
     PREFIX: tl.constexpr = prefixes is not None
     traits: tl.constexpr = Traits(
         D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, LEFT, RIGHT, PREFIX, TOPLEFT, SOFTCAP, BIAS, WIDE,
@@ -86,29 +126,6 @@ def flashmoe_bwd_dq_triton(
         tile = tiles - 1 - tile
     first = tile * BLOCK_M
     place = place_of(batch, cu_seqlens_q, cu_seqlens_k, seqused_k, seqlen_q, seqlen_k, scores, traits)
-    queries = place.band.seqlen_q
-    if first >= queries:
+    if first >= place.band.seqlen_q:
         return
-    row, dims, dims_v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    q_tile = load_tile(q, place.batch, head, place.first_q, first, row, queries, dims, D, BLOCK_D, WIDE)
-    do_tile = load_tile(dout, place.batch, head, place.first_q, first, row, queries, dims_v, DV, BLOCK_DV, WIDE)
-    query = first + row
-    lse, delta = load_sums(rows, place, head, first, row)
-    factors = factors_of(scores, place.batch, head, traits)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    seen = tiles_of_keys(first, tl.minimum(first + BLOCK_M, queries) - 1, place.band, BLOCK_N, LEFT, RIGHT, PREFIX)
-    head_kv = head // group
-    if LEFT:
-        for key in tl.range(seen.start, seen.whole, BLOCK_N, num_stages=NUM_STAGES):
-            dq = _add_keys(
-                dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, True, traits
-            )  # fmt: skip
-    for key in tl.range(seen.whole, seen.beyond, BLOCK_N, num_stages=NUM_STAGES):
-        dq = _add_keys(
-            dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, False, traits
-        )  # fmt: skip
-    for key in tl.range(seen.beyond, seen.end, BLOCK_N, num_stages=NUM_STAGES):  # a diagonal, or the last keys
-        dq = _add_keys(
-            dq, q_tile, do_tile, lse, delta, k, v, place, head_kv, key, query, scores, factors, True, traits
-        )  # fmt: skip
-    store_tile(dq_out, place.batch, head, place.first_q, first, row, queries, dims, dq * softmax_scale, D, BLOCK_D, WIDE)
+    gradient_of_queries(first, head, group, place, q, k, v, dout, dq_out, rows, scores, traits)

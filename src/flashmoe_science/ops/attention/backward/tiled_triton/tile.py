@@ -42,13 +42,15 @@ class Scores(NamedTuple):
 
 class Rows(NamedTuple):
     """The log-sum-exp and delta of all heads' queries, [B, H, Sq], or [H, total] where ``cu_seqlens_q`` is given; ``stride``
-    from a head to the next."""
+    from a head to the next. Where ``out`` is given in place of delta that is summed anew, less ``dlse`` if there is one."""
 
     lse: tl.tensor
     delta: tl.tensor
     stride: tl.tensor
     heads: tl.tensor
     cu_seqlens_q: tl.tensor
+    out: Strided
+    dlse: tl.tensor
 
 
 class Place(NamedTuple):
@@ -123,13 +125,22 @@ def store_tile(
 
 
 @triton.jit
-def load_sums(rows, place, head, first, row):
-    """The log-sum-exp, of base 2, and delta of a head's queries ``first`` + ``row`` [BLOCK_M]. A row that sees nothing, or is
-    past the last, has an infinite log-sum-exp: none of its probabilities is NaN, all are 0."""
+def load_sums(rows, place, head, first, row, dout, traits: tl.constexpr):
+    """The log-sum-exp, of base 2, and delta of a head's queries ``first`` + ``row`` [BLOCK_M], whose dO is [BLOCK_M, BLOCK_DV].
+    A row that sees nothing, or is past the last, has an infinite log-sum-exp: none of its probabilities is NaN, all are 0."""
     at = lse_rows(place.batch, tl.cast(head, tl.int64), place.first_q + first, rows.heads, rows.stride, rows.cu_seqlens_q)
     inside = row < place.band.seqlen_q - first
     lse = tl.load(rows.lse + at + row, mask=inside, other=float("-inf"))
-    delta = tl.load(rows.delta + at + row, mask=inside, other=0.0)
+    if rows.out.base is None:
+        delta = tl.load(rows.delta + at + row, mask=inside, other=0.0)
+    else:
+        dims, queries = tl.arange(0, traits.BLOCK_DV), place.band.seqlen_q
+        out = load_tile(
+            rows.out, place.batch, head, place.first_q, first, row, queries, dims, traits.DV, traits.BLOCK_DV, traits.WIDE
+        )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
+        delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+        if rows.dlse is not None:
+            delta -= tl.load(rows.dlse + at + row, mask=inside, other=0.0)
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634), delta
 
 

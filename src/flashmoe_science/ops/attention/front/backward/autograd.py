@@ -21,6 +21,7 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 from flashmoe_science.ops.calls import is_plain
 
 _COUNT = 15  # of the tensors that a forward without an append has
+_NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))  # of Wanted, in its order
 
 
@@ -42,7 +43,8 @@ class Step(NamedTuple):
         if bias is not None:
             bias = unexpanded(bias)  # what it is expanded by is summed over in fp32
             tensors = tensors._replace(bias=bias)
-        out, lse = _Attention.apply(self, scale, shape, *tensors[:_COUNT])  # type: ignore[no-untyped-call]
+        given = tensors[:3] if tensors[3:] == _NO_FEATURES else tensors[:_COUNT]  # each costs time, None too
+        out, lse = _Attention.apply(self, scale, shape, *given)  # type: ignore[no-untyped-call]
         return out, lse if self.options.return_lse else None
 
 
@@ -103,8 +105,8 @@ class _Attention(torch.autograd.Function):
         tensors = _expanded(given, shape)
         if dout is None:
             dout = torch.zeros_like(out)
-        needed = ctx.needs_input_grad
-        wanted = Wanted(*[needed[3 + place] for place in _GRADIENTS])
+        needed = ctx.needs_input_grad[3:]
+        wanted = Wanted(*[place < len(needed) and needed[place] for place in _GRADIENTS])
         if not torch.is_grad_enabled() and is_plain(dout, dlse, tensors.q):
             options = step.options._replace(kernel=step.kernel, return_lse=True)
             made = by_kernel(tensors, Saved(out, lse, dout, dlse), options, scale, wanted)
@@ -113,9 +115,10 @@ class _Attention(torch.autograd.Function):
             made = OPERATOR(
                 dout, dlse, *tensors[:3], out, lse, list(wanted), step.options.mask, scale, step.kernel, *rest
             )
-        gradients: list[torch.Tensor | None] = [None] * _COUNT
+        gradients: list[torch.Tensor | None] = [None] * len(needed)
         for place, gradient, asked in zip(_GRADIENTS, made, wanted, strict=True):
-            gradients[place] = gradient if asked else None
+            if asked:
+                gradients[place] = gradient
         return (None, None, None, *gradients)
 
 

@@ -25,7 +25,8 @@ def ours() -> tuple[BackwardKernel, ...]:
     if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.attention.backward.fused_sm90 import kernel as bwd_fused_gluon_sm90
+    from flashmoe_science.ops.attention.backward.short_triton import kernel as bwd_short_triton
     from flashmoe_science.ops.attention.backward.split_sm90 import kernel as bwd_gluon_sm90
     from flashmoe_science.ops.attention.backward.tiled_triton import kernel as bwd_triton
 
-    return (bwd_fused_gluon_sm90.KERNEL, bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
+    return (bwd_short_triton.KERNEL, bwd_fused_gluon_sm90.KERNEL, bwd_gluon_sm90.KERNEL, bwd_triton.KERNEL)
