@@ -67,7 +67,7 @@ def prove(
     ] = None,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="K/N", help="The K-th of N parts of each suite, alike problems together: a process for each of N GPUs."),
+        typer.Option("--shard", metavar="K/N", help="The K-th of N parts of each suite: a process for each of N GPUs."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs of our kernels and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,

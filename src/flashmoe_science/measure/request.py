@@ -32,8 +32,8 @@ class Request:
     other.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
-    that is named, in place of the suite. ``shard``: (1, 4) keeps the first of four parts of each suite. ``price`` is USD for an hour
-    of the machine. ``tunes``: a quick run that tries as many configs as any other.
+    that is named, in place of the suite. ``shard``: (1, 4) keeps the first of four parts. ``price`` is USD for an hour of the
+    machine. ``tunes``: a quick run that tries as many configs as any other.
     """
 
     targets: tuple[str, ...] = ()

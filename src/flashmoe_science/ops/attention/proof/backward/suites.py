@@ -1,4 +1,5 @@
-"""Named lists of problems of the backward. ``train`` is what models are trained on, of at most 60 rows."""
+"""Named lists of problems of the backward. ``train`` is what models are trained on, of at most 60 rows; ``train-short`` of up to
+512 tokens, where launches and the host count."""
 
 from __future__ import annotations
 
@@ -81,4 +82,16 @@ def _train() -> Iterator[str]:
         yield f"attnbwd {text} bf16 causal bshd"
 
 
-SUITES: dict[str, tuple[str, ...]] = {"train": tuple(_train()), "quick-backward": COMMON, "cpu-backward": COMMON_CPU}
+def _short() -> Iterator[str]:
+    for dim in ("d64", "d128"):
+        for mask in ("", " causal"):
+            for batch, seqlen in ((1, 64), (1, 128), (1, 256), (1, 512), (4, 128), (4, 512), (32, 128), (32, 512)):
+                yield f"attnbwd b{batch} h16 q{seqlen} {dim} bf16{mask} bshd"
+
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "train": tuple(_train()),
+    "train-short": tuple(_short()),
+    "quick-backward": COMMON,
+    "cpu-backward": COMMON_CPU,
+}
