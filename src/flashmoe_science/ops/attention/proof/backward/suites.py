@@ -1,5 +1,5 @@
-"""Named lists of problems of the backward. ``train`` is what models are trained on, of at most 60 rows; ``train-short`` of up to
-512 tokens, where launches and the host count."""
+"""Named lists of problems of the backward. ``train`` is what models are trained on, of at most 60 rows; ``train-short`` of up
+to 512 tokens, where launches and the host count."""
 
 from __future__ import annotations
 
