@@ -27,7 +27,7 @@ def test_what_others_got_wrong_is_right(trap: traps.Trap, monkeypatch: pytest.Mo
             if kernel.cannot(inputs.problem, gpu) is None:
                 served.add(kernel.name)
                 found[f"{kernel.name}: {case}"] = traps.complaints(inputs, traps.run(inputs, kernel))
-    assert {"bwd_triton", "bwd_short_triton"} <= served
+    assert "bwd_triton" in served
     assert {case: reasons for case, reasons in found.items() if reasons} == {}
 
 

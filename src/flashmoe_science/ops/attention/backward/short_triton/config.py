@@ -11,6 +11,7 @@ from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAMES = "keys_m", "keys_n", "queries_m", "queries_n", "num_stages", "num_warps"
+_LONGEST = 512
 _WIDEST = 128  # columns of a head: beyond, dK and dV of a tile do not fit the registers of four warps
 # Scores times columns of a multiprocessor to which launches cost more than computing scores twice: measured on an H200
 # (docs/notes/backward.md).
@@ -23,6 +24,8 @@ def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
         return "it takes fp16 and bf16"
     if max(problem.head_dim, problem.head_dim_v) > _WIDEST:
         return f"it takes heads of up to {_WIDEST} columns"
+    if max(problem.seqlen_q, problem.seqlen_k) > _LONGEST:
+        return f"it takes up to {_LONGEST} queries and keys"
     return unsupported(problem.features) or why_no_triton(device)
 
 
