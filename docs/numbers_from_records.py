@@ -53,6 +53,8 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "decoding from pages of 16 and 64 keys": ("decode-paged",),
     "decoding drawn at random": ("decode-draw", "decode-paged-draw"),
     "attention's backward": ("train",),
+    "attention's backward, up to 512 tokens": ("train-short",),
+    "drawn at random around the backward's": ("train-draw",),
     "experts of Qwen3-30B-A3B": ("moe-qwen3",),
     "experts of Mixtral-8x7B": ("moe-mixtral",),
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
