@@ -39,10 +39,20 @@ _COUNT = len(BackwardTensors._fields)
 BINDS: Cache[Hashable, BackwardBind] = Cache(MAX_PLANS)
 
 
+def gradients_of(
+    tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums = NEW
+) -> Gradients:
+    """The gradients of a call whose forward was checked, without autocast; what is added to tensors is those tensors."""
+    if not tensors.x.shape[0]:
+        return Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted, sums)))
+    with without_autocast(tensors.x):
+        return backward(tensors, activation, wanted, kernel, sums)
+
+
 def backward(
     tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums = NEW
 ) -> Gradients:
-    """The gradients of a call whose forward was checked."""
+    """``gradients_of`` one token or more."""
     given = [one for one in (*tensors, *sums) if one is not None]
     absent = tuple([one is None for one in (*tensors, *sums)])
     switch = torch.are_deterministic_algorithms_enabled()
@@ -115,11 +125,7 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """The operator on CPU and CUDA: what is not wanted is empty."""
     tensors, activation, wanted, kernel, sums = _unpacked(*args)
     _check(tensors)
-    with without_autocast(tensors.x):
-        if tensors.x.shape[0]:
-            made = backward(tensors, activation, wanted, kernel, sums)
-        else:
-            made = Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted, sums)))
+    made = gradients_of(tensors, activation, wanted, kernel, sums)
     added = {name: None for name, one in sums._asdict().items() if one is not None}  # a result is no argument
     return _none_as_empty(tensors, made._replace(**added))
 
