@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from flashmoe_science.ops.moe.call import (
     Tensors,
     check_sums_alone,
     checked,
+    dense,
     inputs_of,
     views_of,
 )
@@ -83,7 +85,7 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
         inputs = inputs_of(views, activation, saves_z)
         plan = plan_of(inputs, forward)
         made, in_place = plan.bind(inputs, shape), plan.by_address and _in_place(inputs.tensors, tensors)
-        launch = made if in_place else lambda *given: made(*inputs_of(Tensors(*given), activation).tensors)
+        launch = made if in_place else lambda *given: made(*dense(Tensors(*given)))
     if in_place or saves_z:
         return launch
     return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
@@ -93,12 +95,14 @@ def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:
     """The launch for arguments like these of which gradients may be asked for, but by FALLBACK: bound anew when PyTorch's
     switch for deterministic algorithms is turned. Raises as ``fused_moe``."""
     steps = {torch.are_deterministic_algorithms_enabled(): _bind_step(tensors, options)}
+    as_given = all(map(is_, views_of(tensors, options), tensors))
 
     def launch(given: Tensors, sums: Sums = NEW, pair: Pair | None = None) -> torch.Tensor:
         switch = torch.are_deterministic_algorithms_enabled()
         if switch not in steps:
             steps[switch] = _bind_step(given, options)
-        return unviewed(steps[switch].served(views_of(given, options), sums, pair), given.x.shape)
+        views = given if as_given else views_of(given, options)
+        return unviewed(steps[switch].served(views, sums, pair), given.x.shape)
 
     return launch
 
@@ -132,7 +136,7 @@ def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
     made = plan.bind(unsummed, shape)
     if _in_place(inputs.tensors, tensors):
         return made
-    return lambda *given: made(*inputs_of(views_of(Tensors(*given), options), activation).tensors)
+    return lambda *given: made(*dense(views_of(Tensors(*given), options)))
 
 
 def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:

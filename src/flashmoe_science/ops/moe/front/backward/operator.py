@@ -15,7 +15,7 @@ from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch, without_autocast
 from flashmoe_science.ops.formats import columns_of
-from flashmoe_science.ops.moe.call import Activation
+from flashmoe_science.ops.moe.call import Activation, dense
 from flashmoe_science.ops.moe.call.backward import (
     INPUTS,
     NEW,
@@ -70,17 +70,20 @@ def _bound(tensors: BackwardTensors, activation: Activation, wanted: Wanted, ker
     decision = choose_backward(tensors.of_call(), activation, kernel)
     if decision.kernel == FALLBACK:
         return lambda tensors, sums: pytorch_backward(tensors, activation, wanted, sums)
-    inputs = _as_kernels_take(tensors, activation, wanted, sums)
+    inputs = backward_inputs_of(_with_z(tensors, activation), activation, wanted, sums)
     guard = device_guard(tensors.x.get_device())
     launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
-    return lambda tensors, sums: launch(_as_kernels_take(tensors, activation, wanted, sums).tensors, sums)
+
+    def launch_dense(tensors: BackwardTensors, sums: Sums) -> Gradients:
+        *_, z, dout = _with_z(tensors, activation)
+        return launch(BackwardTensors(*dense(tensors.of_call()), z, dout), sums)
+
+    return launch_dense
 
 
-def _as_kernels_take(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums) -> BackwardInputs:
-    """The inputs of a kernel, which is given the pre-activations."""
-    if tensors.z is None:
-        tensors = tensors._replace(z=pre_activations(tensors.of_call(), activation))
-    return backward_inputs_of(tensors, activation, wanted, sums)
+def _with_z(tensors: BackwardTensors, activation: Activation) -> BackwardTensors:
+    """The tensors with the pre-activations, which kernels are given."""
+    return tensors if tensors.z is not None else tensors._replace(z=pre_activations(tensors.of_call(), activation))
 
 
 def _bind_of(name: str, config: Config, inputs: BackwardInputs) -> BackwardBind:
