@@ -6,7 +6,7 @@ for deterministic algorithms; else PyTorch's grouped products, the forward too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -56,9 +56,12 @@ def why_pytorch(tensors: Tensors, w8a8: bool = False) -> str | None:
     return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None
 
 
-def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None) -> Decision:
-    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. Raises CannotServe:
-    the kernel asked for cannot serve the call. Raises ValueError: no kernel has the name."""
+def choose_backward(
+    tensors: Tensors, activation: Activation, kernel: str | None, unable: Mapping[str, str] | None = None
+) -> Decision:
+    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. ``unable``: kernels
+    found unable to serve the tensors at hand, with the reason. Raises CannotServe: the kernel asked for cannot serve the call.
+    Raises ValueError: no kernel has the name."""
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     if (required := why_pytorch(tensors, activation.w8a8)) is not None:
@@ -67,19 +70,20 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
         return Decision(FALLBACK, Config(), required, "required")
     asked = asked_by_switch() if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
     problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
-    key = (problem, gpu, kernel, asked)
+    key = (problem, gpu, kernel, asked, *(unable or ()))
     if key not in _DECISIONS:
-        _DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
+        by_name = asked_backward(problem, gpu, kernel, asked, unable) if asked else None
+        _DECISIONS[key] = by_name or _by_record(problem, gpu, unable)
     return _DECISIONS[key]
 
 
-def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
+def _by_record(problem: MoEBackwardProblem, gpu: Device, unable: Mapping[str, str] | None) -> Decision:
     """The decision for one of ours where the nearest record does not have PyTorch's faster, and where none is near for a kernel
     that no record on the GPU's architecture has slower than PyTorch's; else FALLBACK.
 
     Of like tiles or not: PyTorch's products move several times the bytes, and no record has them near ours.
     """
-    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True)
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True, unable=unable)
     if by_record is not None:
         return by_record
     if gpu is not None and _is_never_slower(ours.kernel, gpu):

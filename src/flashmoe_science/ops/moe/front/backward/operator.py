@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch, without_autocast
@@ -65,14 +65,17 @@ def backward(
 
 
 def _bound(tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums) -> BackwardLaunch:
-    """The launch of what serves such a call."""
-
-    decision = choose_backward(tensors.of_call(), activation, kernel)
-    if decision.kernel == FALLBACK:
-        return lambda tensors, sums: pytorch_backward(tensors, activation, wanted, sums)
-    inputs = backward_inputs_of(_with_z(tensors, activation), activation, wanted, sums)
-    guard = device_guard(tensors.x.get_device())
-    launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
+    """The launch of what serves such a call. Raises CannotServe: as ``choose_backward``."""
+    guard, unable, launch = device_guard(tensors.x.get_device()), dict[str, str](), None
+    while launch is None:
+        decision = choose_backward(tensors.of_call(), activation, kernel, unable)
+        if decision.kernel == FALLBACK:
+            return lambda tensors, sums: pytorch_backward(tensors, activation, wanted, sums)
+        inputs = backward_inputs_of(_with_z(tensors, activation), activation, wanted, sums)
+        try:
+            launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
+        except CannotServe as refusal:
+            unable[decision.kernel] = str(refusal)  # the next choice passes it over, or refuses with the reason
 
     def launch_dense(tensors: BackwardTensors, sums: Sums) -> Gradients:
         *_, z, dout = _with_z(tensors, activation)
