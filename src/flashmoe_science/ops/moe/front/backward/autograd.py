@@ -91,7 +91,7 @@ class _Experts(torch.autograd.Function):
         if gate is not None:
             tensors, wanted = tensors._replace(w1=joined(gate, up)), wanted._replace(dw1=of_gate or of_up)
         saved = BackwardTensors(*tensors, z, dout)
-        if not torch.is_grad_enabled() and is_plain(dout, tensors.x):
+        if not torch.is_grad_enabled() and is_plain(dout, tensors.x, *sums):
             made: Any = gradients_of(saved, step.activation, wanted, step.backward, sums)
         else:
             a, added = step.activation, any(one is not None for one in sums)
