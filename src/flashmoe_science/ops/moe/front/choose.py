@@ -101,8 +101,9 @@ def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:
         switch = torch.are_deterministic_algorithms_enabled()
         if switch not in steps:
             steps[switch] = _bind_step(given, options)
-        views = given if as_given else views_of(given, options)
-        return unviewed(steps[switch].served(views, sums, pair), given.x.shape)
+        if as_given:
+            return steps[switch].served(given, sums, pair)
+        return unviewed(steps[switch].served(views_of(given, options), sums, pair), given.x.shape)
 
     return launch
 
