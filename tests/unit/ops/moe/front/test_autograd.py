@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.interpreter import Interpreter
 from tests.unit.ops.moe.front.test_backward import E, H, T, arguments, leaves
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -193,3 +194,9 @@ def test_states_that_the_copy_engine_does_not_take_are_left_to_others() -> None:
             OPERATOR(*call, "moe_bwd_gluon_sm90")
     for one, other in zip(want, got, strict=False):
         assert torch.equal(one, other)
+
+
+def test_our_kernels_are_right_around_the_dispatcher_in_tritons_interpreter(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/front/trained.py")
+    assert len(found) == 4
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
