@@ -166,7 +166,7 @@ def _is_autocast(device: str) -> bool:
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """A context in which nothing on the tensor's device is cast."""
-    if _is_autocast(tensor.device.type):
+    if any_autocast() and _is_autocast(tensor.device.type):
         return torch.autocast(tensor.device.type, enabled=False)
     return nullcontext()
 

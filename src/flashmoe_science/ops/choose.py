@@ -94,19 +94,24 @@ def asked_by_switch() -> str:
     return "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
 
 
-def asked_backward(problem: Problem, gpu: Device, requested: str | None, words: str) -> Decision:
-    """The decision for a backward of ours, or the one of that name, which is asked for in ``words``. Raises CannotServe."""
+def asked_backward(
+    problem: Problem, gpu: Device, requested: str | None, words: str, unable: Mapping[str, str] | None = None
+) -> Decision:
+    """The decision for a backward of ours, or the one of that name, which is asked for in ``words``. ``unable``: as of
+    ``choose``. Raises CannotServe."""
     ours = operation(problem.op).ours()
     chosen = next((one for one in ours if one.name == requested), None)
-    decision = select(problem, gpu, known_table(), ours, None, chosen)
+    decision = select(problem, gpu, known_table(), ours, None, chosen, unable)
     return replace(decision, reason=f"{words}; {decision.reason}", basis="requested")
 
 
-def backward_by_record(problem: Problem, gpu: Device, rival: str, any_tiles: bool = False) -> tuple[Decision, Decision | None]:
+def backward_by_record(
+    problem: Problem, gpu: Device, rival: str, any_tiles: bool = False, unable: Mapping[str, str] | None = None
+) -> tuple[Decision, Decision | None]:
     """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
-    like tiles unless ``any_tiles``, None where there is none."""
+    like tiles unless ``any_tiles``, None where there is none. ``unable``: as of ``choose``."""
     op, table = operation(problem.op), known_table()
-    decision = select(problem, gpu, table, op.ours(), op.fallback())
+    decision = select(problem, gpu, table, op.ours(), op.fallback(), unable=unable)
     able = [one for one in op.ours() if one.name == decision.kernel]
     entry = nearest(problem, gpu, table, able) if gpu is not None and able else None
     if entry is None or not (any_tiles or entry.problem.tile_key() == problem.representative().tile_key()):

@@ -127,7 +127,8 @@ def grouped_backward(inputs: BackwardInputs, block_m: int, columns: int, product
 
         def launch(tensors: BackwardTensors, sums: Sums = NEW) -> Gradients:
             made = Gradients(*[None if one is None else new(*one) for one in of_gradients])
-            made = made._replace(**{name: one for name, one in sums._asdict().items() if one is not None})
+            if sums is not NEW:
+                made = made._replace(**{name: one for name, one in sums._asdict().items() if one is not None})
             memory, tables, dz, active, partials, of_x = take()  # kept alive to the end of this call
             dout = fitting(tensors.dout)
             x, w1, w2, weights, ids, _, down_bias, *_, z, _ = map(argument, tensors)

@@ -235,17 +235,23 @@ def views_of(given: Tensors, options: Options) -> Tensors:
 
 
 def inputs_of(tensors: Tensors, activation: Activation, saves_z: bool = False) -> MoEInputs:
-    """The inputs of a kernel, of checked tensors: contiguous routing and biases; the weights are never copied."""
-    x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
+    """The inputs of a kernel, of checked tensors."""
+    x, w1, w2, _, ids, gate_up_bias, down_bias, *_ = tensors
     sizes = x.shape[0], w1.shape[0], ids.shape[1], x.shape[1], columns_of(w2)
     form = format_in(tensors, activation.w8a8)
     transposed = form is None and any(one.stride(2) != 1 == one.stride(1) for one in (w1, w2))
     bias = gate_up_bias is not None or down_bias is not None
     words = bias, activation.gated, activation.interleaved, transposed
     problem = _problem(*sizes, x.dtype, activation.function, *words, form)
-    gate_up_bias, down_bias = (None if one is None else one.contiguous() for one in (gate_up_bias, down_bias))
-    routing = weights.contiguous(), ids.contiguous()
-    return MoEInputs(problem, Tensors(x, w1, w2, *routing, gate_up_bias, down_bias, *of_weights), activation, saves_z)
+    return MoEInputs(problem, dense(tensors), activation, saves_z)
+
+
+def dense(tensors: Tensors) -> Tensors:
+    """The tensors with contiguous routing and biases; the weights are never copied."""
+    x, w1, w2, weights, ids, gate_up_bias, down_bias, *of_weights = tensors
+    gate_up_bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    down_bias = None if down_bias is None else down_bias.contiguous()
+    return Tensors(x, w1, w2, weights.contiguous(), ids.contiguous(), gate_up_bias, down_bias, *of_weights)
 
 
 @lru_cache(maxsize=1024)

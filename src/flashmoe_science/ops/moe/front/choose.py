@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware.probe import gpu_of, place_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.calls import device_guard, needs_grad
+from flashmoe_science.ops.calls import device_guard, is_plain, needs_grad
 from flashmoe_science.ops.choose import GRADIENTS, choose, choose_fallback
 from flashmoe_science.ops.moe.call import (
     DTYPES,
@@ -33,10 +34,13 @@ from flashmoe_science.ops.moe.call import (
     Tensors,
     check_sums_alone,
     checked,
+    dense,
     inputs_of,
     views_of,
 )
-from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
+from flashmoe_science.ops.moe.call.backward import NEW, Sums
+from flashmoe_science.ops.moe.call.pair import Pair
+from flashmoe_science.ops.moe.front.backward.autograd import Step, unviewed
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward, names_of
 from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK as FALLBACK_BACKWARD
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
@@ -55,6 +59,8 @@ class Plan(NamedTuple):
 
 
 PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
+# Of the tensors of a call, what its backward adds to, and the gates and the ups where w1 was joined of them.
+TrainingLaunch = Callable[..., torch.Tensor]
 
 
 def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoELaunch:
@@ -65,9 +71,10 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
     """
     (views, activation), shape = checked(tensors, options), tensors.x.shape
     if needs_grad(*tensors) and not saves_z:
-        decide_training(views, activation, options)
-        rest = options.kernel, options.recompute
-        return lambda *given: unviewed(differentiable(views_of(Tensors(*given), options), activation, *rest), shape)
+        if options.kernel == FALLBACK:
+            return lambda *given: unviewed(pytorch_moe(views_of(Tensors(*given), options), activation), shape)
+        train = bind_training(tensors, options)
+        return lambda *given: train(Tensors(*given))
     if views.x.shape[0] == 0:
         width = views.w1.shape[1]
         return lambda x, *rest: (torch.zeros_like(x), x.new_empty(0, width)) if saves_z else torch.zeros_like(x)
@@ -78,10 +85,39 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
         inputs = inputs_of(views, activation, saves_z)
         plan = plan_of(inputs, forward)
         made, in_place = plan.bind(inputs, shape), plan.by_address and _in_place(inputs.tensors, tensors)
-        launch = made if in_place else lambda *given: made(*inputs_of(Tensors(*given), activation).tensors)
+        launch = made if in_place else lambda *given: made(*dense(Tensors(*given)))
     if in_place or saves_z:
         return launch
     return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
+
+
+def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:
+    """The launch for arguments like these of which gradients may be asked for, but by FALLBACK: bound anew when PyTorch's
+    switch for deterministic algorithms is turned. Raises as ``fused_moe``."""
+    steps = {torch.are_deterministic_algorithms_enabled(): _bind_step(tensors, options)}
+    as_given = all(map(is_, views_of(tensors, options), tensors))
+
+    def launch(given: Tensors, sums: Sums = NEW, pair: Pair | None = None) -> torch.Tensor:
+        switch = torch.are_deterministic_algorithms_enabled()
+        if switch not in steps:
+            steps[switch] = _bind_step(given, options)
+        if as_given:
+            return steps[switch].served(given, sums, pair)
+        return unviewed(steps[switch].served(views_of(given, options), sums, pair), given.x.shape)
+
+    return launch
+
+
+def _bind_step(tensors: Tensors, options: Options) -> Step:
+    """The step of a call, its forward bound where the call may go around PyTorch's dispatcher."""
+    views, activation = checked(tensors, options)
+    decide_training(views, activation, options)
+    step = Step(activation, *names_of(options.kernel), options.recompute)
+    if not is_plain(*tensors):
+        return step
+    of_views = options._replace(transposed=False, kernel=step.kernel if step.recompute else options.kernel, recompute=False)
+    with torch.no_grad():
+        return step._replace(launch=bind_call(views, of_views, saves_z=not step.recompute))
 
 
 def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
@@ -101,7 +137,7 @@ def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
     made = plan.bind(unsummed, shape)
     if _in_place(inputs.tensors, tensors):
         return made
-    return lambda *given: made(*inputs_of(views_of(Tensors(*given), options), activation).tensors)
+    return lambda *given: made(*dense(views_of(Tensors(*given), options)))
 
 
 def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:

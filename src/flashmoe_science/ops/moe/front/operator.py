@@ -31,14 +31,14 @@ from flashmoe_science.ops.moe.call.backward import NEW, checked_sums
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT, check_positive
 from flashmoe_science.ops.moe.call.pair import Pair, checked_pair, copied, follow, joined
 from flashmoe_science.ops.moe.front.backward.autograd import differentiable, unviewed
-from flashmoe_science.ops.moe.front.choose import bind_call, bind_rows, decide_by_dtype, decide_training, plan_of
+from flashmoe_science.ops.moe.front.choose import bind_call, bind_rows, bind_training, decide_by_dtype, decide_training, plan_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.operator import register
 
 Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
 _COUNT = len(Tensors._fields)
-_ROWS = f"{MoEProblem.op}, rows"
+_ROWS, _TRAINING = f"{MoEProblem.op}, rows", f"{MoEProblem.op}, training"
 _PLAIN = (True,) * (_COUNT - 5)
 
 
@@ -104,15 +104,19 @@ def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.T
 
 
 def _experts_once(tensors: Given, options: Given, weight_grads: Any, pair: Pair | None = None) -> torch.Tensor:
-    """Experts that are part of PyTorch's graph, of which no launch is stored. Raises as ``experts_forward``."""
+    """Experts that are part of PyTorch's graph, whose gradients of weights are added to tensors, or are of gates and ups that
+    are two tensors. Raises as ``experts_forward``."""
     given, how, sums = Tensors(*tensors), Options(*options), NEW
-    views, activation = checked(given, how)
+    train, key = _find(tensors, options, _TRAINING)
+    if train is None:
+        if weight_grads is not None and how.kernel == FALLBACK:
+            raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
+        train = bind_training(given, how)
+        if is_plain(*tensors):
+            _store(key, tensors, train)
     if weight_grads is not None:
         sums = checked_sums(weight_grads, given, how)
-        if how.kernel == FALLBACK:
-            raise ValueError(f"weight_grads is given and kernel is {how.kernel!r}, whose gradients are autograd's own")
-    decide_training(views, activation, how)
-    return unviewed(differentiable(views, activation, how.kernel, how.recompute, sums, pair), given.x.shape)
+    return train(given, sums, pair)
 
 
 def _autocast(tensors: Given) -> Given | None:

@@ -6,12 +6,13 @@ gradient, nor has the selection bias. On CUDA one launch (``backward_triton.py``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from flashmoe_science.ops.calls import find_launch, guards_of, store_launch
+from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, store_launch
 from flashmoe_science.ops.moe.route.choose import backward_kernels, why_pytorch
 from flashmoe_science.ops.moe.route.losses import balance_loss, z_loss
 from flashmoe_science.ops.moe.route.spec import Options, RouteGradient
@@ -20,7 +21,15 @@ from flashmoe_science.ops.operator import gradients, register
 
 def differentiable(operator: str, logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
     """``flashmoe::moe_route`` or ``flashmoe::moe_route_with_losses`` as a part of PyTorch's graph."""
-    results: tuple[torch.Tensor, ...] = _Router.apply(operator, options, logits, bias)  # type: ignore[no-untyped-call]
+    overload = getattr(torch.ops.flashmoe, operator).default
+    return launched(lambda logits, bias: overload(logits, bias, *options), options, logits, bias)
+
+
+def launched(
+    forward: Callable[..., tuple[torch.Tensor, ...]], options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """``forward`` of the logits and the bias as a part of PyTorch's graph: the operator of a router, or its launch."""
+    results: tuple[torch.Tensor, ...] = _Router.apply(forward, options, logits, bias)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -40,24 +49,26 @@ def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: Options) -> tor
 class _Router(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, operator: str, options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, forward: Any, options: tuple[Any, ...], logits: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        weights, ids, *losses = getattr(torch.ops.flashmoe, operator).default(logits, bias, *options)
+        results = forward(logits, bias)
+        _, ids, *losses = results
         load = losses[2:]
         ctx.options = options
         ctx.save_for_backward(logits, ids, *load)
         ctx.mark_non_differentiable(ids, *load)
-        return weights, ids, *losses
+        return results  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dweights: torch.Tensor, dids: object, *dlosses: torch.Tensor) -> Any:
         logits, ids, *load = ctx.saved_tensors
-        return None, None, OPERATOR(dweights, logits, ids, *ctx.options, *dlosses[:2], *load), None
+        plain = not torch.is_grad_enabled() and is_plain(dweights, logits)
+        gradient = _gradient if plain else OPERATOR
+        return None, None, gradient(dweights, logits, ids, *ctx.options, *dlosses[:2], *load), None
 
 
-@torch.no_grad()
-def _backward(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The operator on CPU and CUDA."""
+def _gradient(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The operator's result, where no gradient of it is asked for."""
     count = len(Options._fields)
     options, given = rest[:count], (logits, ids, dweights, *rest[count:])
     key = ("route backward", logits.shape, options, len(given))
@@ -93,7 +104,7 @@ def _fake(dweights: torch.Tensor, logits: torch.Tensor, *rest: object) -> torch.
 OPERATOR = register(
     "moe_route_backward(Tensor dweights, Tensor router_logits, Tensor top_k_ids, int top_k, str scoring, str normalize, "
     "int groups, int top_k_groups, float scaling_factor, Tensor? dbalance=None, Tensor? dz=None, Tensor? load=None) -> Tensor",
-    _backward,
+    torch.no_grad()(_gradient),
     _fake,
     "the gradients of flashmoe::moe_route_backward are asked for, which has none: differentiate a router once",
 )

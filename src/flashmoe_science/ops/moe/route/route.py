@@ -17,7 +17,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, is_transformed, needs_grad, store_launch
 from flashmoe_science.ops.choose import GRADIENTS
 from flashmoe_science.ops.explain import Explained, is_explaining
-from flashmoe_science.ops.moe.route.backward import differentiable
+from flashmoe_science.ops.moe.route.backward import differentiable, launched
 from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.losses import balance_loss, router_sums, z_loss
 from flashmoe_science.ops.moe.route.spec import Normalize, Options, Routed, RouteLaunch, Scoring, Tensors, checked_options
@@ -82,7 +82,10 @@ def _through_operator(logits: torch.Tensor, bias: torch.Tensor | None, options: 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
     if needs_grad(like.router_logits):
-        return lambda logits, bias: _through_operator(logits, bias, options)
+        with torch.no_grad():
+            forward = bind_route(like, options)
+        # The bias is often a parameter, though no gradient flows to it.
+        return lambda logits, bias: launched(forward, options, logits, None if bias is None else bias.detach())  # type: ignore[return-value]
     if why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
     bound: RouteLaunch = kernels().bind(like, options)

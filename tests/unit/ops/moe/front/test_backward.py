@@ -18,11 +18,10 @@ import flashmoe_science as fm
 import flashmoe_science.moe  # which defines the operators
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
-from flashmoe_science.ops.moe.call import Activation, Options, Tensors
+from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.call.backward import INPUTS
 from flashmoe_science.ops.moe.front.backward.choose import choose_backward
 from flashmoe_science.ops.moe.front.backward.operator import OPERATOR
-from flashmoe_science.ops.moe.front.choose import trains_by_pytorch
 
 SILU = ("silu", True, False, 1.702, 7.0)
 E, H, F, K, T = 4, 16, 24, 2, 6
@@ -297,7 +296,7 @@ def test_explain_names_what_serves_the_backward() -> None:
         in fm.explain(fm.fused_moe, **given).reason
     )
     assert "its backward by grouped_mm_bwd: asked for" in fm.explain(fm.fused_moe, **given, kernel="grouped_mm_bwd").reason
-    with assume(gpu_named("h200")):
+    with assume(gpu_named("b200")):
         decision = choose_backward(Tensors(*(given.get(name) for name in ORDER)), Activation(), None)
         assert "no record has a backward of ours faster than PyTorch's" in decision.reason
     with pytest.raises(ValueError, match="kernel 'grouped_mm_train' cannot serve this call: it is a peer's"):
@@ -369,27 +368,3 @@ def train_layers(rank: int, make: Callable[[], torch.nn.Module]) -> None:
 
 def test_weights_that_fsdp2_frees_between_the_passes(tmp_path: Any) -> None:
     on_ranks(2, train_sharded, str(tmp_path / "store"))
-
-
-@pytest.mark.parametrize("switch", [False, True])
-def test_until_a_record_says_otherwise_pytorch_serves_both_passes_on_a_gpu(switch: bool) -> None:
-    """But where PyTorch's switch asks for deterministic algorithms: ours promise them."""
-    x, w1, w2 = (
-        torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((512, 64), (8, 96, 64), (8, 64, 48))
-    )
-    routing = torch.empty(512, 2), torch.zeros(512, 2, dtype=torch.int32)
-    torch.use_deterministic_algorithms(switch)
-    try:
-        with assume(gpu_named("h200")):
-            found = choose_backward(Tensors(x, w1, w2, *routing, None, None), Activation(), None)
-            serves_both = None if switch else fm.explain(fm.fused_moe, x, w1, w2, *routing).reason
-            # A kernel of ours that is asked for by name is given the pre-activations by a forward of ours.
-            named = Options("silu", False, False, 1.702, 7.0, kernel="moe_bwd_triton")
-            assert not trains_by_pytorch(Tensors(x, w1, w2, *routing, None, None), Activation(), named)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert found.kernel == ("moe_bwd_gluon_sm90" if switch else "grouped_mm_bwd")
-    if serves_both is not None:
-        assert (
-            "PyTorch's products serve both passes; an input requires gradients, its backward by grouped_mm_bwd" in serves_both
-        )

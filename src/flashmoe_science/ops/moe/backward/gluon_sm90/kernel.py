@@ -29,7 +29,7 @@ from flashmoe_science.ops.moe.backward.launch import (
 )
 from flashmoe_science.ops.moe.call.backward import BackwardBind, BackwardInputs, our_kernel, run_of
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
-from flashmoe_science.ops.moe.products.gluon_sm90.config import THREADS, grid, suits
+from flashmoe_science.ops.moe.products.gluon_sm90.config import THREADS, grid
 from flashmoe_science.ops.moe.route.step import launches_around
 from flashmoe_science.ops.moe.rows import RowCounts
 
@@ -72,12 +72,11 @@ def launches(problem: MoEBackwardProblem, config: Config, gpu: Gpu) -> tuple[Lau
 
 KERNEL = our_kernel(
     name=NAME,
-    about="warp-specialised Gluon for Hopper, for many rows an expert: four persistent products; deterministic",
+    about="warp-specialised Gluon for Hopper: four persistent products; deterministic",
     supports=supports,
     configs=configs,
     run=run_of(plan),
     launches=launches,
     plan=plan,
     workspace=workspace,
-    suits=suits,
 )

@@ -1,16 +1,19 @@
 """Which backward serves experts whose inputs require gradients, and why.
 
-PyTorch's grouped products serve, the forward too, while no record says that a backward of ours is faster on the GPU. Ours serve
-by record, by name, and by PyTorch's switch for deterministic algorithms.
+Ours serve by the nearest record, where none is near by all records on the GPU's architecture, by name, and by PyTorch's switch
+for deterministic algorithms; else PyTorch's grouped products, the forward too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 import torch
 
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.dispatch.tuned import known_table
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
@@ -19,7 +22,7 @@ from flashmoe_science.ops.calls import is_transformed
 from flashmoe_science.ops.choose import GRADIENTS, NO_RECORD, TRANSFORMED, asked_backward, asked_by_switch, backward_by_record
 from flashmoe_science.ops.moe.call import Activation, Tensors, format_in, inputs_of
 from flashmoe_science.ops.moe.call.backward import backward_problem_of
-from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK
+from flashmoe_science.ops.moe.front.backward.kernels import FALLBACK, PYTORCHS
 from flashmoe_science.ops.moe.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.problem.backward import MoEBackwardProblem
@@ -53,9 +56,12 @@ def why_pytorch(tensors: Tensors, w8a8: bool = False) -> str | None:
     return "PyTorch's operators serve tensors on the CPU" if gpu_of(x) is None else None
 
 
-def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None) -> Decision:
-    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. Raises CannotServe:
-    the kernel asked for cannot serve the call. Raises ValueError: no kernel has the name."""
+def choose_backward(
+    tensors: Tensors, activation: Activation, kernel: str | None, unable: Mapping[str, str] | None = None
+) -> Decision:
+    """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. ``unable``: kernels
+    found unable to serve the tensors at hand, with the reason. Raises CannotServe: the kernel asked for cannot serve the call.
+    Raises ValueError: no kernel has the name."""
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     if (required := why_pytorch(tensors, activation.w8a8)) is not None:
@@ -64,16 +70,29 @@ def choose_backward(tensors: Tensors, activation: Activation, kernel: str | None
         return Decision(FALLBACK, Config(), required, "required")
     asked = asked_by_switch() if kernel is None else f"kernel {kernel_named(kernel, _OP).name!r} is asked for by name"
     problem, gpu = backward_problem_of(inputs_of(tensors, activation).problem), gpu_of(tensors.x)
-    key = (problem, gpu, kernel, asked)
+    key = (problem, gpu, kernel, asked, *(unable or ()))
     if key not in _DECISIONS:
-        _DECISIONS[key] = asked_backward(problem, gpu, kernel, asked) if asked else _by_record(problem, gpu)
+        by_name = asked_backward(problem, gpu, kernel, asked, unable) if asked else None
+        _DECISIONS[key] = by_name or _by_record(problem, gpu, unable)
     return _DECISIONS[key]
 
 
-def _by_record(problem: MoEBackwardProblem, gpu: Device) -> Decision:
-    """The decision for one of ours where the nearest record does not have PyTorch's faster; else FALLBACK.
+def _by_record(problem: MoEBackwardProblem, gpu: Device, unable: Mapping[str, str] | None) -> Decision:
+    """The decision for one of ours where the nearest record does not have PyTorch's faster, and where none is near for a kernel
+    that no record on the GPU's architecture has slower than PyTorch's; else FALLBACK.
 
     Of like tiles or not: PyTorch's products move several times the bytes, and no record has them near ours.
     """
-    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True)
-    return by_record or Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)
+    ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True, unable=unable)
+    if by_record is not None:
+        return by_record
+    if gpu is not None and _is_never_slower(ours.kernel, gpu):
+        return replace(ours, reason=f"{ours.reason}; no record on {gpu.arch} has PyTorch's products faster than it")
+    return Decision(FALLBACK, Config(), NO_RECORD, "modelled", None, ours.others)
+
+
+def _is_never_slower(kernel: str, gpu: Gpu) -> bool:
+    """Whether the committed records on the GPU's architecture have the kernel, and none has PyTorch's products faster."""
+    entries = (one for one in known_table().entries if one.kernel == kernel and not one.tuned)
+    beside = [(one.rival, one.ratio or 1.0) for one in entries if gpu_named(one.gpu).arch == gpu.arch]
+    return bool(beside) and not any(rival in PYTORCHS and ratio < 1.0 for rival, ratio in beside)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flashmoe_science.ops.moe.call.backward import BackwardKernel
 
 FALLBACK = "grouped_mm_bwd"  # PyTorch's grouped products
+PYTORCHS = (FALLBACK, "grouped_mm_train")  # the same under autograd, as records of steps have them
 PEERS: tuple[BackwardKernel, ...] = backward.KERNELS
 
 

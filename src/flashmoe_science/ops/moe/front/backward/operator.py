@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch, without_autocast
 from flashmoe_science.ops.formats import columns_of
-from flashmoe_science.ops.moe.call import Activation
+from flashmoe_science.ops.moe.call import Activation, dense
 from flashmoe_science.ops.moe.call.backward import (
     INPUTS,
     NEW,
@@ -39,10 +39,20 @@ _COUNT = len(BackwardTensors._fields)
 BINDS: Cache[Hashable, BackwardBind] = Cache(MAX_PLANS)
 
 
+def gradients_of(
+    tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums = NEW
+) -> Gradients:
+    """The gradients of a call whose forward was checked, without autocast; what is added to tensors is those tensors."""
+    if not tensors.x.shape[0]:
+        return Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted, sums)))
+    with without_autocast(tensors.x):
+        return backward(tensors, activation, wanted, kernel, sums)
+
+
 def backward(
     tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums = NEW
 ) -> Gradients:
-    """The gradients of a call whose forward was checked."""
+    """``gradients_of`` one token or more."""
     given = [one for one in (*tensors, *sums) if one is not None]
     absent = tuple([one is None for one in (*tensors, *sums)])
     switch = torch.are_deterministic_algorithms_enabled()
@@ -55,22 +65,28 @@ def backward(
 
 
 def _bound(tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums) -> BackwardLaunch:
-    """The launch of what serves such a call."""
+    """The launch of what serves such a call. Raises CannotServe: as ``choose_backward``."""
+    guard, unable, launch = device_guard(tensors.x.get_device()), dict[str, str](), None
+    while launch is None:
+        decision = choose_backward(tensors.of_call(), activation, kernel, unable)
+        if decision.kernel == FALLBACK:
+            return lambda tensors, sums: pytorch_backward(tensors, activation, wanted, sums)
+        inputs = backward_inputs_of(_with_z(tensors, activation), activation, wanted, sums)
+        try:
+            launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
+        except CannotServe as refusal:
+            unable[decision.kernel] = str(refusal)  # the next choice passes it over, or refuses with the reason
 
-    decision = choose_backward(tensors.of_call(), activation, kernel)
-    if decision.kernel == FALLBACK:
-        return lambda tensors, sums: pytorch_backward(tensors, activation, wanted, sums)
-    inputs = _as_kernels_take(tensors, activation, wanted, sums)
-    guard = device_guard(tensors.x.get_device())
-    launch = guard(guard(_bind_of(decision.kernel, decision.config, inputs))(inputs))
-    return lambda tensors, sums: launch(_as_kernels_take(tensors, activation, wanted, sums).tensors, sums)
+    def launch_dense(tensors: BackwardTensors, sums: Sums) -> Gradients:
+        *_, z, dout = _with_z(tensors, activation)
+        return launch(BackwardTensors(*dense(tensors.of_call()), z, dout), sums)
+
+    return launch_dense
 
 
-def _as_kernels_take(tensors: BackwardTensors, activation: Activation, wanted: Wanted, sums: Sums) -> BackwardInputs:
-    """The inputs of a kernel, which is given the pre-activations."""
-    if tensors.z is None:
-        tensors = tensors._replace(z=pre_activations(tensors.of_call(), activation))
-    return backward_inputs_of(tensors, activation, wanted, sums)
+def _with_z(tensors: BackwardTensors, activation: Activation) -> BackwardTensors:
+    """The tensors with the pre-activations, which kernels are given."""
+    return tensors if tensors.z is not None else tensors._replace(z=pre_activations(tensors.of_call(), activation))
 
 
 def _bind_of(name: str, config: Config, inputs: BackwardInputs) -> BackwardBind:
@@ -115,11 +131,7 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """The operator on CPU and CUDA: what is not wanted is empty."""
     tensors, activation, wanted, kernel, sums = _unpacked(*args)
     _check(tensors)
-    with without_autocast(tensors.x):
-        if tensors.x.shape[0]:
-            made = backward(tensors, activation, wanted, kernel, sums)
-        else:
-            made = Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted, sums)))
+    made = gradients_of(tensors, activation, wanted, kernel, sums)
     added = {name: None for name, one in sums._asdict().items() if one is not None}  # a result is no argument
     return _none_as_empty(tensors, made._replace(**added))
 
