@@ -49,7 +49,7 @@ CASES = (
     Case("moe t1 e4 k2 d160 f96 bf16 w:mxfp4", programs=7),  # tiles that several programs share
     Case("moe t1 e1 k1 d32 f32 bf16 w:mxfp4", programs=5),  # fewer steps than programs
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 bias clamped interleaved"),
-    Case("moe t20 e3 k2 d288 f96 bf16 w:mxfp4 bias"),
+    Case("moe t20 e3 k2 d288 f192 bf16 w:mxfp4 bias"),
     Case("moe t40 e4 k2 d64 f288 bf16 w:mxfp4 gelu interleaved"),
     Case("moe t9 e6 k3 d96 f64 bf16 w:mxfp4", "foreign"),
     Case("moe t9 e4 k2 d160 f96 bf16 w:mxfp4 bias", "slices of larger tensors"),
