@@ -1,11 +1,12 @@
-"""Time training steps of a stack of layers of random weights, attention or experts by ours and by others: tokens per second.
+"""Time training steps of a stack of layers of random weights by ours and by others: tokens per second.
 
-    python tools/train_steps.py --out FILE [--size 8b|qwen3-30b|tiny|tiny-moe] [--layers 4] [--batch 1] [--length 8192]
+    python tools/train_steps.py --out FILE [--size 8b|qwen3-30b|tiny|tiny-moe] [--layers 4] [--batch 1] [--length 8192 ...]
 
 The layers are those of tools/decoder.py in bf16. Of Llama 3 8B attention differs: PyTorch's, ours as records choose, ours
-with equal bits, FlashAttention-4; of Qwen3-30B-A3B the experts. A step is a forward of random states, the mean square of what
-comes out, a backward, and AdamW, whose moments have the dtype of the weights. The gradients of each way are compared with the
-first's before any step is taken. Samples alternate between ways, forth and back.
+with equal bits, FlashAttention-4. Of Qwen3-30B-A3B experts differ too: PyTorch's SDPA and grouped products; ours; ours after
+PyTorch's top-k; FlashAttention-4 and SonicMoE with its own router. A step is a forward of random states, the mean square of
+what comes out, a backward, and AdamW, whose moments have the dtype of the weights. The gradients of each way are compared with
+the first's before any step is taken. Samples alternate between ways, forth and back.
 
 Of a step 6 operations a weight and token are counted, 3 for each expert's share of tokens, and 6 a score and head dimension of
 causal attention (PaLM, appendix B, halved); MFU is their rate by the GPU's dense peak.
@@ -22,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoder import SIZES, Decoder, Size
+from decoder import SIZES, Decoder, Layer, Size
 from decoder_attention import Sdpa
 from end_to_end import Way, seconds, ways
 from record import write_record
 
 import flashmoe_science as fms
 from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.ops.moe.call import SWIGLU, Tensors
+from flashmoe_science.ops.moe.peers import sonicmoe
 
 Tensor = torch.Tensor
 
@@ -57,19 +60,26 @@ class FlashAttention4:
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
 
+def by_sonicmoe(x: Tensor, logits: Tensor, layer: Layer, size: Size) -> Tensor:
+    return sonicmoe.train(Tensors(x, layer["up"], layer["down"], *sonicmoe.route(logits, size.top_k)), SWIGLU)
+
+
 def trained_by(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
     """The ways that can run, the reference first; and the reasons why others cannot."""
     if size.experts:
-        found, absent = ways(size, device)
-        return [one for one in found if one.name != "batched_mm"], absent
-    found, absent = [Way("sdpa", Sdpa(False)), *(Way(one.name, one) for one in (Ours(False), Ours(True)))], {}  # type: ignore[arg-type]
+        own = {one.name: one for one in ways(size, device)[0]}
+        reference = replace(own["grouped_mm"], name="sdpa-grouped_mm", attention=Sdpa(False))
+        found, other, experts = [reference, own["fms"], own["fms-experts"]], "fa4-sonicmoe", by_sonicmoe
+    else:
+        found = [Way("sdpa", Sdpa(False)), *(Way(one.name, one) for one in (Ours(False), Ours(True)))]  # type: ignore[arg-type]
+        other, experts = "fa4", None
     try:
-        if device != "cuda":
-            raise ImportError("it needs a GPU")
-        found.append(Way("fa4", FlashAttention4()))  # type: ignore[arg-type]  # it takes no step of decoding
+        if why := "it needs a GPU" if device != "cuda" else sonicmoe.absent() if experts else None:
+            raise ImportError(why)
+        found.append(Way(other, FlashAttention4(), experts))  # type: ignore[arg-type]  # it takes no step of decoding
     except ImportError as error:
-        absent["fa4"] = str(error)
-    return found, absent
+        return found, {other: str(error)}
+    return found, {}
 
 
 class Training:
@@ -82,7 +92,7 @@ class Training:
         self.input = torch.randn(batch, length, size.width, device=device, dtype=dtype)
         shared = sum(one.numel() * (size.top_k / size.experts if one.dim() == 3 else 1) for one in self.weights)
         of_scores = 6 * size.layers * size.heads * size.head_dim * length
-        self.tokens = batch * length
+        self.batch, self.length, self.tokens = batch, length, batch * length
         self.flops = self.tokens * (6 * shared + of_scores)
 
     def gradients(self, way: Way) -> list[Tensor]:
@@ -100,10 +110,12 @@ class Training:
 
 @dataclass
 class Row:
-    """``seconds`` is the median of ``samples``, each the seconds of a step; ``error`` the RMS of all gradients' difference from
-    the first way's, relative to those."""
+    """Of a step of ``batch`` sequences of ``length`` tokens. ``seconds`` is the median of ``samples``, each the seconds of a
+    step; ``error`` the RMS of all gradients' difference from the first way's, relative to those."""
 
     way: str
+    batch: int
+    length: int
     seconds: float | None = None
     samples: list[float] | None = None
     tokens_per_second: float | None = None
@@ -113,11 +125,17 @@ class Row:
     failed: str | None = None
 
 
+def measured(training: Training, found: list[Way], samples: int, device: str) -> list[Row]:
+    rows = compared(training, found)
+    timed(training, found, rows, samples, device)
+    return rows
+
+
 def compared(training: Training, found: list[Way]) -> list[Row]:
     """A row a way, with its gradients' error; one that fails says why."""
     rows, reference = [], None
     for way in found:
-        row = Row(way.name)
+        row = Row(way.name, training.batch, training.length)
         try:
             gradients = training.gradients(way)
             reference = [one.clone() for one in gradients] if reference is None else reference
@@ -154,7 +172,8 @@ def timed(training: Training, found: list[Way], rows: list[Row], samples: int, d
 
 
 def shown(rows: list[Row]) -> str:
-    lines = [f"{'by':18} {'ms':>9} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>8} {'error':>8}  against {rows[0].way}"]
+    head = f"{'ms':>9} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>8} {'error':>8}  against {rows[0].way}"
+    lines = [f"{f'{rows[0].batch} x {rows[0].length} tokens':18} {head}"]
     for row in rows:
         if row.seconds is None:
             lines.append(f"{row.way:18} {row.failed}")
@@ -172,21 +191,21 @@ def main() -> None:
     parser.add_argument("--size", choices=[name for name, size in SIZES.items() if size.weight_format is None], default="8b")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--length", type=int, nargs="+", default=[8192])
     parser.add_argument("--samples", type=int, default=10)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = replace(SIZES[arguments.size], layers=arguments.layers)
     found, absent = trained_by(size, device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    training = Training(size, arguments.batch, arguments.length, device, dtype)
-    rows = compared(training, found)
-    timed(training, found, rows, arguments.samples, device)
-    print(shown(rows))
+    kept: dict[str, Any] = {"size": asdict(size), "dtype": str(dtype), "absent": absent, "rows": []}
+    for length in arguments.length:
+        rows = measured(Training(size, arguments.batch, length, device, dtype), found, arguments.samples, device)
+        print(shown(rows), flush=True)
+        kept["rows"] += [asdict(row) for row in rows]
+        write_record(arguments.out, kept)  # a later length may need more memory than there is
     for name, why in absent.items():
         print(f"{name} was not run: {why}")
-    kept: dict[str, Any] = {"batch": arguments.batch, "length": arguments.length, "dtype": str(dtype), "absent": absent}
-    write_record(arguments.out, {"size": asdict(size), **kept, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

@@ -213,6 +213,12 @@ class Contract:
         """What is added to the rounding floor of each result, where fp32 sums in another order differ; None for nothing."""
         return None
 
+    def bounds(
+        self, problem: Any, inputs: Inputs, reference: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[Errors, ...] | None, tuple[float, ...] | None]:
+        """``cap`` and ``rounding``, as they are asked for. A contract that derives both from the same gives this instead."""
+        return self.cap(problem, inputs, reference), self.rounding(problem, inputs)
+
     def suites(self) -> Mapping[str, Sequence[str]]:
         """Named lists of problems, as text. "quick" is what a GPU measures by default, "cpu" what a CPU does."""
         return {}

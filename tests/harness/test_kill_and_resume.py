@@ -16,12 +16,32 @@ from flashmoe_science.store import Run, read_run
 
 PROBLEMS = [f"attn b1 h2 q{rows} d16 fp32" for rows in (16, 29, 32)]
 KERNELS = [*PROBLEMS, "--kernel", "sdpa", "--against", "sdpa_math"]
+# An operation of its own: attention would be put to a sweep of 116 problems, before the kill and after.
 FUNCTION = """
-from flashmoe_science import flash_attention_science
+import torch
+from flashmoe_science.contract import Contract, contract
 
-def wrong_at_29(q, k, v, causal=False, softmax_scale=None):
-    out = flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
-    return out * (1.5 if q.shape[2] == 29 else 1.0)
+class RowSum(Contract):
+    name = "row_sum"
+
+    def default_problems(self):
+        return [self.problem("fp32", rows=rows, cols=40) for rows in (16, 29)]
+
+    def inputs(self, problem, device, generator):
+        return {"x": torch.rand(problem["rows"], problem["cols"], device=device, generator=generator)}
+
+    def reference(self, problem, inputs):
+        return inputs["x"].sum(-1)
+
+    def flops(self, problem):
+        return problem["rows"] * problem["cols"]
+
+    def min_bytes(self, problem):
+        return 4 * problem["rows"] * (problem["cols"] + 1)
+
+@contract(RowSum())
+def wrong_at_29(x):
+    return x.sum(-1) * (1.5 if x.shape[0] == 29 else 1.0)
 """
 
 
@@ -69,8 +89,8 @@ def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Path) -> None:
-    problems = PROBLEMS[:2]
-    words = ["mine.py:wrong_at_29", *problems, "--against", "sdpa_math"]
+    problems = [f"op row_sum rows{rows} cols40 fp32 flops{40 * rows} bytes{164 * rows}" for rows in (16, 29)]
+    words = ["mine.py:wrong_at_29", *problems]
     cut = killed(folder, "run-functions.jsonl", words, RefusalRow, 1)
     if done(cut) == problems:  # it was quicker than the kill: without its last row, the second problem is not done
         path = folder / "proof" / "run-functions.jsonl"
@@ -83,10 +103,10 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
     second, said = resumed(folder, "run-functions-2.jsonl")
     assert second.complete
     assert done(second) == problems[1:]
-    reasons = {row.reason for row in second.rows if isinstance(row, RefusalRow) and row.problem == PROBLEMS[1]}
+    reasons = {row.reason for row in second.rows if isinstance(row, RefusalRow) and row.problem == problems[1]}
     assert {row.reason for row in cut.rows if isinstance(row, RefusalRow)} <= reasons
     assert said["exit_code"] == 1
-    at_29 = {one["verdict"] for one in said["verdicts"] if (one["problem"], one["kernel"]) == (PROBLEMS[1], words[0])}
+    at_29 = {one["verdict"] for one in said["verdicts"] if (one["problem"], one["kernel"]) == (problems[1], words[0])}
     assert at_29 == {"refused"}
 
 

@@ -162,9 +162,8 @@ class Oracle:
             while len(self._references) > 1 and size * (1 + len(self._references)) > self._kept:
                 self._references.popitem(last=False)
             inputs, references, plains = self._maths(case)
-            contract, problem = varied(self._contract, case), self._problem
-            caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
-            self._references[case] = expected(references, plains, caps, roundings)
+            bounds = varied(self._contract, case).bounds(self._problem, inputs, references)
+            self._references[case] = expected(references, plains, *bounds)
         return self._references[case]
 
     def _by_chance(self, case: Case) -> tuple[Expected, ...]:

@@ -35,7 +35,7 @@ def faults(fn: object, text: str, distribution: str = "normal") -> list[str]:
     given = held.vary(distribution, made)
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in given.items()}
     references, plains = as_tuple(held.reference(problem, exact)), as_tuple(held.plain(problem, given))
-    one = expected(references, plains, held.cap(problem, given, references), held.rounding(problem, given))[0]
+    one = expected(references, plains, *held.bounds(problem, given, references))[0]
     got = held.call(fn, problem, given)
     assert isinstance(got, torch.Tensor)
     wrong = [] if got.dtype == one.dtype else [f"it is {got.dtype}, not {one.dtype}"]

@@ -74,9 +74,8 @@ class Checks:
     def _expected(self) -> Any:
         one, contract = self._checked, self._contract
         reference = as_tuple(contract.reference(one.problem, contract.widened(one.inputs)))
-        caps, extra = contract.cap(one.problem, one.inputs, reference), contract.rounding(one.problem, one.inputs)
         plain = one.of_reference(as_tuple(contract.plain(one.problem, one.inputs)))
-        return expected(one.of_reference(reference), plain, caps, extra)
+        return expected(one.of_reference(reference), plain, *contract.bounds(one.problem, one.inputs, reference))
 
     def _prepared(self, one: Implementation) -> Ready | None:
         """An implementation that all ranks can call and whose results are right on all; else None."""

@@ -27,8 +27,7 @@ def expected_of(inputs: AttentionInputs, given: dict[str, torch.Tensor] | None =
     problem, tensors = inputs.problem, given or {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     references = CONTRACT.reference(problem, wide)
-    plains, caps = CONTRACT.plain(problem, tensors), CONTRACT.cap(problem, tensors, references)
-    return expected(references, plains, caps, CONTRACT.rounding(problem, tensors))
+    return expected(references, CONTRACT.plain(problem, tensors), *CONTRACT.bounds(problem, tensors, references))
 
 
 def reasons(got: Sequence[torch.Tensor | None], held: Sequence[Expected]) -> list[str]:

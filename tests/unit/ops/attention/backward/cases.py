@@ -39,8 +39,7 @@ def examine(
     generator = torch.Generator(device).manual_seed(seed)
     made = contract.vary(distribution, contract.inputs(problem, device, generator))
     references = contract.reference(problem, contract.widened(made))
-    plains, caps = contract.plain(problem, made), contract.cap(problem, made, references)
-    held = expected(references, plains, caps, contract.rounding(problem, made))
+    held = expected(references, contract.plain(problem, made), *contract.bounds(problem, made, references))
     around = {name: Guarded(one) for name, one in made.items()}
     given = contract.for_kernel(problem, {name: one.placed for name, one in around.items()})
     call = contract.planned(kernel, config, given)

@@ -73,8 +73,7 @@ def examine(
     made = inputs_of(contract, problem, device, changed)
     wide = {name: one.double() if one.is_floating_point() else one for name, one in made.items()}
     references = contract.reference(problem, wide)
-    plains, caps = contract.plain(problem, made), contract.cap(problem, made, references)
-    held = expected(references, plains, caps, contract.rounding(problem, made))
+    held = expected(references, contract.plain(problem, made), *contract.bounds(problem, made, references))
 
     poisoned = contract.poisoned(problem, made)
     around = {name: Guarded(one) for name, one in poisoned.items()}

@@ -130,25 +130,21 @@ class AttentionBackwardContract(SharedContract):
     def plain(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_plain(self._for_backward(problem, inputs))
 
-    def cap(self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
-        features, given = problem.features, self._for_backward(problem, inputs)
+    def bounds(
+        self, problem: AttentionBackwardProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
+    ) -> tuple[tuple[Errors, ...], tuple[float, ...]]:
+        features, given, unit = problem.features, self._for_backward(problem, inputs), unit_roundoff(inputs["q"].dtype)
         count = 6 + (features.softcap > 0) + (features.bias in ("alibi", "additive"))
         score = FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
         mass, lost = masses_of(given)
-        relative = count * unit_roundoff(inputs["q"].dtype) + 2 * score + mass.rounded_lse + _sums(problem)
-        info = torch.finfo(inputs["q"].dtype)
-        small = map(sum, zip(_of_least(problem, given, 0.5 * info.tiny * info.eps), _errors(given, lost, 1.0), strict=False))
-        return tuple(
+        alike, of_lost = _sums(problem) + score + mass.rounded_lse, _errors(given, lost, 1.0)
+        small = map(sum, zip(_of_least(problem, given, unit * torch.finfo(inputs["q"].dtype).tiny), of_lost, strict=False))
+        caps = tuple(
             Errors(one + least, 0.5 * one + least, 0.5 * one + least)
-            for one, least in zip(_errors(given, mass, relative), small, strict=True)
+            for one, least in zip(_errors(given, mass, count * unit + score + alike), small, strict=True)
         )
-
-    def rounding(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[float, ...]:
-        given, unit = self._for_backward(problem, inputs), unit_roundoff(inputs["q"].dtype)
-        (mass, lost), score = masses_of(given), FORWARD.score_rounding(problem, _of_call(inputs), given.softmax_scale)
-        spared = _errors(given, mass, _sums(problem) + score + mass.rounded_lse)
         of_out = (unit * one for one in of_rounded_out(given))
-        return tuple(map(sum, zip(spared, of_out, _errors(given, lost, 1.0), strict=True)))
+        return caps, tuple(map(sum, zip(_errors(given, mass, alike), of_out, of_lost, strict=True)))
 
     def for_kernel(self, problem: AttentionBackwardProblem, inputs: Inputs) -> BackwardInputs:
         given = self._for_backward(problem, inputs)
