@@ -113,15 +113,16 @@ def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tu
     with torch.no_grad():
         of_forward, forward = plan_call(tensors, heads_first, scale)
     if of_forward.launcher is not None:
-        step = step._replace(launch=with_check(forward, lengths_of, tensors, options))
+        step = replace(step, launch=with_check(forward, lengths_of, tensors, options))
     by = f"no backward: {step.refusal}"
     if chosen is not None:
         by = f"its backward by {chosen.kernel}({chosen.config}): {chosen.reason}"
     decision = replace(of_forward.decision, reason=f"{of_forward.decision.reason}; {GRADIENTS}, {by}")
 
+    packed = tensors.cu_seqlens_q is not None
+
     def launch_step(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
-        given = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
-        return _finished(step.served(given, scale), given.cu_seqlens_q is not None, options, lse)
+        return _finished(step.served(tensors, scale), packed, options, lse)
 
     return Plan(decision, lambda tensors, options: plan_training(tensors, options, scale)[1]), _while_switched_so(launch_step)
 

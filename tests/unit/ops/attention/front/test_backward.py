@@ -114,7 +114,7 @@ def test_the_operator_refuses_results_of_another_call() -> None:
 def test_kernels_are_given_sums_of_rows_at_addresses_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled for such; the gradient of a concatenation is a part of another tensor."""
     kept: list[Any] = []
-    monkeypatch.setattr(operator, "backward", lambda tensors, saved, *rest: kept.append(saved) or [q, q, q, None, None])
+    monkeypatch.setattr(operator, "backward", lambda tensors, saved, *rest, **_: kept.append(saved) or [q, q, q, None, None])
     q, sums = t(1, 1, 5, 8), t(1, 1, 11)[..., 1:]
     OPERATOR(q, sums[..., 5:], q, q, q, q, sums[..., :5], [True] * 3 + [False] * 2, "full")
     (saved,) = kept

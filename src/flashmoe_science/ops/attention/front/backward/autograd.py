@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.operations import operation
-from flashmoe_science.ops.attention.call.backward import Saved, Wanted, unexpanded
+from flashmoe_science.ops.attention.call.backward import BackwardLaunch, Saved, Wanted, unexpanded
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import of_features
 from flashmoe_science.ops.attention.front.backward.choose import check_gradients, choose_backward, why_no_backward
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.backward.operator import OPERATOR, by_kernel
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
-from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.calls import find_launch, is_plain
 
 _COUNT = 15  # of the tensors that a forward without an append has
 _NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))  # of Wanted, in its order
 
 
-class Step(NamedTuple):
-    """How a call whose inputs require gradients is served, and its gradients.
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """How a call whose inputs require gradients is served, and its gradients. Compared by identity, as a part of keys.
 
     options: of the forward. ``kernel``: of the backward, None where there is none and ``refusal`` says why.
     launch: the forward bound to tensors like the call's, for calls that may go around PyTorch's dispatcher; None: through it.
@@ -37,14 +40,15 @@ class Step(NamedTuple):
     refusal: str | None = None
     launch: AttentionLaunch | None = None
 
-    def served(self, tensors: Tensors, scale: float | None) -> Result:
+    def served(self, tensors: Given, scale: float | None) -> Result:
         """The call as a part of PyTorch's graph; heads come first."""
-        bias, shape = tensors.bias, None if tensors.bias is None else tensors.bias.shape
-        if bias is not None:
-            bias = unexpanded(bias)  # what it is expanded by is summed over in fp32
-            tensors = tensors._replace(bias=bias)
-        given = tensors[:3] if tensors[3:] == _NO_FEATURES else tensors[:_COUNT]  # each costs time, None too
-        out, lse = _Attention.apply(self, scale, shape, *given)  # type: ignore[no-untyped-call]
+        shape = None
+        if len(tensors) > 3:
+            every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
+            if (bias := every.bias) is not None:  # what it is expanded by is summed over in fp32
+                every, shape = every._replace(bias=unexpanded(bias)), bias.shape
+            tensors = every[:3] if every[3:] == _NO_FEATURES else every[:_COUNT]  # each costs time, None too
+        out, lse = _Attention.apply(self, scale, shape, *tensors)  # type: ignore[no-untyped-call]
         return out, lse if self.options.return_lse else None
 
 
@@ -81,11 +85,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, scale: float | None, shape: Any, *given: Any) -> Any:
-        tensors, result = _expanded(given, shape), None
+        result = None
         if step.launch is not None:
-            result = step.launch(tensors, scale, ALL_KEYS, None, None)
+            result = step.launch(given if len(given) == 3 else _expanded(given, shape), scale, ALL_KEYS, None, None)
         if result is None:
-            options = step.options
+            tensors, options = _expanded(given, shape), step.options
             return_lse = options.return_lse or step.refusal is None
             rest = of_features(tensors, options)
             forward = torch.ops.flashmoe.attention_forward.default
@@ -102,24 +106,38 @@ class _Attention(torch.autograd.Function):
         if step.refusal is not None:
             raise NotImplementedError(f"a gradient is asked for: {step.refusal}; call it under torch.no_grad()")
         *given, out, lse = ctx.saved_tensors
-        tensors = _expanded(given, shape)
-        if dout is None:
-            dout = torch.zeros_like(out)
+        saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         needed = ctx.needs_input_grad[3:]
-        wanted = Wanted(*[place < len(needed) and needed[place] for place in _GRADIENTS])
-        if not torch.is_grad_enabled() and is_plain(dout, dlse, tensors.q):
-            options = step.options._replace(kernel=step.kernel, return_lse=True)
-            made = by_kernel(tensors, Saved(out, lse, dout, dlse), options, scale, wanted)
-        else:
-            rest = of_features(tensors, step.options)
-            made = OPERATOR(
-                dout, dlse, *tensors[:3], out, lse, list(wanted), step.options.mask, scale, step.kernel, *rest
-            )
+        if len(needed) == 3:
+            made = _gradients(step, Tensors(*given), saved, scale, Wanted(*needed))
+            return (None, None, None, *(one if asked else None for one, asked in zip(made, needed, strict=False)))
+        wanted = Wanted(*[needed[place] for place in _GRADIENTS])
+        made = _gradients(step, _expanded(given, shape), saved, scale, wanted)
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         for place, gradient, asked in zip(_GRADIENTS, made, wanted, strict=True):
             if asked:
                 gradients[place] = gradient
         return (None, None, None, *gradients)
+
+
+def _gradients(
+    step: Step, tensors: Tensors, saved: Saved, scale: float | None, wanted: Wanted
+) -> Sequence[torch.Tensor | None]:
+    """The gradients by a launch that is stored under the step, or through PyTorch's dispatcher where something may see it."""
+    if not torch.is_grad_enabled():
+        key, given = (step, wanted, saved.dlse is None), [one for one in (*tensors, *saved) if one is not None]
+        launch: BackwardLaunch | None = find_launch(key, given)
+        if launch is not None:
+            return launch(tensors, saved, tensors.q.shape[3] ** -0.5 if scale is None else scale)
+        if is_plain(*given):
+            options = step.options._replace(kernel=step.kernel, return_lse=True)
+            return by_kernel(tensors, saved, options, scale, wanted, key)
+    (out, lse, dout, dlse), options = saved, step.options
+    rest = of_features(tensors, options)
+    made: Sequence[torch.Tensor] = OPERATOR(
+        dout, dlse, *tensors[:3], out, lse, list(wanted), options.mask, scale, step.kernel, *rest
+    )
+    return made
 
 
 def _expanded(given: Any, shape: Any) -> Tensors:

@@ -41,12 +41,15 @@ LAUNCHERS: Cache[Hashable, BackwardLauncher] = Cache(MAX_PLANS)
 
 
 def backward(
-    tensors: Tensors, saved: Saved, options: Options, softmax_scale: float, wanted: Wanted, decision: Decision | None = None
-) -> Gradients:
-    """The gradients of a call that has been checked. ``decision``: None for the automatic one."""
+    tensors: Tensors, saved: Saved, options: Options, softmax_scale: float, wanted: Wanted, decision: Decision | None = None,
+    key: Hashable = None,
+) -> Gradients:  # fmt: skip
+    """The gradients of a call that has been checked. ``decision``: None for the automatic one. ``key``: under which its launch
+    is stored, of all but the tensors' shapes, strides and dtypes; None makes one."""
     given = [one for one in (*tensors, *saved) if one is not None]
-    absent = tuple([one is None for one in (*tensors, *saved)])
-    key = (AttentionBackwardProblem.op, options, wanted, absent, tensors.q.shape, torch.are_deterministic_algorithms_enabled())
+    if key is None:
+        absent, switch = tuple([one is None for one in (*tensors, *saved)]), torch.are_deterministic_algorithms_enabled()
+        key = (AttentionBackwardProblem.op, options, wanted, absent, tensors.q.shape, switch)
     launch: BackwardLaunch | None = find_launch(key, given)
     if launch is None:
         launch = _bound(tensors, saved, options, softmax_scale, wanted, decision or choose_backward(tensors, options))
@@ -162,10 +165,12 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     return tuple(_or_empty(tensors.q, one) for one in made)
 
 
-def by_kernel(tensors: Tensors, saved: Saved, options: Options, softmax_scale: float | None, wanted: Wanted) -> Gradients:
+def by_kernel(
+    tensors: Tensors, saved: Saved, options: Options, softmax_scale: float | None, wanted: Wanted, key: Hashable = None
+) -> Gradients:
     """``backward`` of what autograd gives: O, dO and sums of rows of any strides; a scale of None is the usual one."""
     scale = tensors.q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    return backward(tensors, _as_kernels_take(saved), options, scale, wanted)
+    return backward(tensors, _as_kernels_take(saved), options, scale, wanted, key=key)
 
 
 def _as_kernels_take(saved: Saved) -> Saved:
