@@ -34,6 +34,7 @@ ONLY_BUILT = ("a10", "rtx5090")  # sm_86 and sm_120
 
 PAGES_OF_8 = "attn b4 h8 hk2 q128 k2048 d96 fp16 causal bshd ragged page8"
 # Each pair of head dimension and mask, each dtype, the one-tile path, an odd head dimension, unequal lengths and head counts.
+SHORT = "attnbwd b1 h16 hk4 q100 k300 d64 bf16 causal"
 PROBLEMS = (
     "attn b2 h16 q4096 d64 bf16",
     "attn b2 h16 q4096 d64 fp16 causal",
@@ -58,6 +59,7 @@ PROBLEMS = (
     "attnbwd b2 h16 q4096 d256 fp16 causal",
     "attnbwd b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
     "attnbwd b2 h16 q4096 d64 fp32 causal",
+    SHORT,
     *operation("moe").contract().build_problems(),
 )
 # What differs between two configs, or two GPUs, is their tile: a problem of each operation that none divides; for another GPU
@@ -79,6 +81,7 @@ SOME = (
 # packed lengths, experts' tiles of few and of many rows. Windows, caps, sinks and pages are in test_chunked_sm90.py.
 BRANCHES = (
     *UNEVEN,
+    SHORT,
     "attn b2 h16 q4096 d64 bf16",
     "attn b2 h16 q4000 k4103 d64 bf16 causal",
     "attn b2 h16 q4096 d256 fp16 causal",
