@@ -26,9 +26,9 @@ def main() -> None:
     def spied(name: str) -> None:
         function = getattr(operator, name)
 
-        def spy(*arguments: Any) -> Any:
+        def spy(*arguments: Any, **more: Any) -> Any:
             called.append(name)
-            return function(*arguments)
+            return function(*arguments, **more)
 
         setattr(operator, name, spy)
 
