@@ -74,6 +74,9 @@ class Tensors(NamedTuple):
         return needs_grad(self.q, self.k, self.v, self.sinks, self.alibi_slopes, self.bias)
 
 
+NO_FEATURES = (None,) * (len(Tensors._fields) - 3)  # what follows q, k and v of a plain call
+
+
 class ArgNames:
     """What a public function calls its arguments, for its messages: fields of Tensors, and ``scale``. Compared by identity, so
     that a key with Options stays cheap."""

@@ -24,6 +24,7 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Attentio
 from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import (
+    NO_FEATURES,
     Given,
     MaybeTensor,
     Options,
@@ -135,9 +136,6 @@ def _while_switched_so(launch: AttentionLaunch) -> AttentionLaunch:
         return launch(*arguments) if torch.are_deterministic_algorithms_enabled() == switch else None
 
     return guarded
-
-
-NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 
 
 def _why_pytorch(tensors: Tensors, options: Options) -> str | None:

@@ -19,11 +19,10 @@ from flashmoe_science.ops.attention.call.checks import check_call, check_probabi
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, NO_FEATURES, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, of_features, unpacked
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable
 from flashmoe_science.ops.attention.front.choose import (
-    NO_FEATURES,
     KeyLengths,
     Plan,
     bind_append,

@@ -60,12 +60,6 @@ def programs(config: Config, batch: int, heads: int, heads_kv: int, seqlen_q: in
     return of_keys * batch, of_queries * batch
 
 
-def programs_of(problem: AttentionBackwardProblem, config: Config) -> tuple[int, int]:
-    """Of keys and of queries."""
-    p = problem
-    return programs(config, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
-
-
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
     """Whether launches cost more than the products."""
     return problem.scores() * max(problem.head_dim, problem.head_dim_v) <= _MOST * gpu.sm_count

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.backward.short_triton.config import configs, programs_of, suits, supports
+from flashmoe_science.ops.attention.backward.short_triton.config import configs, programs, suits, supports
 from flashmoe_science.ops.attention.backward.short_triton.launch import ShortBackwardLauncher
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
@@ -23,8 +23,9 @@ NAME = "bwd_short_triton"
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     """The launch of a call that asks for every gradient."""
-    grid = (sum(programs_of(problem, config)), 1, 1)
-    return (Launch("^flashmoe_bwd_short_triton$", grid, 32 * config["num_warps"]),)
+    p = problem
+    count = sum(programs(config, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k))
+    return (Launch("^flashmoe_bwd_short_triton$", (count, 1, 1), 32 * config["num_warps"]),)
 
 
 KERNEL = our_kernel(

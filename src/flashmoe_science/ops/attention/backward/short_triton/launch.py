@@ -6,6 +6,7 @@ import torch
 
 from flashmoe_science.ops.attention.backward.short_triton.config import NAMES, programs
 from flashmoe_science.ops.attention.backward.short_triton.program import flashmoe_bwd_short_triton
+from flashmoe_science.ops.attention.backward.tiled_triton.config import keys_first
 from flashmoe_science.ops.attention.backward.tiled_triton.launch import TiledBackwardLauncher, is_wide
 from flashmoe_science.ops.attention.call.backward import BackwardLaunch, Gradients, Saved, Wanted, gradients_like
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors
@@ -33,7 +34,7 @@ class ShortBackwardLauncher(TiledBackwardLauncher):
         constexprs = (
             width, width_v, padded_head_dim(width), padded_head_dim(width_v), *tiles, stages,
             right is not None, self._problem.mask == "causal-topleft", is_wide(strides, max(tiles)), stride_unit(steps),
-            INTERPRETING, tiles[1] == 16 * warps,
+            INTERPRETING, keys_first((*tiles[:2], warps, stages)),
         )  # fmt: skip
         made = [None if one is None else Pointer(tensors.q.dtype) for one in of_gradients]
         sums = Pointer(torch.float32)

@@ -13,7 +13,7 @@ from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.backward import BackwardLaunch, Saved, Wanted, unexpanded
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Given, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, NO_FEATURES, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.arguments import of_features
 from flashmoe_science.ops.attention.front.backward.choose import check_gradients, choose_backward, why_no_backward
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK
@@ -23,7 +23,6 @@ from flashmoe_science.ops.attention.problem.backward import AttentionBackwardPro
 from flashmoe_science.ops.calls import find_launch, is_plain
 
 _COUNT = 15  # of the tensors that a forward without an append has
-_NO_FEATURES = (None,) * (len(Tensors._fields) - 3)
 _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))  # of Wanted, in its order
 
 
@@ -47,7 +46,7 @@ class Step:
             every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
             if (bias := every.bias) is not None:  # what it is expanded by is summed over in fp32
                 every, shape = every._replace(bias=unexpanded(bias)), bias.shape
-            tensors = every[:3] if every[3:] == _NO_FEATURES else every[:_COUNT]  # each costs time, None too
+            tensors = every[:3] if every[3:] == NO_FEATURES else every[:_COUNT]  # each costs time, None too
         out, lse = _Attention.apply(self, scale, shape, *tensors)  # type: ignore[no-untyped-call]
         return out, lse if self.options.return_lse else None
 
@@ -108,10 +107,7 @@ class _Attention(torch.autograd.Function):
         *given, out, lse = ctx.saved_tensors
         saved = Saved(out, lse, torch.zeros_like(out) if dout is None else dout, dlse)
         needed = ctx.needs_input_grad[3:]
-        if len(needed) == 3:
-            made = _gradients(step, Tensors(*given), saved, scale, Wanted(*needed))
-            return (None, None, None, *(one if asked else None for one, asked in zip(made, needed, strict=False)))
-        wanted = Wanted(*[needed[place] for place in _GRADIENTS])
+        wanted = Wanted(*[place < len(needed) and needed[place] for place in _GRADIENTS])
         made = _gradients(step, _expanded(given, shape), saved, scale, wanted)
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         for place, gradient, asked in zip(_GRADIENTS, made, wanted, strict=True):
