@@ -109,7 +109,7 @@ def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tu
         basis: Basis = "requested" if chosen.basis == "requested" else "required"
         decision = Decision(PYTORCH, Config(), f"{GRADIENTS}; {chosen.reason}", basis, None, chosen.others)
         plan, launch = _pytorch_plan(decision, tensors, options)
-        return plan, _while_switched_so(launch)
+        return plan, _until_switched(launch)
     heads_first = step.options._replace(tokens_first=False, return_lse=options.return_lse or chosen is not None)
     with torch.no_grad():
         of_forward, forward = plan_call(tensors, heads_first, scale)
@@ -125,11 +125,11 @@ def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tu
     def launch_step(tensors: Given, scale: float | None, length: int, out: MaybeTensor, lse: MaybeTensor) -> Result:
         return _finished(step.served(tensors, scale), packed, options, lse)
 
-    return Plan(decision, lambda tensors, options: plan_training(tensors, options, scale)[1]), _while_switched_so(launch_step)
+    return Plan(decision, lambda tensors, options: plan_training(tensors, options, scale)[1]), _until_switched(launch_step)
 
 
-def _while_switched_so(launch: AttentionLaunch) -> AttentionLaunch:
-    """The launch while PyTorch's switch for deterministic algorithms is as it is now; then a call is new."""
+def _until_switched(launch: AttentionLaunch) -> AttentionLaunch:
+    """The launch; None once PyTorch's switch for deterministic algorithms is turned, so that a call is planned anew."""
     switch = torch.are_deterministic_algorithms_enabled()
 
     def guarded(*arguments: Any) -> Result | None:

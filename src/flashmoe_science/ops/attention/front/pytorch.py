@@ -55,14 +55,15 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
 
 
 def bind_pytorch(tensors: Tensors, options: Options) -> Callable[[Given, float | None], Result]:
-    """``pytorch_attention`` of tensors like these and of a scale: PyTorch's own call, where that is all."""
+    """``pytorch_attention`` for tensors like these, called with tensors and a scale. Where PyTorch's own function computes all
+    of a call, it is called directly."""
     (_, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
-    slanted = options.mask == "causal" and rows != keys
-    alone = not (options.return_lse or slanted or any_autocast() or 0 in (*tensors.q.shape, *tensors.k.shape))
-    single, causal, gqa = alone and features_of(tensors, options) == PLAIN, options.mask != "full", heads != heads_kv
+    shifted = options.mask == "causal" and rows != keys  # PyTorch's diagonal begins at the first key
+    more = options.return_lse or shifted or any_autocast() or 0 in (*tensors.q.shape, *tensors.k.shape)
+    direct, causal, gqa = not more and features_of(tensors, options) == PLAIN, options.mask != "full", heads != heads_kv
 
     def call(tensors: Given, scale: float | None) -> Result:
-        if not single or (scale is not None and scale <= 0.0):
+        if not direct or (scale is not None and scale <= 0.0):
             return pytorch_attention(Tensors(*tensors), options, scale)  # type: ignore[arg-type]  # q, k and v are never None
         q, k, v = tensors[0], tensors[1], tensors[2]
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa), None  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from flashmoe_science.problem import DTYPE_BYTES
 NAMES = "keys_m", "keys_n", "queries_m", "queries_n", "num_stages", "num_warps"
 _LONGEST = 512
 _WIDEST = 128  # columns of a head: beyond, dK and dV of a tile do not fit the registers of four warps
-# Scores times columns of a multiprocessor to which launches cost more than computing scores twice: measured on an H200
-# (docs/notes/backward.md).
+# Scores times columns, for each multiprocessor: up to here computing scores twice costs less than more launches, as measured on
+# an H200 (docs/notes/backward.md).
 _MOST = 2**21
 
 
@@ -61,5 +61,5 @@ def programs(config: Config, batch: int, heads: int, heads_kv: int, seqlen_q: in
 
 
 def suits(problem: AttentionBackwardProblem, gpu: Gpu) -> bool:
-    """Whether launches cost more than the products."""
+    """Whether the problem is so small that one launch is worth computing scores twice."""
     return problem.scores() * max(problem.head_dim, problem.head_dim_v) <= _MOST * gpu.sm_count

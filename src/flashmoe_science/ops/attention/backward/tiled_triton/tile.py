@@ -42,7 +42,7 @@ class Scores(NamedTuple):
 
 class Rows(NamedTuple):
     """The log-sum-exp and delta of all heads' queries, [B, H, Sq], or [H, total] where ``cu_seqlens_q`` is given; ``stride``
-    from a head to the next. Where ``out`` is given in place of delta that is summed anew, less ``dlse`` if there is one."""
+    from a head to the next. With ``out`` in place of delta each tile computes it: rowsum(dO O), less ``dlse`` where given."""
 
     lse: tl.tensor
     delta: tl.tensor
