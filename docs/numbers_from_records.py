@@ -60,6 +60,8 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
     "experts of gpt-oss-20b": ("moe-gpt-oss",),
     "experts drawn at random": ("moe-qwen3-draw", "moe-gpt-oss-draw"),
+    "experts, a step of training": ("moe-train",),
+    "experts' steps drawn at random": ("moe-train-draw",),
 }
 ROUTED = "logits"  # the word of problems that begin with the router's choice
 MOST_SHORT = 512
