@@ -1,7 +1,7 @@
 """SonicMoE (``sonic-moe``): CuTe DSL products that gather rows in their loads, tuned at the first call of each shape.
 
 Weights are passed as views: gate rows, then up rows, are what it calls the concatenated layout. Its tuning takes some 15 s a
-number of tokens, in each process that does not find it on disk (QUACK_CACHE_AUTOTUNING=1 keeps it there).
+number of tokens, a minute for a step of training, where it is not found on disk (``flashmoe prove`` keeps it there).
 """
 
 from __future__ import annotations
