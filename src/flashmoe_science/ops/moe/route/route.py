@@ -6,7 +6,7 @@ Gradients are those of the chosen experts' weights (``backward.py``). Nothing wa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from flashmoe_science.ops.moe.route.choose import kernels, why_pytorch
 from flashmoe_science.ops.moe.route.losses import balance_loss, router_sums, z_loss
 from flashmoe_science.ops.moe.route.spec import Normalize, Options, Routed, RouteLaunch, Scoring, Tensors, checked_options
 from flashmoe_science.ops.operator import register
+
+Bind = Callable[[Tensors, Options], Callable[..., Any]]  # checked arguments to what only launches
 
 
 def route(
@@ -59,37 +61,43 @@ def route(
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
-    if not torch.compiler.is_compiling():
-        launch, key = _find(router_logits, selection_bias, options)
-        if launch is not None:
-            return launch(router_logits, selection_bias)
-        if is_plain(router_logits, selection_bias):
-            return _serve(router_logits, selection_bias, options, key)
-    checked = checked_options(router_logits, selection_bias, *options)
-    if is_explaining():
-        raise Explained(_decide(Tensors(router_logits, selection_bias), checked))
-    return _through_operator(router_logits, selection_bias, checked)
-
-
-def _through_operator(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> Routed:
-    if not torch.compiler.is_compiling() and is_transformed():
-        return route_by_pytorch(logits, bias, options)
-    # The bias is often a parameter, though no gradient flows to it.
-    routed: Routed = _OPERATOR(logits, None if bias is None else bias.detach(), *options)
+    routed: Routed = _called(bind_route, router_logits, selection_bias, options)
     return routed
+
+
+def _called(bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> Any:
+    """What ``bind`` binds, of unchecked arguments: by the stored launch, by a new one, or through the operator."""
+    if not torch.compiler.is_compiling():
+        launch, key = _find(bind, logits, bias, options)
+        if launch is not None:
+            return launch(logits, bias)
+        if is_plain(logits, bias):
+            return _serve(bind, logits, bias, options, key)
+    checked = checked_options(logits, bias, *options)
+    if is_explaining():
+        raise Explained(_decide(Tensors(logits, bias), checked))
+    by_pytorch, operator = (route_by_pytorch, _OPERATOR) if bind is bind_route else (_losses_by_pytorch, _WITH_LOSSES)
+    if not torch.compiler.is_compiling() and is_transformed():
+        return by_pytorch(logits, bias, checked)
+    return operator(logits, None if bias is None else bias.detach(), *checked)
 
 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
     if needs_grad(like.router_logits):
-        with torch.no_grad():
-            forward = bind_route(like, options)
-        # The bias is often a parameter, though no gradient flows to it.
-        return lambda logits, bias: launched(forward, options, logits, None if bias is None else bias.detach())  # type: ignore[return-value]
+        return _trained(bind_route, like, options)
     if why_pytorch(like.router_logits, options) is not None:
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
     bound: RouteLaunch = kernels().bind(like, options)
     return bound
+
+
+def _trained(bind: Bind, like: Tensors, options: Options) -> Callable[..., Any]:
+    """What ``bind`` binds as a part of PyTorch's graph."""
+    with torch.no_grad():
+        forward = bind(like, options)
+    # The bias is often a parameter, though no gradient flows to it.
+    return lambda logits, bias: launched(forward, options, logits, None if bias is None else bias.detach())
 
 
 def _decide(like: Tensors, options: Options) -> Decision:
@@ -102,31 +110,33 @@ def _decide(like: Tensors, options: Options) -> Decision:
     return Decision("pytorch", Config(), f"{why}{more}", "required")
 
 
-def _find(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[RouteLaunch | None, Hashable]:
+def _find(
+    bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]
+) -> tuple[Callable[..., Any] | None, Hashable]:
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     given = (logits,) if bias is None else (logits, bias)
     try:
         # The types too: True and 1 are equal.
         kinds = (options, *map(type, options), torch.is_grad_enabled())
-        key = ("route", logits.shape, kinds, bias is None)
+        key = (bind, logits.shape, kinds, bias is None)
         return find_launch(key, given), key
     except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, an option that has no hash
         return None, None
 
 
-def _serve(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> Routed:
+def _serve(bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> Any:
     """Check a new call, bind it and store its launch. Raises as ``route``."""
-    launch = bind_route(Tensors(logits, bias), checked_options(logits, bias, *options))
+    launch = bind(Tensors(logits, bias), checked_options(logits, bias, *options))
     if key is not None:
         store_launch(key, guards_of((logits,) if bias is None else (logits, bias), aligned=True), launch)
     return launch(logits, bias)
 
 
-def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Routed:
+def _forward(bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Any:
     top_k, scoring, normalize, groups, top_k_groups, scaling_factor = checked
     options = (top_k, scoring, normalize, groups, top_k_groups if groups > 1 else None, scaling_factor)
-    launch, key = _find(logits, bias, options)
-    return _serve(logits, bias, options, key) if launch is None else launch(logits, bias)
+    launch, key = _find(bind, logits, bias, options)
+    return _serve(bind, logits, bias, options, key) if launch is None else launch(logits, bias)
 
 
 def _fake(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
@@ -140,7 +150,12 @@ _ARGUMENTS = (
     "float scaling_factor"
 )
 # What torch.compile, export and modes see of ``route``; its arguments are checked.
-_OPERATOR = register(f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _fake, partial(differentiable, "moe_route"))
+_OPERATOR = register(
+    f"moe_route({_ARGUMENTS}) -> (Tensor, Tensor)",
+    partial(_forward, bind_route),
+    _fake,
+    partial(differentiable, "moe_route"),
+)
 
 
 # With the router's losses ----------------------------------------------------------------------------------------------------
@@ -151,20 +166,26 @@ def route_with_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``route``'s weights and ids, ``balance_loss`` and ``z_loss``: on CUDA two launches more, and none more in the backward.
     ``options``: as ``options_of`` takes them."""
-    checked = checked_options(router_logits, selection_bias, *options)
-    if is_explaining():
-        raise Explained(_decide(Tensors(router_logits, selection_bias), checked))
-    if not torch.compiler.is_compiling() and is_transformed():
-        weights, ids = route_by_pytorch(router_logits, selection_bias, checked)
-        return weights, ids, balance_loss(router_logits, ids), z_loss(router_logits)
-    bias = None if selection_bias is None else selection_bias.detach()
-    weights, ids, balance, z, _ = _WITH_LOSSES(router_logits, bias, *checked)
+    weights, ids, balance, z, *_ = _called(_bind_with_losses, router_logits, selection_bias, options)
     return weights, ids, balance, z
 
 
-def _forward_with_losses(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> tuple[torch.Tensor, ...]:
-    weights, ids = _forward(logits, bias, *checked)
-    return weights, ids, *router_sums(logits, ids)
+def _bind_with_losses(like: Tensors, options: Options) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """``route_with_losses`` as ``bind_route`` binds, with the load of the experts behind."""
+    if needs_grad(like.router_logits):
+        return _trained(_bind_with_losses, like, options)
+    route = bind_route(like, options)
+
+    def launch(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        weights, ids = route(logits, bias)
+        return weights, ids, *router_sums(logits, ids)
+
+    return launch
+
+
+def _losses_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> tuple[torch.Tensor, ...]:
+    weights, ids = route_by_pytorch(logits, bias, options)
+    return weights, ids, balance_loss(logits, ids), z_loss(logits)
 
 
 def _fake_with_losses(logits: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
@@ -174,7 +195,7 @@ def _fake_with_losses(logits: torch.Tensor, bias: torch.Tensor | None, *options:
 
 _WITH_LOSSES = register(
     f"moe_route_with_losses({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward_with_losses,
+    partial(_forward, _bind_with_losses),
     _fake_with_losses,
     partial(differentiable, "moe_route_with_losses"),
 )

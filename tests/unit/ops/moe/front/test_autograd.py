@@ -64,6 +64,12 @@ def routed(given: dict[str, Any]) -> Gradients:
     return torch.autograd.grad(fm.route(logits, 2, normalize="sum")[0].square().sum(), logits)
 
 
+def with_losses(given: dict[str, Any]) -> Gradients:
+    logits = given["hidden_states"].detach().float().requires_grad_()
+    weights, _, *losses = router.route_with_losses(logits, None, 2, "softmax", "sum", 1, None, 1.0)
+    return torch.autograd.grad((weights.square().sum(), *losses), logits)
+
+
 def refuse(*given: Any, **more: Any) -> Any:
     raise AssertionError("a check, a choice or the arguments of an operator")
 
@@ -75,7 +81,7 @@ def nothing_anew() -> Iterator[None]:
             (choose, "checked"), (choose, "choose_backward"), (choose, "decide_training"),
             (backward_operator, "choose_backward"),
             (autograd, "_by_operator"), (autograd, "OPERATOR"), (autograd, "ADDING"), (autograd, "names_of"),
-            (router, "_through_operator"), (router, "checked_options"), (route_backward, "OPERATOR"),
+            (router, "_OPERATOR"), (router, "_WITH_LOSSES"), (router, "checked_options"), (route_backward, "OPERATOR"),
         ):  # fmt: skip
             patch.setattr(module, name, refuse)
         yield
@@ -86,7 +92,7 @@ def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LAUNCHES", Cache(64))
 
 
-WAYS = (whole, recomputed, in_batches, of_a_pair, added, routed)
+WAYS = (whole, recomputed, in_batches, of_a_pair, added, routed, with_losses)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
