@@ -1,9 +1,9 @@
 """The public attention functions: PyTorch's signature, FlashAttention's, and the two of this project's own documents.
 
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
-differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, inputs that
-require gradients, fp64, dropout and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as
-PyTorch casts its own attention's. ``explain`` returns what serves a call, and why.
+differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, fp64, dropout
+and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as PyTorch casts those of its own.
+``explain`` returns what serves a call, and why.
 """
 
 from __future__ import annotations
