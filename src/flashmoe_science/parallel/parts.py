@@ -51,7 +51,7 @@ class DecodeWorkspace:
 
     Args:
         group: a ProcessGroup of nccl, or a 1-D DeviceMesh.
-        max_batch: the most sequences of a call.
+        max_batch: the most sequences of a call, times the queries of each.
         heads, head_dim, dtype: of the result: float16, bfloat16 or float32. Of other sizes a call may have no more bytes.
 
     Raises:

@@ -25,6 +25,7 @@ class Case(NamedTuple):
     new: bool = False
     rotary: bool = False
     paged: bool = False
+    queries: int = 1
 
 
 CASES = {
@@ -35,6 +36,9 @@ CASES = {
     "a new token, rotary": Case(new=True, rotary=True, sinks=True),
     "pages": Case(new=True, paged=True),
     "bf16": Case(torch.bfloat16, new=True, rotary=True),
+    "queries": Case(queries=3),  # of sequences of 0, 1 and 2 tokens too
+    "queries, new tokens, rotary": Case(new=True, rotary=True, sinks=True, queries=5),
+    "queries, new tokens, pages": Case(torch.bfloat16, new=True, rotary=True, paged=True, queries=4),
 }
 
 
@@ -61,7 +65,8 @@ class Inputs(NamedTuple):
 def inputs_of(case: Case) -> Inputs:
     draw = torch.Generator().manual_seed(3)
     batch = len(LENGTHS)
-    shapes = [(batch, 1, HEADS, DIM), *[(batch, CAPACITY, KV_HEADS, DIM)] * 2, *[(batch, 1, KV_HEADS, DIM)] * 2]
+    of_new = (batch, case.queries, KV_HEADS, DIM)
+    shapes = [(batch, case.queries, HEADS, DIM), *[(batch, CAPACITY, KV_HEADS, DIM)] * 2, of_new, of_new]
     tensors = [torch.randn(shape, generator=draw).to(case.dtype) for shape in shapes]
     options: dict[str, Any] = {"softcap": case.softcap}
     if case.sinks:
@@ -76,7 +81,7 @@ def whole(case: Case, given: Inputs) -> torch.Tensor:
     """One cache's call."""
     new = {"k": given.k, "v": given.v} if case.new else {}
     return flash_attn_with_kvcache(
-        given.q, given.k_cache.clone(), given.v_cache.clone(), cache_seqlens=given.lengths, **new, **given.options
+        given.q, given.k_cache.clone(), given.v_cache.clone(), cache_seqlens=given.lengths, causal=True, **new, **given.options
     )
 
 
@@ -112,7 +117,7 @@ def faults(
     if case.new:  # written once, on its rank
         dense = caches["k_cache"].reshape(len(LENGTHS), CAPACITY, KV_HEADS, DIM)
         held = [int(dense[row, :, 0, 0].isfinite().sum()) for row in range(len(LENGTHS))]
-        if held != [len(range(group.rank(), length + 1, group.size())) for length in LENGTHS]:
+        if held != [len(range(group.rank(), length + case.queries, group.size())) for length in LENGTHS]:
             wrong.append(f"the caches have {held} tokens")
     reference, plain = whole(case, given.double()), whole(case, given)
     return wrong + check_output("out", out, expected([reference], [plain], None)[0])[1]
@@ -129,6 +134,7 @@ def check_mistakes(group: dist.ProcessGroup) -> list[str]:
         ),
         (CASES["a cache"], lambda given, rank: given._replace(lengths=given.lengths.clamp(max=7))),
         (CASES["a new token"], lambda given, rank: given._replace(k=given.k.flip(0))),
+        (CASES["queries, new tokens, rotary"], lambda given, rank: given._replace(k=given.k.flip(1))),
     ):
         if not any("out" in one for one in faults(case, group, change)):
             missed.append(f"a mistake is not noticed in {case}")
@@ -154,7 +160,12 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     wrong, caches, longest = [], ("k_cache", "v_cache"), given.lengths.clone()
     longest[3] = 500
     for words, more in (
-        ("q has 2 queries a sequence; it must have 1", {"q": given.q.repeat(1, 2, 1, 1)}),
+        ("q has 0 queries a sequence; it must have at least 1", {"q": given.q[:, :0]}),
+        (
+            "k has shape (7, 1, 2, 32) on cpu; it must be (7, 2, 2, 32)",
+            {"q": given.q.repeat(1, 2, 1, 1), "k": given.k, "v": given.v},
+        ),
+        ("k is None and rotary_cos is given", {"q": given.q.repeat(1, 2, 1, 1), "rotary_cos": torch.ones(64, 8)}),
         ("cache_seqlens is None", {"cache_seqlens": None}),
         ("cache_seqlens is [1, 2, 3, 4, 18, 41, 30] on rank 1", {"cache_seqlens": given.lengths + (rank == 1)}),
         ("context_decode has none", {"q": given.q.clone().requires_grad_()}),
@@ -162,6 +173,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("k_cache has 3 dimensions", {"k_cache": given.k_cache[0]}),
         ("cache_seqlens has", {"cache_seqlens": given.lengths[1:]}),
         ("v is None and k is given", {"k": given.k}),
+        ("v is None and k is given", {"q": given.q.repeat(1, 2, 1, 1), "k": given.k.repeat(1, 2, 1, 1)}),
         ("k has shape (7, 1, 4, 32) on cpu; it must be (7, 1, 2, 32) on cpu", {"k": given.q, "v": given.v}),
         ("v has shape (6, 1, 2, 32)", {"k": given.k, "v": given.v[1:]}),
         ("k is None and rotary_cos is given", {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}),

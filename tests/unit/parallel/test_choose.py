@@ -83,11 +83,15 @@ def test_a_ring_is_asked_for_by_name_and_its_memory_is_told(ranks: int, heads: i
     assert (held < tokens * token) == saves == (ranks > 2 + heads / keys)
 
 
-def test_what_merges_a_step_of_decoding_is_told_and_nothing_is_sent(ranks: int) -> None:
-    q, k = (torch.empty(3, tokens, heads, 64, dtype=torch.bfloat16) for tokens, heads in ((1, 32), (9, 4)))
+@pytest.mark.parametrize("queries", [1, 3])
+def test_what_merges_a_step_of_decoding_is_told_and_nothing_is_sent(ranks: int, queries: int) -> None:
+    q, k = (torch.empty(3, tokens, heads, 64, dtype=torch.bfloat16) for tokens, heads in ((queries, 32), (70, 4)))
     lengths = torch.tensor([9, 0, 60], dtype=torch.int32)
     words = str(explain(context_decode, q, k, k, q[:, :, :4], q[:, :, :4], group=dist.group.WORLD, cache_seqlens=lengths))
-    assert f"parts are merged behind a collective of fake: {(ranks - 1) * 3 * 32 * (2 * 64 + 4) / 1e6:.1f} MB received" in words
+    assert (
+        f"parts are merged behind a collective of fake: {(ranks - 1) * 3 * queries * 32 * (2 * 64 + 4) / 1e6:.1f} MB received"
+        in words
+    )
 
 
 def test_of_documents_no_time_is_predicted(ranks: int) -> None:

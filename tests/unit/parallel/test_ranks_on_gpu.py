@@ -126,16 +126,16 @@ def passed_round(rank: int) -> None:
 
 def decoding(rank: int) -> None:
     """Parts merged in one launch have the bits of NCCL's, on both ranks, and are one GPU's call within a rounding: call after
-    call of other lengths and sizes, and in a CUDA graph whose caches grow."""
+    call of other lengths, sizes and numbers of queries, and in a CUDA graph whose caches grow."""
     draw, group = torch.Generator("cuda").manual_seed(0), dist.group.WORLD
-    ranks, workspace = dist.get_world_size(), DecodeWorkspace(group, 5, 8, 64)
+    ranks, workspace = dist.get_world_size(), DecodeWorkspace(group, 15, 8, 64)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw, device="cuda").bfloat16()
 
-    def step_of(batch: int) -> tuple[torch.Tensor, ...]:
-        lengths = torch.randint(600, (batch,), generator=draw, device="cuda", dtype=torch.int32)
-        return drawn(batch, 1, 8, 64), drawn(batch, 1, 2, 64), drawn(batch, 1, 2, 64), lengths
+    def step_of(batch: int, queries: int) -> tuple[torch.Tensor, ...]:
+        lengths = torch.randint(600 - queries, (batch,), generator=draw, device="cuda", dtype=torch.int32)
+        return drawn(batch, queries, 8, 64), drawn(batch, queries, 2, 64), drawn(batch, queries, 2, 64), lengths
 
     whole = drawn(5, 600, 2, 64), drawn(5, 600, 2, 64)
     own = [one[:, rank::ranks].contiguous() for one in whole]
@@ -145,12 +145,14 @@ def decoding(rank: int) -> None:
         return context_decode(q, *caches, k, v, group=group, cache_seqlens=lengths, workspace=by)
 
     for call in range(CALLS):
-        q, k, v, lengths = given = step_of(1 + call % 5)
+        q, k, v, lengths = given = step_of(1 + call % 5, 1 + call % 3)
         if call % 7 == rank:
             torch.cuda._sleep(2_000_000)  # a rank is late
         with step(f"decoding, call {call}"):
             by_nccl, found = decoded(given, None), decoded(given, workspace)
-            right = flash_attn_with_kvcache(q, *(one[: len(q)].clone() for one in whole), k, v, cache_seqlens=lengths)
+            right = flash_attn_with_kvcache(
+                q, *(one[: len(q)].clone() for one in whole), k, v, causal=True, cache_seqlens=lengths
+            )
         every = found.new_empty(ranks * len(found), *found.shape[1:])
         dist.all_gather_into_tensor(every, found)
         assert torch.equal(found, by_nccl), f"decoding, call {call}: other bits than NCCL's"
@@ -158,17 +160,18 @@ def decoding(rank: int) -> None:
         error = ((found.float() - right.float()).norm() / right.float().norm()).item()
         assert error < 0.01, f"decoding, call {call}: off by {error} of its norm"
     say(f"decoding: {CALLS} calls have the bits of NCCL")
-    held = step_of(5)
-    q, k, v, lengths = held
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = context_decode(q, *own, k, v, group=group, cache_seqlens=lengths, workspace=workspace)
-    for _ in range(CALLS):
-        for kept, one in zip(held, step_of(5), strict=True):
-            kept.copy_(one)
-        right = decoded(held, None)
-        graph.replay()
-        assert torch.equal(captured, right), "decoding, in a graph"
+    for queries in (1, 2):
+        held = step_of(5, queries)
+        q, k, v, lengths = held
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = context_decode(q, *own, k, v, group=group, cache_seqlens=lengths, workspace=workspace)
+        for _ in range(CALLS):
+            for kept, one in zip(held, step_of(5, queries), strict=True):
+                kept.copy_(one)
+            right = decoded(held, None)
+            graph.replay()
+            assert torch.equal(captured, right), f"decoding {queries} queries, in a graph"
 
 
 def main() -> None:
