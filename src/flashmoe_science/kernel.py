@@ -109,6 +109,7 @@ class Kernel(Generic[P, I, O]):
     workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
     launches(problem, config, gpu): the promise that the call-path check holds it to.
     absent(): None if it can be imported here, else why not (a peer that is not installed).
+    on_disk: the environment variable that, set to 1, has a peer keep what it compiles or tunes.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Kernel(Generic[P, I, O]):
     slow: bool = False  # a peer that is measured only when asked for: the plain maths, a slower mode, minutes of compilation
     on_cpu: bool = False  # a peer that is worth timing on a CPU
     absent: Callable[[], str | None] = field(default=lambda: None)
+    on_disk: str = ""
     # Whether an automatic choice takes a peer where records have it faster; "if allowed": where FLASHMOE_PEERS is 1.
     replaces_ours: Literal["never", "if allowed", "always"] = "never"
 

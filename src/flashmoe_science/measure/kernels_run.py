@@ -25,8 +25,6 @@ from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
 _PROFILE_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
-# FlashAttention-4 and SonicMoE then compile and tune in the process that profiles, and not again in the one that times.
-_KEPT_ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "QUACK_CACHE_AUTOTUNING"
 _PROFILERS, _PROFILER_COPIES = (6, 6)  # processes at once, and what each may hold, in times what the largest problem must move
 
 
@@ -58,6 +56,9 @@ class KernelsRun:
         for one in self.rivals:
             if one.kernel is not None and (reason := one.kernel.absent()) is not None:
                 self.session.note(reason, kernel=one.name)
+            elif one.kernel is not None and one.kernel.on_disk:
+                # It then compiles and tunes in the process that profiles, and not again in this one.
+                os.environ.setdefault(one.kernel.on_disk, "1")
         self.rivals = tuple(one for one in self.rivals if one.kernel is None or one.kernel.absent() is None)
         stopped = "; ".join(self._smoke()) or None
         try:
@@ -114,8 +115,6 @@ class KernelsRun:
         """Build our kernels, then see what every call launches; nothing on a CPU. Raises ProfilerUnavailable, BudgetSpent."""
         if self.gpu is None:
             return {}
-        for name in _KEPT_ON_DISK:
-            os.environ.setdefault(name, "1")
         todo = [
             (
                 problem,

@@ -16,9 +16,8 @@ from flashmoe_science.ops.attention.problem.features import unsupported
 from flashmoe_science.ops.peer import launches_of, not_installed
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
-
-
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
+ON_DISK = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 def absent() -> str | None:
@@ -105,5 +104,6 @@ KERNEL = peer_kernel(
     run=run,
     launches=launches_of("^(?!.*(pytorch_flash|flash::))(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),
     absent=absent,
+    on_disk=ON_DISK,
     replaces_ours="if allowed",
 )

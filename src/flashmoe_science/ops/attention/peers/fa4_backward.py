@@ -73,6 +73,7 @@ def _kernel(name: str, about: str, deterministic: bool) -> BackwardKernel:
         run=partial(_run, deterministic=deterministic),
         launches=launches_of("flash_attn.*(bwd|backward)"),
         absent=fa4.absent,
+        on_disk=fa4.ON_DISK,
         slow=deterministic,
     )
 

@@ -91,5 +91,6 @@ SONICMOE = _peer(
     launches=sonicmoe.launches,
     slow=True,
     absent=sonicmoe.absent,
+    on_disk=sonicmoe.ON_DISK,
 )
 KERNELS: tuple[BackwardKernel, ...] = (GROUPED_MM, GROUPED_MM_TRAIN, SONICMOE)

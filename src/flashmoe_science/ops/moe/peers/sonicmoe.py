@@ -16,6 +16,7 @@ from flashmoe_science.ops.peer import launches_of, not_installed
 
 _MAX_TOP_K, _MAX_EXPERTS = 16, 4096  # of its own top-k
 _MIN_DIM = 512
+ON_DISK = "QUACK_CACHE_AUTOTUNING"
 
 
 def absent() -> str | None:
@@ -97,4 +98,5 @@ KERNEL = peer_kernel(
     launches=launches,
     slow=True,
     absent=absent,
+    on_disk=ON_DISK,
 )
