@@ -45,9 +45,9 @@ def flash_attn_qkvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    q, kv = _split("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    q, k, v = _checked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim")).unbind(-3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_kvpacked_func(q, kv, *options, kernel=kernel)
+    return flash_attn_func(q, k, v, *options, kernel=kernel)
 
 
 def flash_attn_kvpacked_func(
@@ -107,9 +107,9 @@ def flash_attn_varlen_qkvpacked_func(
     Raises:
         TypeError, ValueError: what it refuses, or another shape.
     """
-    q, kv = _split("qkv", qkv, ("total", "3", "heads", "head_dim"))
+    q, k, v = _checked("qkv", qkv, ("total", "3", "heads", "head_dim")).unbind(-3)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, kernel=kernel)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, kernel=kernel)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -180,12 +180,6 @@ def flash_attn_varlen_func(
         return result
     out, lse, *weights = result
     return out, lse, weights[0] if weights else None
-
-
-def _split(name: str, packed: object, sizes: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a packed tensor's queries, and of its keys and values. Raises as ``_checked``."""
-    qkv = _checked(name, packed, sizes)
-    return qkv.select(-3, 0), qkv.narrow(-3, 1, 2)
 
 
 def _checked(name: str, packed: object, sizes: tuple[str, ...]) -> torch.Tensor:

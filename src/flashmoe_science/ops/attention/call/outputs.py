@@ -46,8 +46,9 @@ def outputs_of(tensors: Tensors, options: Options, strides: tuple[int, ...]) -> 
 def tokens_first(result: Result, packed: bool) -> Result:
     """A result whose heads come first in the order of ``Options.tokens_first``."""
     out, lse = result
-    out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
-    return out, lse[0] if packed and lse is not None else lse
+    # Not out[0]: its gradient would be copied into zeros.
+    out = out.squeeze(0).transpose(0, 1) if packed else out.transpose(1, 2)
+    return out, lse.squeeze(0) if packed and lse is not None else lse
 
 
 def out_strides(tensors: Tensors, out: torch.Tensor | None = None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import assume
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops import choose as shared
+from flashmoe_science.ops.attention.call.outputs import tokens_first
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front.backward import choose, operator
 from flashmoe_science.ops.attention.front.backward.choose import choose_backward
@@ -404,3 +405,12 @@ RULE: dict[str, Callable[[dict[str, Any]], bool]] = {
 def test_the_rule_by_our_kernels(case: str, interpreted: Interpreter) -> None:
     found = interpreted("ops/attention/front/trained.py", case)
     assert RULE[case](found), found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_results_with_tokens_first_are_not_copied(packed: bool) -> None:
+    out, lse = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 5, requires_grad=True)
+    results = tokens_first((out, lse), packed)
+    into = [torch.randn_like(one) for one in results if one is not None]
+    found = torch.autograd.grad([one for one in results if one is not None], (out, lse), into)
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in into]
