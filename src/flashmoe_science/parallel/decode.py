@@ -1,7 +1,8 @@
 """Decoding with a cache that is spread over ranks: of N ranks, rank r has tokens r, r + N, r + 2N and so on of each sequence.
 
 Each rank attends to its own keys. The results and their log-sum-exps go to all ranks, and are merged there (parts.py). Of
-several queries a sequence each sees another number of a rank's keys, and is a sequence of its own in a cache that they share.
+several queries a sequence, each sees another number of this rank's keys: each is served as a sequence of its own, and these
+sequences share the cache.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from flashmoe_science.parallel.parts import DecodeWorkspace, Part, check_workspa
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 Maybe = torch.Tensor | None
+Caches = tuple[torch.Tensor, torch.Tensor, Maybe]  # of keys and of values, and the page table
 _ROWS = "batch, tokens, heads, head_dim", 4
 
 
@@ -53,8 +55,8 @@ def context_decode(
     dtype of q, and the parts are merged in fp32 in the order of the ranks. Nothing waits for the host. It has no gradient.
 
     Args:
-        q: [batch, queries, heads, head_dim], all heads, of the last tokens of each sequence. Each reads its keys anew, which is
-            for the few of a step of decoding.
+        q: [batch, queries, heads, head_dim], all heads, of the last tokens of each sequence: of few, as each query reads the
+            keys again.
         k_cache, v_cache: this rank's, [batch, capacity, heads_kv, ...], or with ``page_table`` [pages, rows, heads_kv, ...].
         k, v: [batch, queries, heads_kv, ...], the tokens of this step: each is written on its rank, behind ``cache_seqlens``.
         group: a ProcessGroup or a 1-D DeviceMesh.
@@ -112,9 +114,6 @@ def context_decode(
     return merge_parts(ranks, workspace, out, lse).view(batch, queries, heads, out.shape[-1])
 
 
-Caches = tuple[torch.Tensor, torch.Tensor, Maybe]  # of keys and of values, and the pages
-
-
 def _as_sequences(
     q: torch.Tensor, cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: Caches, rotary: tuple[Maybe, Maybe, bool],
     rank: int, ranks: int,
@@ -129,7 +128,9 @@ def _as_sequences(
     q, (cos, sin, interleaved) = q.flatten(0, 1)[:, None], rotary
     if (new := new_keys(k, v, False, cos, interleaved)) is not None:
         k, v = (one.transpose(1, 2).flatten(0, 1)[:, None] for one in new)
-        lengths, k, v, starts = _own_tokens(positions, k, v, rank, ranks)
+        lengths, k, v, starts = _own(positions, k, v, caches, True, rank, ranks)
+        assert k is not None
+        assert v is not None
         append = Append(
             k_cache.transpose(1, 2), v_cache.transpose(1, 2), packed_view(k), packed_view(v), q.transpose(1, 2), lengths, pages,
             rows, starts, None, cos, sin, None if cos is None else positions, interleaved,
@@ -144,28 +145,23 @@ def _lengths(lengths: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def _own(
-    cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: Caches, rotates: bool, rank: int, ranks: int,
+    cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: Caches, packed: bool, rank: int, ranks: int,
 ) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:  # fmt: skip
-    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet. Those of the
-    sequences whose new token is this rank's come first; what follows is not read."""
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet, as they never
+    are with ``packed``. Those of the sequences whose new token is this rank's come first; what follows is not read."""
     if _has_kernels(cache_seqlens) and len(cache_seqlens):
         from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own  # it brings Triton
 
-        if k is None or v is None or rotates or not can_write(k, v, *caches):
+        if k is None or v is None or packed or not can_write(k, v, *caches):
             return own_tokens(cache_seqlens, k, v, rank, ranks)
         return write_own(cache_seqlens, k, v, *caches, rank, ranks), None, None, None
+    lengths = _lengths(cache_seqlens, rank, ranks)
     if k is None or v is None:
-        return _lengths(cache_seqlens, rank, ranks), k, v, None
-    return _own_tokens(cache_seqlens, k, v, rank, ranks)
-
-
-def _own_tokens(
-    cache_seqlens: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int, ranks: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return lengths, k, v, None
     mine = cache_seqlens % ranks == rank
     order = mine.argsort(descending=True, stable=True)
     starts = torch.cat((mine.new_zeros(1), mine)).cumsum(0, dtype=torch.int32)
-    return _lengths(cache_seqlens, rank, ranks), k[order, 0], v[order, 0], starts
+    return lengths, k[order, 0], v[order, 0], starts
 
 
 def _has_kernels(x: torch.Tensor) -> bool:

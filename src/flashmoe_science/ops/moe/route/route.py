@@ -61,12 +61,16 @@ def route(
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
-    routed: Routed = _called(bind_route, router_logits, selection_bias, options)
+    ways = bind_route, _OPERATOR, route_by_pytorch
+    routed: Routed = _called(*ways, router_logits, selection_bias, options)
     return routed
 
 
-def _called(bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> Any:
-    """What ``bind`` binds, of unchecked arguments: by the stored launch, by a new one, or through the operator."""
+def _called(
+    bind: Bind, operator: Any, by_pytorch: Any, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]
+) -> Any:
+    """A call of unchecked arguments: by the stored launch of ``bind``, by a new one, through the operator where something must
+    see it, or by PyTorch's operators within a transform of torch.func."""
     if not torch.compiler.is_compiling():
         launch, key = _find(bind, logits, bias, options)
         if launch is not None:
@@ -76,9 +80,9 @@ def _called(bind: Bind, logits: torch.Tensor, bias: torch.Tensor | None, options
     checked = checked_options(logits, bias, *options)
     if is_explaining():
         raise Explained(_decide(Tensors(logits, bias), checked))
-    by_pytorch, operator = (route_by_pytorch, _OPERATOR) if bind is bind_route else (_losses_by_pytorch, _WITH_LOSSES)
     if not torch.compiler.is_compiling() and is_transformed():
         return by_pytorch(logits, bias, checked)
+    # The bias is often a parameter, though no gradient flows to it.
     return operator(logits, None if bias is None else bias.detach(), *checked)
 
 
@@ -96,7 +100,6 @@ def _trained(bind: Bind, like: Tensors, options: Options) -> Callable[..., Any]:
     """What ``bind`` binds as a part of PyTorch's graph."""
     with torch.no_grad():
         forward = bind(like, options)
-    # The bias is often a parameter, though no gradient flows to it.
     return lambda logits, bias: launched(forward, options, logits, None if bias is None else bias.detach())
 
 
@@ -166,7 +169,8 @@ def route_with_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``route``'s weights and ids, ``balance_loss`` and ``z_loss``: on CUDA two launches more, and none more in the backward.
     ``options``: as ``options_of`` takes them."""
-    weights, ids, balance, z, *_ = _called(_bind_with_losses, router_logits, selection_bias, options)
+    ways = _bind_with_losses, _WITH_LOSSES, _losses_by_pytorch
+    weights, ids, balance, z, *_ = _called(*ways, router_logits, selection_bias, options)
     return weights, ids, balance, z
 
 

@@ -410,7 +410,7 @@ def test_the_rule_by_our_kernels(case: str, interpreted: Interpreter) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_results_with_tokens_first_are_not_copied(packed: bool) -> None:
     out, lse = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 5, requires_grad=True)
-    results = tokens_first((out, lse), packed)
-    into = [torch.randn_like(one) for one in results if one is not None]
-    found = torch.autograd.grad([one for one in results if one is not None], (out, lse), into)
+    results = [one for one in tokens_first((out, lse), packed) if one is not None]
+    into = [torch.randn_like(one) for one in results]
+    found = torch.autograd.grad(results, (out, lse), into)
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in into]
