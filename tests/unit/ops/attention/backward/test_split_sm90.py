@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -39,7 +39,7 @@ from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.backward.suites import SUITES
-from flashmoe_science.ops.launch import collect_builds
+from flashmoe_science.ops.launch import Part, collect_builds, workspace_bytes
 
 H100 = gpu_named("h100")
 BUDGETS = (2**30, 2**26, 2**23, 2**21)
@@ -336,6 +336,19 @@ def test_bits_are_equal_whatever_the_workspace_holds(text: str, monkeypatch: pyt
         found = CONTRACT.from_kernel(CONTRACT.planned(KERNEL, KERNEL.configs(problem, H100)[0], inputs)(inputs))
         first = first or found
         assert all(map(torch.equal, first, found))
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_call_takes_no_more_than_the_promised_workspace(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, taken = served(number, LARGE).problem, list[Sequence[Part]]()
+    if number == 0:  # the numbers of rows, of their partials and of dS end within 256 bytes
+        problem = parse("attnbwd b3 h8 q4921 d128 bf16 causal bshd left1560")
+    config = KERNEL.configs(problem, H100)[0]
+    monkeypatch.setattr(launch, "workspace_allocator", lambda on_gpu, parts: taken.append(parts))
+    inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
+    with collect_builds(H100):
+        KERNEL.plan(inputs, config).bind(inputs.tensors, inputs.saved, inputs.options, inputs.wanted)  # type: ignore[misc]
+    assert workspace_bytes(taken[0]) <= KERNEL.workspace(problem, config)
 
 
 @pytest.mark.gpu

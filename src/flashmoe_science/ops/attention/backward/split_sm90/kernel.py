@@ -17,25 +17,29 @@ columns are no power of two products leave out most of a tile's rest (columns.py
 
 from __future__ import annotations
 
+import torch
+
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Launch
 from flashmoe_science.ops.attention.backward.rows import ROWS, ROWS_WARPS
 from flashmoe_science.ops.attention.backward.sizes import sizes_of
 from flashmoe_science.ops.attention.backward.split_sm90.config import configs, suits, supports, threads
-from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher
+from flashmoe_science.ops.attention.backward.split_sm90.launch import SplitBackwardLauncher, parts_of_rows
 from flashmoe_science.ops.attention.backward.split_sm90.waves import BUDGET, Waves, grids_of, space_of, waves_in_order, waves_of
 from flashmoe_science.ops.attention.call.backward import our_kernel, run_planned
 from flashmoe_science.ops.attention.device.sinks_triton import SINKS_WARPS
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.launch import workspace_bytes
 
 NAME = "bwd_gluon_sm90"
 
 
 def workspace(problem: AttentionBackwardProblem, config: Config) -> int:
-    """Bytes of delta, of the log-sum-exp as it is taken, of parts of the sinks' gradient, of what is kept of a wave at most."""
+    """Bytes of what stands between the launches, at most: of a wave the budget, and what three parts begin later."""
     sizes = sizes_of(problem, config)
-    heads, rows = sizes.batch * sizes.heads_kv, sizes.batch * problem.heads * sizes.padded
-    return 8 * rows + rows // 8 + min(space_of(Waves(heads, sizes.steps, sizes.tiles), sizes).bytes, BUDGET)
+    whole = space_of(Waves(sizes.batch * sizes.heads_kv, sizes.steps, sizes.tiles), sizes)
+    of_wave = [(min(whole.bytes, BUDGET), torch.uint8), *[(1, torch.uint8)] * 3]
+    return workspace_bytes([*parts_of_rows(sizes.batch * problem.heads * sizes.padded), *of_wave])
 
 
 def launches(problem: AttentionBackwardProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

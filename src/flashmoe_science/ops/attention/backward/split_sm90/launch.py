@@ -49,10 +49,15 @@ from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors,
 from flashmoe_science.ops.attention.device.launch import element_pointer
 from flashmoe_science.ops.attention.device.sm90 import FAR, PRODUCER_REGISTERS
 from flashmoe_science.ops.descriptors import template, vector
-from flashmoe_science.ops.launch import Pointer, allocator, argument, workspace_allocator
+from flashmoe_science.ops.launch import Part, Pointer, allocator, argument, workspace_allocator
 
 _CONSUMER_REGISTERS, _REGISTERS = 240, 168  # of a consumer's thread, and at launch, of three warpgroups
 _REGISTERS_OF_TWO = 128  # at launch of two warpgroups, of which two programs share a processor
+
+
+def parts_of_rows(rows: int) -> list[Part]:
+    """What the workspace has of all rows: the log-sum-exp as it is taken, delta, parts of the sinks' gradient."""
+    return [(count, torch.float32) for count in (rows, rows, rows // ROWS)]
 
 
 class SplitBackwardLauncher(BackwardLauncher):
@@ -93,9 +98,8 @@ class SplitBackwardLauncher(BackwardLauncher):
         lengths = tuple(map(element_pointer, tensors[3:6]))
         of_keys = self._bind_keys((q, k, v, dout), lengths, every, sizes, space, each)
         of_queries = None if every.dq is None else self._bind_queries(k, lengths, every.dq, sizes, space, each)
-        sums = (batch * heads * sizes.padded, torch.float32)
-        partials = (sums[0] // ROWS, torch.float32)
-        parts = [sums, sums, partials, (space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
+        of_wave = [(space.ds, tensors.q.dtype), *((count, torch.float32) for count in space[1:])]
+        parts = [*parts_of_rows(batch * heads * sizes.padded), *of_wave]
         take, new = workspace_allocator(tensors.q.is_cuda, parts), allocator(tensors.q.is_cuda)
         cap = options.softcap if self._problem.features.softcap else None
         keeps = [count > 0 for count in space[1:]]
