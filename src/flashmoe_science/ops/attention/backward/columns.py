@@ -69,19 +69,19 @@ def wait_for_columns(pending: gl.constexpr, acc):
 
 
 @gluon.constexpr_function
-def layout_of(columns: int, warps: int = 4, ways: int = 1) -> Any:
-    """The layout of an accumulator of 16 rows for each of ``warps``, whose columns are shared out ``ways`` ways."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, ways], [16, columns // ways, 16])
+def layout_of(columns: int, warps: int = 4) -> Any:
+    """The layout of an accumulator of 16 rows for each of ``warps``."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.jit
-def no_columns(ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, WARPS: gl.constexpr, WAYS: gl.constexpr):
+def no_columns(ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, WARPS: gl.constexpr = 4):
     """Accumulators of a tile's columns before the first product, [ROWS, width]."""
     if SECOND == 0:
-        return (gl.zeros([ROWS, WIDTH], gl.float32, layout_of(WIDTH, WARPS, WAYS)),)
+        return (gl.zeros([ROWS, WIDTH], gl.float32, layout_of(WIDTH, WARPS)),)
     else:
-        first = gl.zeros([ROWS, WIDTH // 2], gl.float32, layout_of(WIDTH // 2, WARPS, WAYS))
-        return first, gl.zeros([ROWS, SECOND], gl.float32, layout_of(SECOND, WARPS, WAYS))
+        first = gl.zeros([ROWS, WIDTH // 2], gl.float32, layout_of(WIDTH // 2, WARPS))
+        return first, gl.zeros([ROWS, SECOND], gl.float32, layout_of(SECOND, WARPS))
 
 
 @gluon.jit

@@ -22,12 +22,10 @@ def widths(problem: AttentionBackwardProblem) -> tuple[int, int]:
     return max(padded_head_dim(problem.head_dim), 64), max(padded_head_dim(problem.head_dim_v), 64)
 
 
-def second_slices(problem: AttentionBackwardProblem, consumers: int) -> tuple[int, int]:
-    """Columns of the second slice of the tiles of Q and K, and of V and dO (columns.py), 0 of whole tiles. A lone consumer's
-    two warpgroups have 16 or more each."""
-    least = 32 // consumers
+def second_slices(problem: AttentionBackwardProblem) -> tuple[int, int]:
+    """Columns of the second slice of the tiles of Q and K, and of V and dO (columns.py), 0 of whole tiles."""
     of_qk, of_v = (head_parts(max(dim, 64))[1:] for dim in (problem.head_dim, problem.head_dim_v))
-    return max(least, *of_qk) if of_qk else 0, max(least, *of_v) if of_v else 0
+    return max(16, *of_qk) if of_qk else 0, max(16, *of_v) if of_v else 0
 
 
 class Sizes(NamedTuple):

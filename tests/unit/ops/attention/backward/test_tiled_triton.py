@@ -32,7 +32,7 @@ def test_small_problems_are_right(part: int, interpreted: Interpreter) -> None:
     texts = SMALL[part::3]
     found = interpreted(CASES, *texts)
     assert {case.partition(": ")[2] for case in found} == {*texts}
-    assert any(case.startswith("bwd_short_triton") for case in found)
+    assert part or any(case.startswith("bwd_short_triton") for case in found)
     assert wrong(found) == {}
 
 

@@ -67,7 +67,7 @@ class FusedBackwardLauncher(BackwardLauncher):
     def __init__(self, inputs: BackwardInputs, config: Config) -> None:
         self._problem, self._config, self._builds = inputs.problem, config, Builds()
         dtype, block_m, self._width = self._problem.dtype, config["block_m"], width(self._problem)
-        self._seconds = second_slices(self._problem, config["consumers"])
+        self._seconds = second_slices(self._problem)
         rows = vector(block_m)
         outer = (1, 1, 1) if self._problem.features.lengths == "packed" else (1, 1)
         queries, keys = (template((*outer, tile, self._width), dtype) for tile in (block_m, KEYS))

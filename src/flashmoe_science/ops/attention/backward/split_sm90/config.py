@@ -19,21 +19,23 @@ def supports(problem: AttentionBackwardProblem, device: Device) -> str | None:
 
 
 def configs(problem: AttentionBackwardProblem, device: Device) -> tuple[Config, ...]:
-    """Shapes of the programs by head dimension (docs/notes/backward.md)."""
-    width = 256 if problem.features.softcap else max(widths(problem))  # in the narrower programs a cap spills registers
+    """Shapes of the programs by head dimension (docs/notes/backward.md); ``consumers``, as records name them: tiles of keys."""
+    width = max(widths(problem))
+    if problem.features.softcap:  # with two tiles of keys it spills registers
+        return (Config(block_m=64, consumers=1, stages=3 if width <= 128 else 2, warps_dq=8, stages_dq=4),)
     if width == 64:
         return (Config(block_m=128, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
     if width == 128:
         return (Config(block_m=64, consumers=2, stages=2, warps_dq=4, stages_dq=3),)
     columns = [sum(head_parts(dim)) for dim in (problem.head_dim, problem.head_dim_v)]
-    if not problem.features.softcap and max(columns) < 256 and sum(columns) <= 320:  # of dK and dV, in registers
+    if max(columns) < 256 and sum(columns) <= 320:  # of dK and dV, in registers
         return (Config(block_m=32, consumers=2, stages=2, warps_dq=8, stages_dq=4),)
     return (Config(block_m=64, consumers=1, stages=2, warps_dq=8, stages_dq=4),)
 
 
 def threads(config: Config) -> tuple[int, int]:
-    """Threads of a program of the first kernel, which has eight warps of consumers, and of the second; each with a producer's
-    warpgroup."""
+    """Threads of a program of the first kernel, which has two warpgroups of consumers, and of the second; each with a
+    producer's."""
     return 32 * 8 + 128, 32 * config["warps_dq"] + 128
 
 

@@ -4,10 +4,11 @@ Shapes: Q, dQ [B, H, Sq, D], K, dK [B, Hk, Sk, D], V, dV [B, Hk, Sk, Dv], O, dO 
 fp16 and bf16, D and Dv multiples of 8 up to 256, or packed sequences (problem/features.py). Compute capability 9.0 only.
 
 A kernel first sums delta = rowsum(dO O) - dLSE, and with it the gradient of sinks (rows.py). The first of two others (keys.py)
-has a program for each tile of keys: P and dP of one tile of queries after another, of all heads that share the keys, dK and dV
-in registers; it writes dS = P (dP - delta) to the workspace, in tiles of 64 keys. The second (queries.py) is a product,
-dQ = scale dS^T K. No two programs add to one result: all sums are fp32, in one order, and equal calls give equal bits. Where
-scores are computed twice, once for dK and dV and once for dQ, five products are seven.
+has a program for two tiles of 64 keys, or for one, where dK and dV of two are too many registers (two_tiles.py, one_tile.py): P
+and dP of one tile of queries after another, of all heads that share the keys, dK and dV in registers; it writes
+dS = P (dP - delta) to the workspace, in tiles of 64 keys. The second (queries.py) is a product, dQ = scale dS^T K. No two
+programs add to one result: all sums are fp32, in one order, and equal calls give equal bits. Where scores are computed twice,
+once for dK and dV and once for dQ, five products are seven.
 
 The workspace has at most 1 GiB (waves.py): heads, bands of their keys and bands of their queries go by in waves. Sums that a
 wave does not complete are kept in fp32 and taken up by another, so that the bits are those of one wave. Of a window it has for

@@ -70,7 +70,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         problem = self._problem = inputs.problem
         self._config, self._sm_count = config, gpu.sm_count
         (of_qk, of_v), block_m = widths(problem), config["block_m"]
-        self._seconds = second_slices(problem, config["consumers"])
+        self._seconds = second_slices(problem)
         outer = (1, 1, 1) if problem.features.lengths == "packed" else (1, 1)
         q, dout, k, v, dq = (
             template((*outer, *tile), problem.dtype)
@@ -132,9 +132,9 @@ class SplitBackwardLauncher(BackwardLauncher):
     def _bind_keys(
         self, given: Sequence[torch.Tensor], lengths: Lengths, every: Outputs, sizes: Sizes, space: Space, each: list[Wave]
     ) -> Bound:
-        consumers = self._config["consumers"]
         masks = bool(sizes.offset < FAR or sizes.band or sizes.seqlen_k % sizes.block_n)
-        constexprs = (consumers, self._config["stages"], masks, _CONSUMER_REGISTERS, PRODUCER_REGISTERS, *self._seconds)
+        of_program = (self._config["consumers"], self._config["stages"], masks)
+        constexprs = (*of_program, _CONSUMER_REGISTERS, PRODUCER_REGISTERS, *self._seconds)
         kept = (Pointer(torch.float32),) * 2 if space.dk else (None, None)
         of_ds = _tiles_of(space, sizes) if space.ds else None
         gradients = [None if one is None else (one.shape, one.strides) for one in every[1:3]]
@@ -143,7 +143,7 @@ class SplitBackwardLauncher(BackwardLauncher):
         of_band = sizes.of_band
         cap = 0.5 if self._problem.features.softcap else None
         arguments = (*templates, *kept, *lengths, 0.5, cap, *(1,) * 10, *of_band, *constexprs)
-        key, options = (masks, space.dk > 0, absent, *kind_of(lengths)), {"num_warps": 8 // consumers, "maxnreg": _REGISTERS}
+        key, options = (masks, space.dk > 0, absent, *kind_of(lengths)), {"num_warps": 4, "maxnreg": _REGISTERS}
         build = self._builds.get(key, flashmoe_bwd_dkdv_gluon_sm90, arguments, **options)
         fixed = (sizes.heads_kv, sizes.group, sizes.seqlen_k, sizes.padded // sizes.block_m, sizes.offset)
         starts, unit = [], sizes.band or 1

@@ -131,7 +131,7 @@ def _ends(work):
 def _consume(dq_desc, ds_smem, k_smem, full, empty, work, kept, scale, WARPS: gl.constexpr, SECOND: gl.constexpr):
     STAGES: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[-1]
-    dq = no_columns(QUERIES, D, SECOND, WARPS, 1)
+    dq = no_columns(QUERIES, D, SECOND, WARPS)
     if kept.dq is not None:
         dq = load_kept(kept.dq, kept.row, dq, _resumes(work), D)
     for i in range(_count(work)):
