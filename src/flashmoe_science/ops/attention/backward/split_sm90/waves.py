@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 from typing import NamedTuple
 
 from flashmoe_science.ops.attention.backward.sizes import QUERIES, Sizes
@@ -17,6 +16,7 @@ MOST_TOGETHER = 8  # heads whose tiles go out in turns, so that Q, K, V and dO o
 _START, _LAUNCH, _STEP_BYTES = 5.6, 2.5, 43 << 10
 _HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # that are tried, and all of them
 _BANDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of keys
+_ROUNDS = 8  # of programs, after which a rest is little of the whole
 _MORE = 1.5  # times as many waves as are needed, above which none is tried
 
 
@@ -106,10 +106,9 @@ def _time(waves: Waves, sizes: Sizes, sm_count: int) -> float:
 
 def _time_of(wave: Wave, waves: Waves, sizes: Sizes, sm_count: int) -> float:
     """Steps that a wave takes, both kernels'. Sums that are kept are read and written."""
-    programs, products = wave.heads * max(wave.seen, 1), wave.heads * sizes.queries(wave.steps) // QUERIES
-    share = _share(wave, sizes)
+    products, share = wave.heads * sizes.queries(wave.steps) // QUERIES, _share(wave, sizes)
     kept = 8 * sizes.block_n * (sizes.of_qk + sizes.of_v) if waves.steps < sizes.steps else 0
-    of_keys = _rounds(programs / sm_count, share) * (wave.steps + _START + kept / _STEP_BYTES)
+    of_keys = _time_of_keys(wave, sizes, sm_count, share, _START + kept / _STEP_BYTES)
     kept = 8 * QUERIES * sizes.of_qk if waves.tiles < sizes.tiles else 0
     keys = max(wave.seen, 1) * sizes.block_n
     moved = 2 * QUERIES * (min(keys, sizes.band * sizes.block_m) if sizes.band else keys) + kept
@@ -117,23 +116,44 @@ def _time_of(wave: Wave, waves: Waves, sizes: Sizes, sm_count: int) -> float:
     return of_keys + of_product + 2 * _LAUNCH
 
 
-def _rounds(rounds: float, share: float) -> float:
-    """Times the longest program that all take: whole rounds, unless shorter ones, of that ``share`` in the mean, fill in."""
-    return max(1.0, rounds * share + 0.1) if share < 1.0 else float(ceil(rounds))
+def _time_of_keys(wave: Wave, sizes: Sizes, sm_count: int, share: float, besides: float) -> float:
+    """Steps of the first kernel, whose programs start by length, the longest first, and take ``besides`` their steps. An SM has
+    the mean of them, and a last one that others do not wait for; some SM has n + 1 as long as the n-th round's first."""
+    programs = wave.heads * max(wave.seen, 1)
+    rounds = cdiv(programs, sm_count)
+    if share == 1.0:
+        return rounds * (wave.steps + besides)
+    firsts = (n * sm_count // wave.heads for n in range(min(rounds, _ROUNDS)))
+    least = max((n + 1) * (_steps_of(tile, wave, sizes) + besides) for n, tile in enumerate(firsts))
+    mean = programs / sm_count * (share * wave.steps + besides) + 0.1 * (wave.steps + besides)
+    return max(least, mean) if rounds > 1 else least
+
+
+def _steps_of(tile: int, wave: Wave, sizes: Sizes) -> int:
+    """Steps of a wave's program of a tile of keys: those whose last query sees the first of the keys."""
+    hidden = max((wave.first_tile + tile) * sizes.block_n - sizes.offset, 0) // QUERIES * (QUERIES // sizes.block_m)
+    return sum(max(0, first + steps - max(first, hidden)) for first, steps in _parts(wave, sizes))
+
+
+def _parts(wave: Wave, sizes: Sizes) -> Iterator[tuple[int, int]]:
+    """The first tile of queries and their number, of each head of the group that the wave has steps of."""
+    of_head, step, end = sizes.padded // sizes.block_m, wave.first_step, wave.first_step + wave.steps
+    while step < end:
+        steps = min(of_head - step % of_head, end - step)
+        yield step % of_head, steps
+        step += steps
 
 
 def _share(wave: Wave, sizes: Sizes) -> float:
     """The share of a wave's scores that are not behind the diagonal; 1 in a band."""
     if sizes.band:
         return 1.0
-    keys, of_head = max(wave.seen, 1) * sizes.block_n, sizes.padded // sizes.block_m
+    keys = max(wave.seen, 1) * sizes.block_n
     before = sizes.offset - wave.first_tile * sizes.block_n  # of a band's keys those that the query 0 sees, less one
-    seen, step, end = 0.0, wave.first_step, wave.first_step + wave.steps
-    while step < end:  # a head of the group
-        steps = min(of_head - step % of_head, end - step)
-        first = before + step % of_head * sizes.block_m
-        seen += _below(first + steps * sizes.block_m, keys) - _below(first, keys)
-        step += steps
+    seen = 0.0
+    for first, steps in _parts(wave, sizes):
+        low = before + first * sizes.block_m
+        seen += _below(low + steps * sizes.block_m, keys) - _below(low, keys)
     return seen / (wave.steps * sizes.block_m * keys)
 
 
