@@ -95,7 +95,11 @@ class Model(NamedTuple):
 
     def _attention(self) -> Iterator[Call]:
         heads, width = self.heads or 0, _given("head_dim", self.head_dim, "heads")
-        heads_kv, width_v = heads if self.heads_kv is None else self.heads_kv, self.head_dim_v or width
+        heads_kv, width_v = heads if self.heads_kv is None else self.heads_kv, width if self.head_dim_v is None else self.head_dim_v
+        if self.rotary_dim % 16 or not 0 <= self.rotary_dim <= width:
+            raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16, from 0 to head_dim {width}")
+        if self.rotary_dim and not self.append:
+            raise ValueError(f"rotary_dim is {self.rotary_dim} and append is False; only appended keys are rotated")
         for batch in (self.batch,) if isinstance(self.batch, int) else self.batch:
             check_extent("batch", batch)
             # Refuses sizes that no attention has, in words.
