@@ -301,8 +301,10 @@ def _ordinary(exam: Exam, hard: Sequence[str]) -> Finding:
     check the ``hard`` distributions."""
     found = exam.one_call(guard=True)
     if found.reasons and not exam.one_call().reasons:
-        found.codes.insert(0, "reads-outside")
-        found.reasons[0] = f"it reads or writes beyond its tensors: with NaN around them, {found.reasons[0]}"
+        outside = ("reads-outside", "it reads or writes beyond its tensors: with NaN around them,")
+        code, words = ("wrong-at-times", "it is wrong now and then:") if exam.is_right_again() else outside
+        found.codes.insert(0, code)
+        found.reasons[0] = f"{words} {found.reasons[0]}"
     for name in hard:
         if not found.reasons:
             found.also(exam.one_call(distribution=name))

@@ -207,6 +207,23 @@ def test_sums_that_stop_growing_are_met_on_the_most_keys() -> None:
     assert (str(wrong.problem), wrong.inputs) == (str(parse_problem(most)), "all the same")
 
 
+@pytest.mark.parametrize("of_two", [0, 1])
+def test_what_is_wrong_in_every_second_call_is_not_called_reading_outside(tmp_path: Path, of_two: int) -> None:
+    """The calls with NaN around the inputs are the wrong ones by chance: in the sweep, and in the exam."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "calls = [0]\n"
+        "def fn(q, k, v, causal=False, softmax_scale=None):\n"
+        "    calls[0] += 1\n"
+        "    out = scaled_dot_product_attention(q, k, v, scale=softmax_scale)\n"
+        f"    return out + 1.0 if calls[0] % 2 == {of_two} else out\n"
+    )
+    found = result_of(swept(f"{file}:fn", "attn b1 h2 q16 d16 fp32"))
+    assert "wrong-at-times" in found.codes
+    assert "reads-outside" not in found.codes
+
+
 def test_a_problem_of_features_sits_the_exam_too() -> None:
     """A fault that other values alone meet, in a problem that is not the plainest."""
     plain, sinks = "attn b1 h2 q16 d16 fp32", "attn b1 h2 q60 k40 d128 fp32 causal sinks"
