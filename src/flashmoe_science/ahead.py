@@ -95,7 +95,12 @@ class Model(NamedTuple):
 
     def _attention(self) -> Iterator[Call]:
         heads, width = self.heads or 0, _given("head_dim", self.head_dim, "heads")
-        heads_kv, width_v = heads if self.heads_kv is None else self.heads_kv, self.head_dim_v or width
+        heads_kv = heads if self.heads_kv is None else self.heads_kv
+        width_v = width if self.head_dim_v is None else self.head_dim_v
+        if self.rotary_dim and (self.rotary_dim % 16 or not 0 < self.rotary_dim <= width):
+            raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16, from 0 to head_dim {width}")
+        if self.rotary_dim and not self.append:
+            raise ValueError(f"rotary_dim is {self.rotary_dim} and append is False; only appended keys are rotated")
         for batch in (self.batch,) if isinstance(self.batch, int) else self.batch:
             check_extent("batch", batch)
             # Refuses sizes that no attention has, in words.
@@ -166,6 +171,8 @@ class Model(NamedTuple):
     def _experts(self) -> Iterator[Call]:
         experts, top_k = self.experts or 0, _given("top_k", self.top_k, "experts")
         dim, hidden = _given("hidden", self.hidden, "experts"), _given("intermediate", self.intermediate, "experts")
+        check_extent("hidden", dim)
+        check_extent("intermediate", hidden)
         MoEProblem(1, experts, top_k, dim, hidden, DTYPES[self.dtype])  # refuses sizes that no experts have, in words
         of_up, of_down = (experts, 2 * hidden, dim), (experts, dim, hidden)
         up, down = (self._empty(e, *((b, a) if self.transposed else (a, b))) for e, a, b in (of_up, of_down))

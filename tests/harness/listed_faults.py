@@ -186,6 +186,7 @@ SWEPT = (
     fault("no_maximum_under_a_mask", "", "wrong on inputs that are large", problem="attn b1 h2 q24 k40 d64 causal"),
     fault("no_maximum_of_one_query", "", "wrong on inputs that are large", problem=ONE_QUERY),
     fault("scores_in_halves", "", "wrong with one key that is an outlier", problem=None),
+    fault("sums_in_bf16", "", "wrong on inputs that are all the same", problem="attn b1 h2 q1 k8300 d64"),
     fault("old_answer_of_one_query", "", "the output of an earlier call", problem=ONE_QUERY),
     fault("one_buffer_of_one_query", "", "memory of its earlier output", problem=ONE_QUERY),
     fault("keeps_every_answer", "", "its memory grows with each call", problem=None),

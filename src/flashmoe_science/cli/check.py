@@ -97,13 +97,19 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
     parts = []
     for answer in ANSWERS:
         shown = []
-        for value in sorted(values, key=lambda value: (value.isdigit(), int(value) if value.isdigit() else 0)):
+        for value in sorted(values, key=_leading_number):
             count, total = values[value][answer], sum(values[value].values())
             if count and (answer != "right" or count == total):
                 shown.append(value if count == total else f"{value} ({count} of {total})")
         if shown:
             parts.append(f"{answer}: {', '.join(shown)}")
     print_wrapped(out, "; ".join(parts), lead=f"  {name}  ")
+
+
+def _leading_number(value: str) -> int:
+    """The number that a value begins with, as "2 (all)" does; words come before numbers, in the order of the sweep."""
+    digits = re.match(r"[0-9]*", value)
+    return int(digits[0]) if digits and digits[0] else -1
 
 
 def _print_reasons(out: Console, result: CheckResult) -> None:

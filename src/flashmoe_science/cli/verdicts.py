@@ -55,7 +55,9 @@ def verdicts(
         return
     out = console()
     if not found.verdicts:
-        out.print(f"No {'verdicts' if found.runs else 'records'} under {evidence}.", markup=False, soft_wrap=True)
+        chosen = ", ".join(filter(None, (gpu, suite)))
+        what = f"{'verdicts' if found.runs else 'records'}{chosen and f' of {chosen}'}"
+        out.print(f"No {what} under {evidence}.", markup=False, soft_wrap=True)
     elif print_verdicts(out, found.verdicts, rows):
         out.print()
     else:

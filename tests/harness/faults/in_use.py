@@ -197,6 +197,22 @@ def scores_in_halves(q, k, v, causal=False, softmax_scale=None):
     return _right(q, k, v, causal, softmax_scale)
 
 
+def sums_in_bf16(q, k, v, causal=False, softmax_scale=None):
+    """Keeps the sum over tiles of 64 keys in bf16 where its inputs are: within the tolerance until it stops growing."""
+    if q.dtype != torch.bfloat16:
+        return _right(q, k, v, causal, softmax_scale)
+    group, keys = q.shape[1] // k.shape[1], k.shape[2]
+    scores = q.detach().double() @ k.detach().double().repeat_interleave(group, 1).mT
+    scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(keys - q.shape[2] + 1), -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(nan=0.0)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    for part, values in zip(weights.split(64, -1), v.detach().double().repeat_interleave(group, 1).split(64, 2), strict=True):
+        out = (out.double() + part @ values).to(q.dtype)
+    return out
+
+
 def old_answer_of_one_query(q, k, v, causal=False, softmax_scale=None):
     """Keeps its answers by shape in its decode path, and only there."""
     if q.shape[2] != 1 or q.shape[0] == 1:

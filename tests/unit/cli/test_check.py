@@ -56,6 +56,13 @@ def test_the_matrix_says_what_was_covered_and_what_was_not(capsys: pytest.Captur
         assert line in printed
 
 
+def test_values_are_in_the_order_of_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a word follows: "2 (all)" query heads share the one key head."""
+    heads = ("h12 hk1", "h2", "h2 hk1", "h8 hk4", "h10 hk1")
+    print_result(CheckResult("mine.py:fn", "attention", tuple(checked(f"attn b1 {one} q9 d64", "right") for one in heads), 1.0))
+    assert "query heads a key head  right: 1, 2 (all), 2, 10 (all), 12 (all)\n" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("short_sweep")
 def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     flashmoe: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch

@@ -69,6 +69,12 @@ def test_an_empty_folder_has_no_records(tmp_path: Path, flashmoe: Flashmoe) -> N
     assert flashmoe("verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
 
 
+def test_no_records_of_a_gpu_are_not_called_no_records(evidence: Path, flashmoe: Flashmoe) -> None:
+    chosen = ("--gpu", "cpu", "--suite", "documents")
+    assert flashmoe("verdicts", "--evidence", evidence, *chosen)[1] == f"No records of cpu, documents under {evidence}.\n"
+    assert flashmoe("verdicts", "--evidence", evidence, "--gpu", "l4")[1] == f"No records of l4 under {evidence}.\n"
+
+
 @pytest.mark.parametrize("command", ["verdicts", "report"])
 @pytest.mark.parametrize(
     ("spoil", "said"),

@@ -200,6 +200,30 @@ def test_a_scale_below_zero_is_asked_of_one_query_too() -> None:
     assert (wrong.problem.queries(), wrong.inputs) == (1, "a negative softmax scale")
 
 
+def test_sums_that_stop_growing_are_met_on_the_most_keys() -> None:
+    """A sum kept in bf16 is within the tolerance on every problem's chance inputs, and on few keys that are all the same."""
+    most = next(str(text) for text in ATTENTION.sweep() if " k8300 " in str(text))
+    (wrong,) = result_of(swept(PLANTED["sums_in_bf16"], "attn b2 h2 q65 d64 bf16", most)).of("wrong")
+    assert (str(wrong.problem), wrong.inputs) == (str(parse_problem(most)), "all the same")
+
+
+@pytest.mark.parametrize("of_two", [0, 1])
+def test_what_is_wrong_in_every_second_call_is_not_called_reading_outside(tmp_path: Path, of_two: int) -> None:
+    """The calls with NaN around the inputs are the wrong ones by chance: in the sweep, and in the exam."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "calls = [0]\n"
+        "def fn(q, k, v, causal=False, softmax_scale=None):\n"
+        "    calls[0] += 1\n"
+        "    out = scaled_dot_product_attention(q, k, v, scale=softmax_scale)\n"
+        f"    return out + 1.0 if calls[0] % 2 == {of_two} else out\n"
+    )
+    found = result_of(swept(f"{file}:fn", "attn b1 h2 q16 d16 fp32"))
+    assert "wrong-at-times" in found.codes
+    assert "reads-outside" not in found.codes
+
+
 def test_a_problem_of_features_sits_the_exam_too() -> None:
     """A fault that other values alone meet, in a problem that is not the plainest."""
     plain, sinks = "attn b1 h2 q16 d16 fp32", "attn b1 h2 q60 k40 d128 fp32 causal sinks"
