@@ -192,6 +192,16 @@ def test_no_tokens_give_gradients_of_zero() -> None:
             assert not gradient.any()
 
 
+def test_no_tokens_of_width_1_give_gradients_of_zero() -> None:
+    """PyTorch gives their rows a stride of 0, which its grouped product does not take."""
+    none = torch.empty(0, 1), torch.randn(E, 1, 2 * F), torch.randn(E, F, 1), torch.rand(0, K)
+    every = [one.requires_grad_() for one in none]
+    out = fm.fused_moe(*every, torch.zeros(0, K, dtype=torch.int64), transposed=True, kernel="grouped_mm")
+    for one, gradient in zip(every, torch.autograd.grad(out.sum(), every), strict=True):
+        assert gradient.shape == one.shape
+        assert not gradient.any()
+
+
 def test_equal_calls_give_equal_bits() -> None:
     given = arguments(torch.bfloat16, bias=True)
     every = leaves(given)
