@@ -313,14 +313,17 @@ def test_explain_names_what_serves_the_backward() -> None:
         fm.fused_moe(**given, kernel="grouped_mm_train")
 
 
-def test_a_result_is_no_view() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_result_is_no_view(recompute: bool) -> None:
     """Of one FSDP2 warns: an operation in place on it would drop the hook that gathers weights for the backward."""
     given = arguments()
     leaves(given)
     batched = {name: given[name].unflatten(0, (2, -1)) for name in ("hidden_states", "top_k_weights", "top_k_ids")}
-    out = fm.fused_moe(**given | batched)
-    assert out.shape == (2, T // 2, H)
-    assert not out._is_view()
+    for of_call, shape in ((given, (T, H)), (given | batched, (2, T // 2, H))):
+        out = fm.fused_moe(**of_call, recompute=recompute)
+        assert out.shape == shape
+        assert not out._is_view()
+        out.mul_(2)
 
 
 class Apart(torch.nn.Module):
