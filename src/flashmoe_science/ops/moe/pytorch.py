@@ -241,7 +241,8 @@ def products(rows: torch.Tensor, weights: torch.Tensor | _Dequantised, of: Rows)
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=of.ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
-        out = torch.where((of.expert == expert)[:, None], rows @ weight.T, out)
+        mine = (of.expert == expert)[:, None]
+        out = torch.where(mine, torch.where(mine, rows, 0.0) @ weight.T, out)  # 0 times other rows may be NaN in a gradient
     return out
 
 
@@ -250,7 +251,8 @@ def sums_of_products(left: torch.Tensor, right: torch.Tensor, of: Rows, like: to
     if like.stride(1) == 1 < like.stride(2):
         return sums_of_products(right, left, of, like.mT).mT
     if not _is_grouped(left.mT, right):
-        return torch.stack([torch.where((of.expert == one)[:, None], left, 0.0).T @ right for one in range(like.shape[0])])
+        mine = ((of.expert == one)[:, None] for one in range(like.shape[0]))
+        return torch.stack([torch.where(one, left, 0.0).T @ torch.where(one, right, 0.0) for one in mine])
     made = F.grouped_mm(left.mT, right, offs=of.ends)
     return made.masked_fill_((of.ends.diff(prepend=of.ends.new_zeros(1)) == 0)[:, None, None], 0.0)  # unwritten on some GPUs
 
@@ -280,9 +282,9 @@ def _lacks_gradients(rows: torch.Tensor, weights: torch.Tensor) -> bool:
 def _is_laid_out(one: torch.Tensor) -> bool:
     """Whether the last two dimensions are rows or columns that do not overlap, and strides are multiples of 16 bytes."""
     (rows, columns), (*outer, down, across) = one.shape[-2:], one.stride()
-    if down == 1 and across >= rows:
+    if down == 1 and across >= max(1, rows):
         outer.append(across)
-    elif across == 1 and down >= columns:
+    elif across == 1 and down >= max(1, columns):
         outer.append(down)
     else:
         return False

@@ -123,3 +123,11 @@ def test_the_log_sum_exp_of_nothing_is_part_of_the_graph(queries: int, keys: int
     for one in (out, lse):
         (gradient,) = torch.autograd.grad(one.sum(), q)
         assert torch.equal(gradient, torch.zeros_like(q))
+
+
+def test_a_log_sum_exp_may_be_changed_in_place() -> None:
+    q = randn(2, 4, 3, 16).requires_grad_()
+    lse = pytorch_attention(Tensors(q, q, q), Options(return_lse=True), None)[1]
+    assert lse is not None
+    (right,) = torch.autograd.grad(2 * lse.sum(), q, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(lse.mul_(2).sum(), q)[0], right)

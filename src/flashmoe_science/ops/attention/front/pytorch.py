@@ -214,8 +214,8 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first + offset)
             scores = scores.masked_fill_(~visible, float("-inf"))
         empty = (scores == -torch.inf).all(-1)  # which has no gradient, and else would have NaN
-        chunks.append(scores.masked_fill(empty[..., None], 0.0).logsumexp(-1).masked_fill(empty, -torch.inf))
-    return torch.cat(chunks, dim=-1).flatten(1, 2)
+        chunks.append(scores.masked_fill(empty[..., None], 0.0).logsumexp(-1).masked_fill(empty, -torch.inf).flatten(1, 2))
+    return torch.cat(chunks, dim=-1)
 
 
 class _LogSumExp(torch.autograd.Function):

@@ -88,7 +88,7 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
         launch = made if in_place else lambda *given: made(*dense(Tensors(*given)))
     if in_place or saves_z:
         return launch
-    return lambda *given: launch(*views_of(Tensors(*given), options)).view(shape)
+    return lambda *given: unviewed(launch(*views_of(Tensors(*given), options)), shape)
 
 
 def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:

@@ -92,7 +92,7 @@ def out_of_layout(layout: Layout, gate_up: tuple[Any, ...], down: tuple[Any, ...
     check_projections(*sizes)
     group = 32 if any(one % 128 for one in groups) else 128
     first, second = (_repacked(layout, one // group, *given[:3]) for one, given in zip(groups, (gate_up, down), strict=True))
-    eight = packed(torch.full((8,), 8)).to(first.codes.device)
+    eight = packed(torch.full((8,), 8, device=first.codes.device))
     if all(one.zero_point is None or bool((one.zero_point == eight).all()) for one in (first, second)):
         return _arguments(first._replace(zero_point=None), second._replace(zero_point=None), f"int4_g{group}")
     return _arguments(first, second, f"int4_g{group}_zero")
@@ -132,7 +132,7 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> tuple[
             raise ValueError(
                 f"{name}_g_idx has shape {tuple(g_idx.shape)}; it must be {[experts, rows]}, the group of each row"
             )
-        if not torch.equal(g_idx.cpu().long(), (torch.arange(rows) // group).expand(experts, -1)):
+        if not torch.equal(g_idx.cpu().long(), (torch.arange(rows, device="cpu") // group).expand(experts, -1)):
             raise ValueError(f"{name}_g_idx is of another order (desc_act); it must be row // {group} of every expert, or None")
     return group, (experts, columns, rows)
 

@@ -24,7 +24,7 @@ def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.
     wide = torch.promote_types(router_logits.dtype, torch.float32)
     probabilities = torch.softmax(router_logits.to(wide), -1).reshape(-1, experts)
     tokens = max(probabilities.shape[0], 1)
-    return experts * (expert_load(top_k_ids, experts) / tokens * (probabilities.sum(0) / tokens)).sum()
+    return experts * (expert_load(top_k_ids, experts).to(wide) / tokens * (probabilities.sum(0) / tokens)).sum()
 
 
 def z_loss(router_logits: torch.Tensor) -> torch.Tensor:

@@ -192,6 +192,16 @@ def test_no_tokens_give_gradients_of_zero() -> None:
             assert not gradient.any()
 
 
+def test_no_tokens_of_width_1_give_gradients_of_zero() -> None:
+    """PyTorch gives their rows a stride of 0, which its grouped product does not take."""
+    none = torch.empty(0, 1), torch.randn(E, 1, 2 * F), torch.randn(E, F, 1), torch.rand(0, K)
+    every = [one.requires_grad_() for one in none]
+    out = fm.fused_moe(*every, torch.zeros(0, K, dtype=torch.int64), transposed=True, kernel="grouped_mm")
+    for one, gradient in zip(every, torch.autograd.grad(out.sum(), every), strict=True):
+        assert gradient.shape == one.shape
+        assert not gradient.any()
+
+
 def test_equal_calls_give_equal_bits() -> None:
     given = arguments(torch.bfloat16, bias=True)
     every = leaves(given)
@@ -303,14 +313,17 @@ def test_explain_names_what_serves_the_backward() -> None:
         fm.fused_moe(**given, kernel="grouped_mm_train")
 
 
-def test_a_result_is_no_view() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_result_is_no_view(recompute: bool) -> None:
     """Of one FSDP2 warns: an operation in place on it would drop the hook that gathers weights for the backward."""
     given = arguments()
     leaves(given)
     batched = {name: given[name].unflatten(0, (2, -1)) for name in ("hidden_states", "top_k_weights", "top_k_ids")}
-    out = fm.fused_moe(**given | batched)
-    assert out.shape == (2, T // 2, H)
-    assert not out._is_view()
+    for of_call, shape in ((given, (T, H)), (given | batched, (2, T // 2, H))):
+        out = fm.fused_moe(**of_call, recompute=recompute)
+        assert out.shape == shape
+        assert not out._is_view()
+        out.mul_(2)
 
 
 class Apart(torch.nn.Module):

@@ -93,6 +93,18 @@ def test_symmetric_checkpoints_have_no_zero_points(layout: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(fm.dequantize_experts(**made, dtype=torch.float64), right, strict=True))
 
 
+def test_the_default_device_has_no_part_in_it() -> None:
+    packed, _ = both("gptq", zero=range(8, 9))
+    sizes = {"gate_up_g_idx": H, "down_g_idx": WIDTH}
+    orders = {name: (torch.arange(rows) // 32).expand(len(packed[0]), -1) for name, rows in sizes.items()}
+    torch.set_default_device("meta")
+    try:
+        made = fm.repack_experts("gptq", *packed, **orders)
+    finally:
+        torch.set_default_device(None)
+    assert made["weight_format"] == "int4_g32"
+
+
 def test_zero_points_of_0_are_gptq_s_first_version_s_too_as_gptqmodel_writes_them() -> None:
     """It subtracts one of each in one subtraction of 32 bits, with what that borrows."""
     packed, right = both("gptq_v2", zero=range(16))

@@ -111,6 +111,21 @@ def test_the_losses_are_the_formulas_of_switch_and_st_moe(top_k: int, skew: floa
         assert z_loss(half) == z_loss(half.float())
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_balance_loss_does_not_depend_on_the_default_dtype(default: torch.dtype) -> None:
+    logits = torch.randn(1001, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = logits.topk(3)[1]
+    right = 8 * (ids.flatten().bincount().double() * logits.softmax(-1).sum(0)).sum() / 1001**2
+    torch.set_default_dtype(default)
+    try:
+        wide, narrow = balance_loss(logits, ids), balance_loss(logits.float(), ids)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (wide.dtype, narrow.dtype) == (torch.float64, torch.float32)
+    assert wide.item() == pytest.approx(right.item(), rel=1e-13)
+    assert narrow.item() == pytest.approx(right.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("way", GRADIENTS)
 def test_the_losses_gradients_are_added_to_the_routers(way: str) -> None:
     logits = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
