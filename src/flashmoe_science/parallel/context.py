@@ -265,5 +265,8 @@ def _facts(
     names = ("mask", "window_left", "window_right", "softcap", "deterministic")
     facts.update({name: getattr(call.options, name) for name in names})
     facts |= {"softmax_scale": call.softmax_scale, "s_aux is None": call.sinks is None, "max_seqlen": call.max_seqlen}
+    facts["s_aux.requires_grad"] = call.sinks is not None and call.sinks.requires_grad
+    kind = q.device.type  # under autocast other bytes travel
+    facts["the dtype of torch.autocast"] = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
     facts["cu_seqlens"] = None if call.cu_seqlens is None else call.cu_seqlens.tolist()
     return facts

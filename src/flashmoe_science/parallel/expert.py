@@ -146,6 +146,7 @@ def _agreed(
         whole = _whole(parts, others[0], arguments) if pair else parts[0]
         _check_call((x, whole, *others), arguments, workspace, combine)
         facts |= _facts((x, whole, *others), arguments, combine) if compare else {}
+        facts["max_tokens of the workspace"] = workspace.max_tokens
         tensors = (x, tuple(parts) if pair else whole, *others)
     return tensors, dict(islice(arguments.items(), len(given), None))
 
@@ -201,6 +202,7 @@ def _facts(tensors: tuple[torch.Tensor, ...], arguments: dict[str, Any], combine
     facts |= {f"{name}.requires_grad": one.requires_grad for name, one in zip(names, tensors, strict=False)}
     facts |= {f"the shape of {name}": tuple(one.shape) for name, one in zip(names[1:3], tensors[1:3], strict=True)}
     facts |= {f"{name} is None": arguments[name] is None for name in _OPTIONAL}
+    facts |= {f"{name}.requires_grad": one.requires_grad for name in _OPTIONAL if (one := arguments[name]) is not None}
     return facts | {name: arguments[name] for name in Options._fields}
 
 

@@ -311,6 +311,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("s_aux is a list", (q, k, k), {"s_aux": [0.0] * 4 if rank == 1 else torch.zeros(4)}),
         ("s_aux has dtype torch.int32", (q, k, k), {"s_aux": torch.zeros(4).to(torch.int32 if rank == 1 else torch.float32)}),
         (f"s_aux is None is False on rank 1 of the group and True on rank 0; {other}", (q, k, k), {"s_aux": one_sink}),
+        ("s_aux.requires_grad is True on rank 1", (q, k, k), {"s_aux": torch.zeros(4).requires_grad_(rank == 1)}),
     ]
     wrong = refused(lambda: ContextWorkspace(group, 1 << 20), "the group's backend is gloo, and not nccl")
     wrong += refused(lambda: ContextWorkspace(group, 0), "max_bytes")
@@ -320,6 +321,10 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     wrong += refused(lambda: unshard(q, torch.ones(2) if rank == 1 else 1, group), "it must be an integer")
     for words, qkv, more in calls:
         wrong += refused(partial(context_attention, *qkv, **{"group": group, **more}), words)
+    with torch.autocast("cpu", torch.bfloat16, enabled=rank == 1):
+        wrong += refused(
+            lambda: context_attention(q, k, k, group=group), "autocast is torch.bfloat16 on rank 1 of the group and None"
+        )
     return wrong
 
 

@@ -346,7 +346,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     twice = {name: given[name].repeat(2, 1, 1) for name in ("gate_up_local", "down_local")}
     single = {name: given[name].float() for name in names[:4]}
     narrow = {name: given[name][:, :2] for name in names[3:]}
-    theirs = "on rank 1 of the group and"
+    theirs, wider = "on rank 1 of the group and", ExpertWorkspace(**{**sizes, "max_tokens": 9})
     calls: list[tuple[str, dict[str, Any]]] = [
         ("workspace is None; it must be an ExpertWorkspace", {"workspace": None}),
         ("combine is 'sum'; it must be one of exact, reduced", {"combine": "sum"}),
@@ -363,6 +363,8 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("gate_up_proj[0] is a int", {"gate_up_local": (1, 2)}),
         ("gate_up_local is a pair and transposed is True", {"gate_up_local": own.leaves[1].chunk(2, 1), "transposed": True}),
         (f"activation is relu {theirs} silu on rank 0; {other}", {"activation": "relu" if rank == 1 else "silu"}),
+        (f"max_tokens of the workspace is 9 {theirs}", {"workspace": wider if rank == 1 else workspace}),
+        (f"down_bias.requires_grad is True {theirs}", {"down_bias": down[:, :, 0].detach().requires_grad_(rank == 1)}),
         (f"hidden.requires_grad is True {theirs} False on rank 0; {other}", {"hidden": x.clone().requires_grad_(rank == 1)}),
         (
             "top_k_ids has dtype" if rank == 0 else "rank 0 of the group refuses the call: top_k_ids has dtype",
