@@ -254,6 +254,7 @@ SWEPT = (
     fault("moe_no_bias_in_prefill", "", "maximum error", problem="moe t140 e40 k4 d64 f96 bf16 bias"),
     fault("moe_other_activation_in_prefill", "", "it is right for silu", problem="moe t140 e40 k4 d64 f96 bf16 clamped"),
     fault("moe_scales_of_16_experts", "", "maximum error", problem="moe t140 e40 k4 d64 f96 bf16 w:fp8_channel"),
+    fault("gradients_summed_in_16_bits", "", "inputs that are all the same: dv", problem="attnbwd b1 h1 q1030 k33 d16"),
     fault("gradient_of_the_first_backward", "", "wrong with one gradient at a time, by a second", problem=None),
     fault("gradient_of_k_where_v_has_none", "", "wrong with one gradient at a time, by a second", problem=None),
     fault("expert_gradient_of_the_first_backward", "", "wrong with one gradient at a time, by a second", problem=None),

@@ -284,10 +284,12 @@ def _plainest(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _longest(problems: Sequence[Problem]) -> list[Problem]:
-    """The problem with the longest loop: where inputs are all the same, sums that are kept in 16 bits stop growing there. On
-    chance inputs they are off by less than the rounding floor of a mean of many values."""
+    """The problem with the longest loop, and the one with the most queries, over which gradients of keys are summed: where
+    inputs are all the same, sums that are kept in 16 bits stop growing there. On chance inputs they are off by less than the
+    rounding floor of a mean of many values."""
     walks = {one: walk for one in problems if (walk := one.walk()) is not None}
-    return [max(walks, key=lambda one: walks[one].steps)] if walks else []
+    longest = [max(walks, key=lambda one: walks[one].steps)] if walks else []
+    return list(dict.fromkeys((*longest, max(problems, key=lambda one: one.queries()))))
 
 
 def _with_variant(exam: Exam, variant: str) -> Finding:
