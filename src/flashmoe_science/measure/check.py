@@ -289,7 +289,7 @@ def _longest(problems: Sequence[Problem]) -> list[Problem]:
     rounding floor of a mean of many values."""
     walks = {one: walk for one in problems if (walk := one.walk()) is not None}
     longest = [max(walks, key=lambda one: walks[one].steps)] if walks else []
-    return list(dict.fromkeys((*longest, max(problems, key=lambda one: one.queries()))))
+    return list(dict.fromkeys((*longest, max(problems, key=lambda one: one.queries() or 0))))
 
 
 def _with_variant(exam: Exam, variant: str) -> Finding:
