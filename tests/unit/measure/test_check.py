@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations, product
@@ -208,8 +209,11 @@ def test_sums_that_stop_growing_are_met_on_the_most_keys() -> None:
 
 
 @pytest.mark.parametrize("of_two", [0, 1])
-def test_what_is_wrong_in_every_second_call_is_not_called_reading_outside(tmp_path: Path, of_two: int) -> None:
+def test_what_is_wrong_in_every_second_call_is_not_called_reading_outside(
+    tmp_path: Path, of_two: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The calls with NaN around the inputs are the wrong ones by chance: in the sweep, and in the exam."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # to which the file's folder is added
     file = tmp_path / "mine.py"
     file.write_text(
         "from torch.nn.functional import scaled_dot_product_attention\n"

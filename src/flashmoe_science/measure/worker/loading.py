@@ -47,7 +47,6 @@ def file_of(spec: Spec) -> Path | None:
     """The file that a function would be loaded from, found without running any of it; None where there is none."""
     if spec.is_file:
         return Path(spec.source)
-    importlib.invalidate_caches()  # a file may be younger than what importers have seen of its folder
     places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
     found, name = None, ""
     for part in spec.source.split("."):
