@@ -6,11 +6,11 @@ two in one accumulator. Of one whose result has the columns each slice has an ac
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout
 
 
 @gluon.jit
@@ -68,20 +68,14 @@ def wait_for_columns(pending: gl.constexpr, acc):
         return done
 
 
-@gluon.constexpr_function
-def layout_of(columns: int, warps: int = 4) -> Any:
-    """The layout of an accumulator of 16 rows for each of ``warps``."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
-
-
 @gluon.jit
 def no_columns(ROWS: gl.constexpr, WIDTH: gl.constexpr, SECOND: gl.constexpr, WARPS: gl.constexpr = 4):
     """Accumulators of a tile's columns before the first product, [ROWS, width]."""
     if SECOND == 0:
-        return (gl.zeros([ROWS, WIDTH], gl.float32, layout_of(WIDTH, WARPS)),)
+        return (gl.zeros([ROWS, WIDTH], gl.float32, accumulator_layout(WIDTH, WARPS)),)
     else:
-        first = gl.zeros([ROWS, WIDTH // 2], gl.float32, layout_of(WIDTH // 2, WARPS))
-        return first, gl.zeros([ROWS, SECOND], gl.float32, layout_of(SECOND, WARPS))
+        first = gl.zeros([ROWS, WIDTH // 2], gl.float32, accumulator_layout(WIDTH // 2, WARPS))
+        return first, gl.zeros([ROWS, SECOND], gl.float32, accumulator_layout(SECOND, WARPS))
 
 
 @gluon.jit

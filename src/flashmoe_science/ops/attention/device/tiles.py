@@ -19,9 +19,19 @@ NO_PAGE = gl.constexpr(2**30)  # of which a copy makes zeros
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns: int) -> Any:
-    """The layout of an accumulator of warpgroup_mma, of a warpgroup's 64 rows."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def accumulator_layout(columns: int, warps: int = 4) -> Any:
+    """The layout of an accumulator of warpgroup_mma, of 16 rows for each of ``warps``."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def in_turn_of_threads(x):
+    """What a warpgroup's product gives, [64, columns], as [columns / 2, 128]: of every 8 columns the 4 numbers of one thread
+    after those of another. So they are stored 16 bytes at once and to all banks; in rows, two threads' would meet in one bank.
+    The 4 are two columns of a row and of the eighth after it (PTX ISA, "wgmma.mma_async.m64nNk16")."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    parts = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, eight rows, row, eight columns, pair of columns, column
+    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
 
 
 class Origin(NamedTuple):

@@ -14,14 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
-    in_turn_of_threads,
     place_of,
     seen,
     steps_of,
     write_keys,
 )
 from flashmoe_science.ops.attention.device.band import KEYS
-from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, in_turn_of_threads
 
 HALVES = gl.constexpr(4)  # slots of dS, of half a tile of queries
 

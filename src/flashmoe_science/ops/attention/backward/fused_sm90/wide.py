@@ -15,14 +15,13 @@ from flashmoe_science.ops.attention.backward.columns import scaled, slices, star
 from flashmoe_science.ops.attention.backward.fused_sm90.work import (
     PRODUCT,
     SLOTS,
-    in_turn_of_threads,
     place_of,
     seen,
     steps_of,
     write_keys,
 )
 from flashmoe_science.ops.attention.device.band import KEYS
-from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, unfolded
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, in_turn_of_threads, unfolded
 from flashmoe_science.ops.attention.device.wide import in_parts, no_wide_output, start_wide_output, to_wide_operand
 
 

@@ -108,16 +108,6 @@ def seen(p, tile, first_query, work, PART: gl.constexpr):
 
 
 @gluon.jit
-def in_turn_of_threads(dq):
-    """What a product gives for dQ, [PRODUCT, columns], as [columns / 2, 128]: of every 8 columns the 4 numbers of one thread
-    after those of another. So they are stored 16 bytes at once and to all banks; in rows, two threads' would meet in one bank.
-    finish.py undoes it. The 4 are two columns of a row and of the eighth after it (PTX ISA, "wgmma.mma_async.m64nNk16")."""
-    COLUMNS: gl.constexpr = dq.shape[1]
-    parts = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, eight rows, row, eight columns, pair of columns, column
-    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
-
-
-@gluon.jit
 def write_keys(
     dk, dv, descs, smem, work, PART: gl.constexpr, SECOND_QK: gl.constexpr = 0, SECOND_V: gl.constexpr = 0
 ):  # fmt: skip

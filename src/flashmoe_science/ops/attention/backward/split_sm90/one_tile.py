@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashmoe_science.ops.attention.backward.columns import (
     keep,
-    layout_of,
     load_kept,
     no_columns,
     put,
@@ -35,7 +34,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.work import (
 )
 from flashmoe_science.ops.attention.device.band import KEYS, origin_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
-from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, coordinates, in_turn_of_threads
 from flashmoe_science.ops.gluon_bridge import barrier, tma_store
 
 
@@ -56,7 +55,7 @@ def _start(keys, tiles, stages, step, SECOND: gl.constexpr):
     STAGES: gl.constexpr = tiles.shape[0]
     BLOCK_M: gl.constexpr = tiles.shape[-2]
     mbarrier.wait(stages.full.index(step % STAGES), step // STAGES & 1)
-    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, layout_of(BLOCK_M))
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
     return start_over_slices(keys, as_matrix(tiles, step % STAGES), zeros, SECOND)
 
 
@@ -64,26 +63,17 @@ def _start(keys, tiles, stages, step, SECOND: gl.constexpr):
 def _first(keys, tiles, stages, last, SECOND: gl.constexpr):
     """The same of the first step, waited for; zeros where there is no step."""
     BLOCK_M: gl.constexpr = tiles.shape[-2]
-    product = gl.zeros([KEYS, BLOCK_M], gl.float32, layout_of(BLOCK_M))
+    product = gl.zeros([KEYS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
     if last >= 0:
         product = warpgroup_mma_wait(0, [_start(keys, tiles, stages, 0, SECOND)])
     return product
 
 
 @gluon.jit
-def _in_turn_of_threads(p):
-    """P as a product gives it, [KEYS, BLOCK_M], as [BLOCK_M / 2, 128]: of 8 columns the 4 numbers of a thread after those of
-    another, which are stored and read 16 bytes at once (PTX ISA, "wgmma.mma_async.m64nNk16")."""
-    COLUMNS: gl.constexpr = p.shape[1]
-    parts = p.reshape([4, 2, 8, COLUMNS // 8, 4, 2])  # warp, eight rows, row, eight columns, pair of columns, column
-    return parts.permute((3, 0, 2, 4, 1, 5)).reshape([COLUMNS // 2, 128])
-
-
-@gluon.jit
 def _load_p(p_smem, layout: gl.constexpr):
-    """What ``_in_turn_of_threads`` was stored of."""
+    """P of the other consumer, [KEYS, BLOCK_M], which stored it as ``in_turn_of_threads`` gives it."""
     COLUMNS: gl.constexpr = p_smem.shape[0] * 2
-    turn: gl.constexpr = _in_turn_of_threads(gl.zeros([KEYS, COLUMNS], gl.float32, layout)).type.layout
+    turn: gl.constexpr = in_turn_of_threads(gl.zeros([KEYS, COLUMNS], gl.float32, layout)).type.layout
     parts = p_smem.load(turn).reshape([COLUMNS // 8, 4, 8, 4, 2, 2])
     return gl.convert_layout(parts.permute((1, 4, 2, 0, 3, 5)).reshape([KEYS, COLUMNS]), layout, assert_trivial=True)
 
@@ -102,7 +92,7 @@ def _step_of_dv(
         mbarrier.wait(barriers.douts.full.index(stage), step // STAGES & 1)
         dv = start_columns(of_dv, as_matrix(smem.dout, stage), dv, SECOND.dv, True)
     mbarrier.wait(barriers.p.empty.index(0), step & 1 ^ 1)
-    smem.p.store(_in_turn_of_threads(p))
+    smem.p.store(in_turn_of_threads(p))
     mbarrier.arrive(barriers.p.full.index(0))
     s = _start(k, smem.q, barriers.queries, gl.minimum(step + 1, last), SECOND.qk)
     if descs.v is not None:
@@ -184,7 +174,7 @@ def _values(smem, SECOND: gl.constexpr):
     """V for dP, in slices: in registers to 192 columns, which dK then leaves; shared memory is read less."""
     v = slices(as_matrix(smem.v, 0), SECOND)
     if SECOND > 0:
-        operand: gl.constexpr = gl.DotOperandLayout(0, layout_of(smem.q.shape[-2]), 2)
+        operand: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(smem.q.shape[-2]), 2)
         return v[0].load(operand), v[1].load(operand)
     else:
         return v

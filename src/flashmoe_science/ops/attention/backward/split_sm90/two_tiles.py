@@ -8,7 +8,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flashmoe_science.ops.attention.backward.columns import (
     keep,
-    layout_of,
     load_kept,
     no_columns,
     put,
@@ -28,7 +27,7 @@ from flashmoe_science.ops.attention.backward.split_sm90.work import (
 )
 from flashmoe_science.ops.attention.device.band import KEYS, origin_of
 from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
-from flashmoe_science.ops.attention.device.tiles import as_matrix, coordinates, unfolded
+from flashmoe_science.ops.attention.device.tiles import accumulator_layout, as_matrix, coordinates, unfolded
 from flashmoe_science.ops.gluon_bridge import barrier, tma_store
 
 
@@ -44,7 +43,7 @@ def _step(
     """
     STAGES: gl.constexpr = smem.q.shape[0]
     BLOCK_M: gl.constexpr = smem.q.shape[-2]
-    layout: gl.constexpr = layout_of(BLOCK_M)
+    layout: gl.constexpr = accumulator_layout(BLOCK_M)
     stage = step % STAGES
     q, dout = as_matrix(smem.q, stage), as_matrix(smem.dout, stage)  # [BLOCK_M, D], [BLOCK_M, DV]
     place = unfolded(PART, step, smem.k.shape[-1] > 128)

@@ -117,8 +117,9 @@ def _time_of(wave: Wave, waves: Waves, sizes: Sizes, sm_count: int) -> float:
 
 
 def _time_of_keys(wave: Wave, sizes: Sizes, sm_count: int, share: float, besides: float) -> float:
-    """Steps of the first kernel, whose programs start by length, the longest first, and take ``besides`` their steps. An SM has
-    the mean of them, and a last one that others do not wait for; some SM has n + 1 as long as the n-th round's first."""
+    """Steps of the first kernel, whose programs start by length, the longest first, and take ``besides`` more than their steps.
+    It takes the mean over SMs and a tenth of a whole program; and no less than n + 1 times the first program of round n, as the
+    SM that runs it has run n before, none of them shorter."""
     programs = wave.heads * max(wave.seen, 1)
     rounds = cdiv(programs, sm_count)
     if share == 1.0:
