@@ -47,6 +47,8 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
         ("attn b2 h16 q3000 k5001 d192 dv128 bf16 causal", 0 if machine_code.VERSION == "3.6" else 8),
         pytest.param("attn b4 h32 q6000 d64 bf16 causal packed", 0, marks=NEWER),
+        pytest.param("attn b8 h16 q4096 d192 dv128 bf16 causal packed", 0, marks=pytest.mark.one_triton),
+        pytest.param("attn b8 h16 q4096 d160 bf16 causal packed page64", 8, marks=REDUNDANT),
         ("attn b2 h16 q512 k513 d96 bf16 causal", 0),
         *(
             pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 40 if width == "d160" else 16, marks=REDUNDANT)

@@ -34,12 +34,24 @@ from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 
-@pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class
+@pytest.mark.parametrize(
+    ("sizes", "consumers", "block_n"),
+    [
+        ("b4 h16 q4000 k4050", 2, 128),
+        ("b4 h16 q4096 k8192", 2, 128),  # others of its class have a diagonal that crosses two tiles
+        ("b16 h16 q300 k777", 1, 64),
+        ("b8 h16 q4096 packed", 2, 128),
+        ("b32 h16 q512 packed", 1, 64),
+        ("b8 h16 q4096 packed left500", 2, 64),  # beside 128 keys its second loop spills
+    ],
+)
 @pytest.mark.parametrize("width", ["d160", "d192 dv128"])
-def test_a_diagonal_at_any_place_has_tiles_of_64_keys(lengths: str, width: str) -> None:
-    """128 keys beside a second mask have not run on a GPU."""
-    one, h200 = parse_problem(f"attn b4 h16 {lengths} {width} bf16 causal"), gpu_named("h200")
-    assert select(one, h200, committed_table(), [kernel.KERNEL], None).config["block_n"] == 64
+def test_wide_heads_have_128_keys_a_tile_from_a_thousand_on(sizes: str, consumers: int, block_n: int, width: str) -> None:
+    words = sizes.split()
+    text = " ".join(["attn", *words[:2], *(word for word in words[2:] if word[0] in "qk"), width, "bf16 causal"])
+    one, h200 = parse_problem(" ".join([text, *(word for word in words[2:] if word[0] in "lp")])), gpu_named("h200")
+    config = select(one, h200, committed_table(), [kernel.KERNEL], None).config
+    assert (config["consumers"], config["block_n"]) == (consumers, block_n)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +357,7 @@ def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None
         of_keys, of_pages = both | {"cu_seqlens_k": cu_k}, both | {"cache_seqlens": used, "page_table": table}
         in_pages = [one.transpose(1, 2) for one in caches]
         found, right = (
-            kernel.run(call_of(one, views[0], *keys, 0.1, True, **lengths), config)
+            kernel.KERNEL.run(call_of(one, views[0], *keys, 0.1, True, **lengths), config)
             for one, keys, lengths in ((paged, in_pages, of_pages), (packed, views[1:], of_keys))
         )
         assert torch.equal(found.out, right.out)
@@ -379,4 +391,4 @@ def test_biases_whose_rows_begin_anywhere(lead: int, apart: int) -> None:
     inputs = call_of(one, q, k, v, 0.125, bias=bias)
     wide = torch.softmax(q.double() @ k.double().mT * 0.125 + bias.double(), -1) @ v.double()
     for config in host.configs(one, gpu):
-        torch.testing.assert_close(kernel.run(inputs, config).out.double(), wide, atol=0.01, rtol=0.01)
+        torch.testing.assert_close(kernel.KERNEL.run(inputs, config).out.double(), wide, atol=0.01, rtol=0.01)

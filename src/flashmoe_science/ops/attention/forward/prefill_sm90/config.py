@@ -116,13 +116,13 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[Shape, ...]:
     short, deep = shape_of(2, 64, 1, 2, own_out=0), shape_of(2, 64, 2, 3, stages_v=2, own_out=0)
     long, lone = shape_of(2, 128, 1, 2, own_out=0), shape_of(1, 64, 1, 2, occupancy=2, own_out=0)
     # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32; a window's second loop
-    # spills then. Packed causal sequences and a diagonal that crosses two tiles have not run so on a GPU.
-    aligned = not problem.causal or (problem.causal_offset == 0 and not is_packed(problem))
-    plain = aligned and not problem.features.window
-    if plain and sum(head_parts(problem.head_dim_v)) <= 160 and tile_bytes(problem, long) <= SHARED_BYTES:
+    # spills then.
+    few_out = sum(head_parts(problem.head_dim_v)) <= 160
+    if few_out and not problem.features.window and tile_bytes(problem, long) <= SHARED_BYTES:
         if tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
-        return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
+        few_keys = 1280 if problem.causal_offset == 0 and not is_packed(problem) else 1024
+        return (lone, long) if problem.causal and problem.seqlen_k < few_keys and not _ragged(problem) else (long, lone)
     return (deep, short) if tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
 
