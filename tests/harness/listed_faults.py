@@ -279,6 +279,8 @@ SWEPT = (
     fault("moe_one_order_of_both", "", "wrong with w1 and w2 in two memory orders", problem=None),
     fault("moe_few_experts_of_fp16", "", "maximum error", problem="moe t128 e256 k5 d72 f20 fp16 transposed"),
     fault("moe_wrong_under_autocast", "", "wrong under torch.autocast", problem=None),
+    fault("moe_sums_in_16_bits", "", "inputs that are all the same", problem="moe t9 e64 k64 d32 f24"),
+    fault("expert_gradients_summed_in_16_bits", "", "dw1: maximum error", problem="moebwd t66000"),
 )
 SWEPT_ON_GPU = (fault("gpu/works_on_the_default_stream", "", "wrong on another stream", problem="attn b1 h2 q128 d64"),)
 

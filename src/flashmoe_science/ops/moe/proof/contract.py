@@ -28,7 +28,7 @@ from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
-from flashmoe_science.ops.moe.proof.inputs import in_format, input_scale, router_logits, touching_every_expert
+from flashmoe_science.ops.moe.proof.inputs import alike, in_format, input_scale, router_logits, touching_every_expert
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_scheme, moe_single_level, routing_oracle
 from flashmoe_science.ops.moe.proof.variants import (
     INPUT_SCALES,
@@ -72,8 +72,8 @@ class SharedContract(Contract):
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
     An id below 0 or past the last is no expert here and adds nothing, one that a token names twice adds twice.
-    Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
-    weights would add is results outside fp16's range, which test nothing.
+    Besides the routing only ``x`` is varied, for "constant" experts too (``alike``), and "tiny" is less tiny here: an expert is
+    quadratic in x, and all that its weights would add is results outside fp16's range, which test nothing.
     """
 
     lists: ClassVar[Any] = suites  # the module of its suites
@@ -234,6 +234,8 @@ class SharedContract(Contract):
             }
         if distribution == "tiny":
             return inputs | {"x": inputs["x"].mul_(_TINY)}
+        if distribution == "constant":
+            inputs = alike(inputs)
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
