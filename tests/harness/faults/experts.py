@@ -220,3 +220,36 @@ def moe_sums_in_16_bits(x, w1, w2, topk_weights, topk_ids):
         one = (x, w1, w2, topk_weights[:, place, None], topk_ids[:, place, None])
         out += _right(*one)
     return out
+
+
+def _routed(logits, top_k):
+    """Weights that sum to one, and ids."""
+    weights, ids = torch.softmax(logits.double(), -1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+@contract("moe")
+def moe_softmax_over_all(x, w1, w2, router_logits, top_k):
+    """Leaves the weights of the chosen experts as a softmax over all has them."""
+    return _right(x, w1, w2, *torch.softmax(router_logits.double(), -1).topk(top_k))
+
+
+@contract("moe")
+def moe_router_of_256_experts(x, w1, w2, router_logits, top_k):
+    """Has room for a row of 256 logits."""
+    return _right(x, w1, w2, *_routed(router_logits[:, :256], top_k))
+
+
+@contract("moe")
+def moe_router_without_the_maximum(x, w1, w2, router_logits, top_k):
+    """Takes exponentials of logits as they come."""
+    logits, ids = router_logits.topk(top_k)
+    weights = logits.exp()
+    return _right(x, w1, w2, weights / weights.sum(-1, keepdim=True), ids)
+
+
+@contract("moe")
+def moe_reads_logits_in_a_row(x, w1, w2, router_logits, top_k):
+    """Reads logits as if tokens followed each other, which a slice's do not."""
+    dense = router_logits.as_strided(router_logits.shape, (router_logits.shape[1], 1))
+    return _right(x, w1, w2, *_routed(dense, top_k))
