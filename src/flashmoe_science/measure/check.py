@@ -285,14 +285,18 @@ def _plainest(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _largest(problems: Sequence[Problem]) -> list[Problem]:
-    """For each size in a problem's text the first problem of 16 bits with the most: the most keys, queries, tokens, experts a
-    token. Where inputs are all the same, sums over these that are kept in 16 bits stop growing. On chance inputs such sums are
-    off by less than the rounding floor of a mean of many values."""
-    of_16_bits = [one for one in problems if one.traits().get("dtype") in ("fp16", "bf16")]
-    sizes = [(name, int(size), one) for one in of_16_bits for name, size in re.findall(r"\b([a-z]+)([0-9]+)\b", str(one))]
-    largest: dict[str, Problem] = {}
-    for name, _, one in sorted(sizes, key=itemgetter(1), reverse=True):
-        largest.setdefault(name, one)
+    """For each dtype of 16 bits and each size in a problem's text the first problem with the most: the most keys, queries,
+    tokens, experts a token. Where inputs are all the same, sums over these that are kept in 16 bits stop growing. On chance
+    inputs such sums are off by less than the rounding floor of a mean of many values."""
+    of_16_bits = [(dtype, one) for one in problems if (dtype := one.traits().get("dtype")) in ("fp16", "bf16")]
+    sizes = (
+        (int(size), (dtype, name), one)
+        for dtype, one in of_16_bits
+        for name, size in re.findall(r"\b([a-z]+)([0-9]+)\b", str(one))
+    )
+    largest: dict[object, Problem] = {}
+    for _, kind, one in sorted(sizes, key=itemgetter(0), reverse=True):
+        largest.setdefault(kind, one)
     return list(dict.fromkeys(largest.values()))
 
 

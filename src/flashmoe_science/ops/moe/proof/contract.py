@@ -103,8 +103,8 @@ class SharedContract(Contract):
         return self.lists.SWEEP  # type: ignore[no-any-return]
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """The sweep, then problems of what ``fn`` has arguments for, the one with most of them last; from logits where it has an
-        argument ``router_logits``."""
+        """The sweep, then problems of what ``fn`` has arguments for, the one with most of them last; from logits where it has
+        an argument ``router_logits``."""
         texts = (*self.sweep(), *self.lists.sweep_of(arguments_of(fn)))
         return tuple(f"{one} logits" for one in texts) if "router_logits" in arguments_of(fn) else texts
 

@@ -100,6 +100,12 @@ def _sliced(made: Made) -> Made:
     return made | {name: torch.cat((one, one.flip(0)), -1)[:, : one.shape[1]] for name, one in given.items()}
 
 
+def _in_columns(made: Made) -> Made:
+    """Tokens as columns in memory, and with them their routing."""
+    given = {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
+    return made | {name: one.T.contiguous().T for name, one in given.items()}
+
+
 def _of_larger_weights(made: Made) -> Made:
     """Weights in no format as slices of larger ones: neither rows nor experts follow each other without gaps."""
     if SCALES[0] in made:
@@ -154,6 +160,7 @@ VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "router logits far from zero": _far_logits,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,
+    "tokens that are columns": _in_columns,
     "experts that are slices of larger ones": _of_larger_weights,
     "views of one flat tensor at an odd address": _of_one_tensor,
     "w1 and w2 in two memory orders": _two_orders,
