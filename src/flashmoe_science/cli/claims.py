@@ -20,7 +20,6 @@ from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.report.tables import claim_table
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.store import Run
 
 _LINES = 4  # of a claim, with what it is about
 _CODES = {"holds": ExitCode.GOOD, "fails": ExitCode.WRONG, "no record": ExitCode.NO_NUMBER}
@@ -70,10 +69,9 @@ def claims(
     path = file or evidence / CLAIMS
     asked = read_claims(path)
 
-    def judged(runs: Sequence[Run]) -> Cached:
-        every = [JudgedRun(run) for run in runs]
-        verdicts = standing(every)
-        return [_plain(judge_claim(claim, verdicts, every)) for claim in asked], np.zeros(0)
+    def judged(runs: Sequence[JudgedRun]) -> Cached:
+        verdicts = standing(runs)
+        return [_plain(judge_claim(claim, verdicts, runs)) for claim in asked], np.zeros(0)
 
     kept, _ = cached(evidence, ("claims", *(claim.model_dump_json() for claim in asked)), judged)
     results = [

@@ -18,7 +18,6 @@ from flashmoe_science.judge import compare as versions_of
 from flashmoe_science.judge.formats import count, microseconds, times, with_interval
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.store import Run
 
 _PIPED_WIDTH = 160  # room for the resources
 _COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
@@ -52,9 +51,9 @@ def compare(
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
 
-    def judged(runs: Sequence[Run]) -> Cached:
-        of = suite_named(suite, [run.header.suite for run in runs], evidence)
-        found = versions_of.compare(versions, [JudgedRun(run) for run in runs if of in (None, run.header.suite)])
+    def judged(runs: Sequence[JudgedRun]) -> Cached:
+        of = suite_named(suite, [one.run.header.suite for one in runs], evidence)
+        found = versions_of.compare(versions, [one for one in runs if of in (None, one.run.header.suite)])
         cells = [(place._asdict() | {"cells": [cell and cell.as_dict() for cell in row]}) for place, row in found.items()]
         totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
         return {"rows": cells, "totals": totals}, np.zeros(0)

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import flashmoe_science
-from flashmoe_science.cli.evidence import machine_named, runs_under, suite_named
+from flashmoe_science.cli.evidence import judged_under, machine_named, suite_named
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.stats import Floats, Interval
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.store import Run, records_under
+from flashmoe_science.store import records_under
 from flashmoe_science.user_cache import user_cache
 
 _PROGRAM = Path(flashmoe_science.__file__).parent
@@ -45,10 +45,10 @@ class Standing(NamedTuple):
 
 def standing_under(folder: Path, gpu: str | None = None, suite: str | None = None) -> Standing:
     """The current verdicts under a folder, of one GPU and one suite where these are named. Raises ValueError as
-    ``runs_under``, ``machine_named`` and ``suite_named`` do."""
+    ``judged_under``, ``machine_named`` and ``suite_named`` do."""
 
-    def judged(runs: Sequence[Run]) -> Cached:
-        rows = standing([JudgedRun(run) for run in runs])
+    def judged(runs: Sequence[JudgedRun]) -> Cached:
+        rows = standing(runs)
         fronts = [row for group in groups(rows) for row in group.front if row.interval is not None]
         place = {id(row): at for at, row in enumerate(fronts)}  # those whose geometric mean is asked for
         plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
@@ -62,19 +62,19 @@ def standing_under(folder: Path, gpu: str | None = None, suite: str | None = Non
     return Standing([row for row in rows if gpu in (None, row.gpu) and suite in (None, row.suite)], wanted)
 
 
-def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[Run]], Cached]) -> Cached:
+def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[JudgedRun]], Cached]) -> Cached:
     """The result of ``judge`` for the runs under a folder, from the cache if it was computed before from the same records by
     the same program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises
-    ValueError."""
+    ValueError as ``judged_under`` does."""
     path = user_cache() / "judged" / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
     with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
         with np.load(path, allow_pickle=False) as found:
             kept = json.loads(found["text"].tobytes()), found["numbers"]
         path.touch()
         return kept
-    runs = runs_under(folder)
+    runs = judged_under(folder)
     made = judge(runs)
-    if not any(run.torn for run in runs):
+    if not any(one.run.torn for one in runs):
         with contextlib.suppress(OSError):
             _write(path, made)
     return json.loads(json.dumps(made[0])), made[1]
@@ -101,8 +101,8 @@ def _digest(folder: Path, words: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _where(run: Run) -> tuple[str, str]:
-    return gpu_name(run.header.environment), run.header.suite
+def _where(one: JudgedRun) -> tuple[str, str]:
+    return gpu_name(one.run.header.environment), one.run.header.suite
 
 
 def _plain(row: Verdict, place: int | None) -> dict[str, Any]:

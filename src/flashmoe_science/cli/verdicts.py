@@ -14,6 +14,7 @@ from rich.table import Table as Grid
 from flashmoe_science.cli.evidence import DEFAULT, Evidence
 from flashmoe_science.cli.judged import standing_under
 from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.judge.formats import count, times
 from flashmoe_science.judge.report.tables import titles_of, verdict_table
 from flashmoe_science.judge.summary import Group, disagreements, groups, of_suites
@@ -35,13 +36,15 @@ def verdicts(
     evidence: Evidence = DEFAULT,
     rows: Rows = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a verdict.")] = False,
-) -> None:
+) -> int:
     """Print what the records say: which kernel is faster than which, by how much and with what certainty.
 
     The summary has a line for each suite. A few verdicts, or all with --rows, are printed one by one. A verdict is about one
     kernel on one problem. Its ratio is the rival's time over the kernel's, with a 95% interval: above 1 the kernel is faster.
     The rival of our kernels is the best peer on that problem; the rival of a peer is our best kernel. A refused row has no
     number and gives the reason. Verdicts are computed from the records, again whenever a record or the program has changed.
+
+    Exit code: 0 there are verdicts, 2 it could not run, 3 there are none.
 
     \b
     Examples:
@@ -50,18 +53,20 @@ def verdicts(
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
     found = standing_under(evidence, gpu, suite)
+    code = ExitCode.GOOD if found.verdicts else ExitCode.NO_NUMBER
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in found.verdicts], indent=1))
-        return
+        return code
     out = console()
     if not found.verdicts:
         chosen = ", ".join(filter(None, (gpu, suite)))
         what = f"{'verdicts' if found.runs else 'records'}{chosen and f' of {chosen}'}"
-        out.print(f"No {what} under {evidence}.", markup=False, soft_wrap=True)
+        out.print(f"{code.word}: no {what} under {evidence}; flashmoe prove makes some", markup=False, soft_wrap=True)
     elif print_verdicts(out, found.verdicts, rows):
         out.print()
     else:
         print_wrapped(out, f"{count(len(found.verdicts), 'verdict')}; one by one: flashmoe verdicts --rows (--suite NAME)")
+    return code
 
 
 def print_verdicts(out: Console, verdicts: Sequence[Verdict], rows: bool = False) -> bool:

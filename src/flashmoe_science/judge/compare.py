@@ -152,8 +152,7 @@ def _version(word: str, runs: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str
         return having, kernel
     names = ", ".join(sorted(judged.run.header.run for judged in runs)[:4])
     kernels = ", ".join(sorted({name for judged in runs for name in judged.kernels})[:12])
-    on_record = f"runs: {names}; kernels: {kernels or 'none'}" if runs else "there are no records"
-    raise ValueError(f"{word!r} names no run, commit or kernel on record; {on_record}")
+    raise ValueError(f"{word!r} names no run, commit or kernel on record; runs: {names}; kernels: {kernels or 'none'}")
 
 
 def _runs_named(word: str, runs: Sequence[JudgedRun]) -> list[JudgedRun]:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from flashmoe_science.exit_codes import ExitCode
@@ -212,7 +213,7 @@ class Sweep:
             for name in (name for name in self.opened.distributions if name in DISTRIBUTIONS):
                 self._add(right, DISTRIBUTIONS[name], partial(Exam.one_call, distribution=name))
             served = [one.problem for one in ran if one.answer == "right"]
-            for problem in (one for one in _longest(served) if one != right and "constant" in self.opened.distributions):
+            for problem in (one for one in _largest(served) if one != right and "constant" in self.opened.distributions):
                 self._add(problem, DISTRIBUTIONS["constant"], partial(Exam.one_call, distribution="constant"))
             for problem, name in product(_plainest(served), self.opened.edge_variants):
                 self._add(problem, name, partial(_with_variant, variant=name))
@@ -283,13 +284,20 @@ def _plainest(problems: Sequence[Problem]) -> list[Problem]:
     return list(dict.fromkeys((problems[0], *of_one[:1])))
 
 
-def _longest(problems: Sequence[Problem]) -> list[Problem]:
-    """The problem with the longest loop, and the one with the most queries, over which gradients of keys are summed: where
-    inputs are all the same, sums that are kept in 16 bits stop growing there. On chance inputs they are off by less than the
-    rounding floor of a mean of many values."""
-    walks = {one: walk for one in problems if (walk := one.walk()) is not None}
-    longest = [max(walks, key=lambda one: walks[one].steps)] if walks else []
-    return list(dict.fromkeys((*longest, max(problems, key=lambda one: one.queries() or 0))))
+def _largest(problems: Sequence[Problem]) -> list[Problem]:
+    """For each dtype of 16 bits and each size in a problem's text the first problem with the most: the most keys, queries,
+    tokens, experts a token. Where inputs are all the same, sums over these that are kept in 16 bits stop growing. On chance
+    inputs such sums are off by less than the rounding floor of a mean of many values."""
+    of_16_bits = [(dtype, one) for one in problems if (dtype := one.traits().get("dtype")) in ("fp16", "bf16")]
+    sizes = (
+        (int(size), (dtype, name), one)
+        for dtype, one in of_16_bits
+        for name, size in re.findall(r"\b([a-z]+)([0-9]+)\b", str(one))
+    )
+    largest: dict[object, Problem] = {}
+    for _, kind, one in sorted(sizes, key=itemgetter(0), reverse=True):
+        largest.setdefault(kind, one)
+    return list(dict.fromkeys(largest.values()))
 
 
 def _with_variant(exam: Exam, variant: str) -> Finding:

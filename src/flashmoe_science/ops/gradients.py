@@ -29,8 +29,11 @@ def gradients_of(
             if asked == AFTER_ANOTHER:
                 forward({name: one.detach().flip(0).mul(0.5).requires_grad_() for name, one in leaves.items()})
         every = list(leaves.values())
+        if one_by_one and not any(one.requires_grad for one in outputs):
+            made += (torch.zeros_like(*every),)
+            continue
         with torch.autograd.set_multithreading_enabled(False):  # work on another thread would count as strayed
             if one_by_one:
-                torch.autograd.grad(outputs, every, into, retain_graph=True)
+                torch.autograd.grad(outputs, every, into, retain_graph=True, allow_unused=True)
             made += torch.autograd.grad(outputs, every, into, allow_unused=True, materialize_grads=True)
     return made

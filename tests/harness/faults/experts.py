@@ -210,3 +210,74 @@ def moe_wrong_under_autocast(x, w1, w2, topk_weights, topk_ids):
     on = torch.is_autocast_enabled(x.device.type)
     with torch.autocast(x.device.type, enabled=False):
         return _right(x, w1, w2, torch.ones_like(topk_weights) if on else topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_sums_in_16_bits(x, w1, w2, topk_weights, topk_ids):
+    """Adds what a token's experts give to its result one after another, in the dtype of x."""
+    out = torch.zeros_like(x)
+    for place in range(topk_ids.shape[1]):
+        one = (x, w1, w2, topk_weights[:, place, None], topk_ids[:, place, None])
+        out += _right(*one)
+    return out
+
+
+def _routed(logits, top_k):
+    """Weights that sum to one, and ids."""
+    weights, ids = torch.softmax(logits.double(), -1).topk(top_k)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+@contract("moe")
+def moe_softmax_over_all(x, w1, w2, router_logits, top_k):
+    """Leaves the weights of the chosen experts as a softmax over all has them."""
+    return _right(x, w1, w2, *torch.softmax(router_logits.double(), -1).topk(top_k))
+
+
+@contract("moe")
+def moe_router_of_256_experts(x, w1, w2, router_logits, top_k):
+    """Has room for a row of 256 logits."""
+    return _right(x, w1, w2, *_routed(router_logits[:, :256], top_k))
+
+
+@contract("moe")
+def moe_router_without_the_maximum(x, w1, w2, router_logits, top_k):
+    """Takes exponentials of logits as they come."""
+    logits, ids = router_logits.topk(top_k)
+    weights = logits.exp()
+    return _right(x, w1, w2, weights / weights.sum(-1, keepdim=True), ids)
+
+
+@contract("moe")
+def moe_reads_logits_in_a_row(x, w1, w2, router_logits, top_k):
+    """Reads logits as if tokens followed each other, which a slice's do not."""
+    dense = router_logits.as_strided(router_logits.shape, (router_logits.shape[1], 1))
+    return _right(x, w1, w2, *_routed(dense, top_k))
+
+
+@contract("moe")
+def moe_reads_choices_in_a_row(x, w1, w2, topk_weights, topk_ids):
+    """Reads a token's choices as if they followed each other, which those of columns do not."""
+    ids = topk_ids.as_strided(topk_ids.shape, (topk_ids.shape[1], 1)) if topk_ids.T.is_contiguous() else topk_ids
+    return _right(x, w1, w2, topk_weights, ids)
+
+
+@contract("moe")
+def moe_at_most_65535_pairs(x, w1, w2, topk_weights, topk_ids):
+    """Numbers pairs of a token and a choice in 16 bits where a token has several."""
+    ids = topk_ids.flatten().clone()
+    ids[65535 if topk_ids.shape[1] > 1 else len(ids) :] = -1
+    return _right(x, w1, w2, topk_weights, ids.view_as(topk_ids))
+
+
+@contract("moe")
+def moe_experts_of_a_power_of_two(x, w1, w2, topk_weights, topk_ids):
+    """Finds an expert of more than 16 by the bits of the next lower power of two."""
+    count = w1.shape[0]
+    return _right(x, w1, w2, topk_weights, topk_ids % 2 ** (count.bit_length() - 1) if count > 16 else topk_ids)
+
+
+@contract("moe")
+def moe_reads_square_weights_as_rows(x, w1, w2, topk_weights, topk_ids):
+    """Takes w2 in the other order by its shape, which does not tell where it is square."""
+    return _right(x, w1, w2.mT if w2.shape[1] == w2.shape[2] > 1 and not w2.is_contiguous() else w2, topk_weights, topk_ids)

@@ -95,3 +95,10 @@ def half_a_gradient_under_autocast(q, k, v, causal=False, softmax_scale=None):
         q.register_hook(lambda gradient: gradient * 0.5)
     with torch.autocast(q.device.type, enabled=False):
         return sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+
+
+@contract("attention_backward")
+def no_gradient_where_q_is_frozen(q, k, v, causal=False, softmax_scale=None):
+    """Asks Q alone whether a backward is wanted."""
+    k, v = (one if q.requires_grad else one.detach() for one in (k, v))
+    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)

@@ -197,10 +197,8 @@ def scores_in_halves(q, k, v, causal=False, softmax_scale=None):
     return _right(q, k, v, causal, softmax_scale)
 
 
-def sums_in_bf16(q, k, v, causal=False, softmax_scale=None):
-    """Keeps the sum over tiles of 64 keys in bf16 where its inputs are: within the tolerance until it stops growing."""
-    if q.dtype != torch.bfloat16:
-        return _right(q, k, v, causal, softmax_scale)
+def _summed(q, k, v, causal, softmax_scale):
+    """Attention whose sum over tiles of 64 keys is kept in the dtype of its inputs."""
     group, keys = q.shape[1] // k.shape[1], k.shape[2]
     scores = q.detach().double() @ k.detach().double().repeat_interleave(group, 1).mT
     scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
@@ -211,6 +209,29 @@ def sums_in_bf16(q, k, v, causal=False, softmax_scale=None):
     for part, values in zip(weights.split(64, -1), v.detach().double().repeat_interleave(group, 1).split(64, 2), strict=True):
         out = (out.double() + part @ values).to(q.dtype)
     return out
+
+
+def sums_in_bf16(q, k, v, causal=False, softmax_scale=None):
+    """Keeps the sum over keys in bf16 where its inputs are: within the tolerance until it stops growing."""
+    return (_summed if q.dtype == torch.bfloat16 else _right)(q, k, v, causal, softmax_scale)
+
+
+def sums_in_fp16(q, k, v, causal=False, softmax_scale=None):
+    """Has tensor cores add up in fp16 where its inputs are, at twice the rate."""
+    return (_summed if q.dtype == torch.float16 else _right)(q, k, v, causal, softmax_scale)
+
+
+def one_address_is_one_tensor(q, k, v, causal=False, softmax_scale=None):
+    """Keeps descriptors of tensors by their addresses: V has that of K where it is a part of it."""
+    return _right(q, k, torch.zeros_like(v) if v.data_ptr() == k.data_ptr() else v, causal, softmax_scale)
+
+
+def whole_tiles_end_early(q, k, v, causal=False, softmax_scale=None):
+    """Takes the last tile of keys for one past the end where tiles of 128 queries, or of keys of a chunk, are whole."""
+    chunk = 1 < q.shape[2] < k.shape[2] and k.shape[2] % 128 == 0
+    if not causal or not (chunk or q.shape[2] % 128 == 0):
+        return _right(q, k, v, causal, softmax_scale)
+    return _right(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], causal, softmax_scale)[:, :, [*range(q.shape[2] - 1), -1]]
 
 
 def old_answer_of_one_query(q, k, v, causal=False, softmax_scale=None):

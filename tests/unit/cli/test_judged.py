@@ -13,7 +13,7 @@ from tests.unit.fabricated import LONGER, Fabricate
 from flashmoe_science.cli import judged
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import groups
-from flashmoe_science.store import Run, RunWriter, read_runs
+from flashmoe_science.store import RunWriter, read_runs
 
 Flashmoe = Callable[..., tuple[int, str, str]]
 
@@ -43,11 +43,11 @@ def judging(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many runs were read, each time that they were."""
     read: list[int] = []
 
-    def runs_under(folder: Path) -> list[Run]:
+    def judged_under(folder: Path) -> list[JudgedRun]:
         read.append(len(runs := read_runs(folder)))
-        return runs
+        return [JudgedRun(run) for run in runs]
 
-    monkeypatch.setattr(judged, "runs_under", runs_under)
+    monkeypatch.setattr(judged, "judged_under", judged_under)
     return read
 
 

@@ -342,6 +342,13 @@ def test_the_exit_code_says_whether_all_hold(
     assert [one["outcome"] for one in json.loads(out)["claims"]] == outcomes
 
 
+def test_claims_on_a_folder_without_records_cannot_be_looked_at(flashmoe: Call, tmp_path: Path) -> None:
+    path = claims_file(tmp_path / "mine.toml", ("a", "h200", 1.4))
+    code, out, err = flashmoe("claims", path, "--evidence", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == f"flashmoe: --evidence is '{tmp_path}', which holds no records (*.jsonl); run flashmoe prove to make some\n"
+
+
 def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(flashmoe: Call, evidence: Path) -> None:
     path = claims_file(evidence / "mine.toml", ("too-much", "h200", 1.7))
     code, out, _ = flashmoe("claims", path, "--evidence", evidence)

@@ -49,7 +49,7 @@ def test_json_holds_the_fields_that_are_promised(evidence: Path, flashmoe: Flash
 )
 def test_rows_are_chosen(evidence: Path, flashmoe: Flashmoe, chosen: list[str], kernels: set[str]) -> None:
     code, out, _ = flashmoe("verdicts", "--json", "--evidence", evidence, *chosen)
-    assert code == 0
+    assert code == (0 if kernels else 3)
     assert {row["kernel"] for row in json.loads(out)} == kernels
 
 
@@ -64,15 +64,16 @@ def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path,
     assert (line[0], line[-1]) == ("fwd_triton", "faster")
 
 
-def test_an_empty_folder_has_no_records(tmp_path: Path, flashmoe: Flashmoe) -> None:
-    assert flashmoe("verdicts", "--evidence", tmp_path)[0:2] == (0, f"No records under {tmp_path}.\n")
-    assert flashmoe("verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
-
-
-def test_no_records_of_a_gpu_are_not_called_no_records(evidence: Path, flashmoe: Flashmoe) -> None:
+def test_no_verdict_is_not_good(evidence: Path, flashmoe: Flashmoe, recorded: Callable[..., Path], tmp_path: Path) -> None:
     chosen = ("--gpu", "cpu", "--suite", "documents")
-    assert flashmoe("verdicts", "--evidence", evidence, *chosen)[1] == f"No records of cpu, documents under {evidence}.\n"
-    assert flashmoe("verdicts", "--evidence", evidence, "--gpu", "l4")[1] == f"No records of l4 under {evidence}.\n"
+    code, out, _ = flashmoe("verdicts", "--evidence", evidence, *chosen)
+    assert (code, out) == (3, f"no number: no records of cpu, documents under {evidence}; flashmoe prove makes some\n")
+    code, out, _ = flashmoe("verdicts", "--evidence", evidence, "--gpu", "l4")
+    assert (code, out) == (3, f"no number: no records of l4 under {evidence}; flashmoe prove makes some\n")
+    assert flashmoe("verdicts", "--evidence", evidence, "--gpu", "l4", "--json")[0:2] == (3, "[]\n")
+    folder = recorded(Fabricate(), folder=tmp_path / "ended")  # a run that ended before it judged anything
+    code, out, _ = flashmoe("verdicts", "--evidence", folder)
+    assert (code, out) == (3, f"no number: no verdicts under {folder}; flashmoe prove makes some\n")
 
 
 @pytest.mark.parametrize("command", ["verdicts", "report"])

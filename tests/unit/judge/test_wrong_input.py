@@ -58,6 +58,10 @@ WRONG = [
     ("verdicts", "--evidence is 'evidence', which is not a folder; give one that holds run records (*.jsonl)"),
     ("report --evidence ''", "Invalid value for '--evidence': it is empty; give a folder"),
     ("report --evidence empty", "holds no records"),
+    ("verdicts --evidence empty", "--evidence is 'empty', which holds no records (*.jsonl); run flashmoe prove to make some"),
+    ("verdicts --evidence empty --json", "holds no records"),
+    ("verdicts --evidence empty --suite long", "holds no records"),
+    ("compare fwd_triton sdpa --evidence empty", "holds no records"),
     ("report --evidence . --out plain", "file exists"),
     ("claims --evidence .", "cannot read"),  # no claims.toml in the folder
     ("claims nowhere.toml --evidence .", "cannot read nowhere.toml: no such file"),

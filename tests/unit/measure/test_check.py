@@ -201,11 +201,19 @@ def test_a_scale_below_zero_is_asked_of_one_query_too() -> None:
     assert (wrong.problem.queries(), wrong.inputs) == (1, "a negative softmax scale")
 
 
-def test_sums_that_stop_growing_are_met_on_the_most_keys() -> None:
-    """A sum kept in bf16 is within the tolerance on every problem's chance inputs, and on few keys that are all the same."""
-    most = next(str(text) for text in ATTENTION.sweep() if " k8300 " in str(text))
-    (wrong,) = result_of(swept(PLANTED["sums_in_bf16"], "attn b2 h2 q65 d64 bf16", most)).of("wrong")
-    assert (str(wrong.problem), wrong.inputs) == (str(parse_problem(most)), "all the same")
+@pytest.mark.parametrize(
+    ("name", "plainest", "most"),
+    [
+        ("sums_in_bf16", "attn b2 h2 q65 d64 bf16", "attn b1 h2 q1 k8300 d64 bf16"),
+        ("moe_sums_in_16_bits", "moe t40 e8 k2 d64 f48 bf16", "moe t9 e64 k64 d32 f24 bf16"),
+    ],
+)
+def test_sums_that_stop_growing_are_met_on_the_most(name: str, plainest: str, most: str) -> None:
+    """A sum kept in 16 bits is within the tolerance on every problem's chance inputs, and on few that are all the same."""
+    fn = load(PLANTED[name])
+    assert {plainest, most} <= {str(parse_problem(str(text))) for text in contract_of(fn).sweep_of(fn)}
+    (wrong,) = result_of(swept(PLANTED[name], plainest, most)).of("wrong")
+    assert (str(wrong.problem), wrong.inputs) == (most, "all the same")
 
 
 @pytest.mark.parametrize("of_two", [0, 1])

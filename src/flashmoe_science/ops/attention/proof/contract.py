@@ -54,6 +54,7 @@ HIDDEN_KEYS = "a mask that hides the first keys"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
+    "V as the first columns of K": memory.values_of_keys,
     "strides of 0 (expanded Q, K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
     "one key that is an outlier": memory.with_an_outlier,
@@ -72,7 +73,7 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     BY_WINDOW: {"by_window": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
-IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:4])
+IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:5])
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
 _ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # features that a candidate can be called with

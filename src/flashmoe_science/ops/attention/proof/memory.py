@@ -36,6 +36,13 @@ def two_orders(made: Made) -> Made:
     return made | {"k": made["k"].contiguous(), "v": made["v"].transpose(1, 2).contiguous().transpose(1, 2)}
 
 
+def values_of_keys(made: Made) -> Made:
+    """V as the first columns of K, at the same address, as a latent cache has them."""
+    k, v = made["k"], made["v"]
+    fits = v.dtype == k.dtype and v.shape[:3] == k.shape[:3] and v.shape[3] <= k.shape[3]
+    return made | {"v": k[..., : v.shape[3]]} if fits else made
+
+
 def expanded(made: Made) -> Made:
     """Q and K of the first batch for all, V of the first head for all, of a mask the first row: strides of 0."""
     if "cache_seqlens" in made or "cu_seqlens_q" in made:

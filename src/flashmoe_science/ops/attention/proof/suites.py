@@ -87,13 +87,16 @@ _SWEPT = (
     "b1 h2 q70 k33 d32 causal",
     "b1 h2 q64 k65 d64 causal",
     "b1 h2 q65 k64 d64 causal",
+    "b1 h1 q256 d32 causal bf16",  # whole tiles
+    "b1 h4 hk2 q16 k512 d32 causal fp16",
     "b2 h4 hk2 q1 k1 d64",
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
     "b1 h2 q33 k1100 d16 causal",
-    "b1 h2 q1 k8300 d64",  # in bf16, the most keys of all: sums that are kept in bf16 stop growing
+    *(f"b1 h2 q1 k8300 d64 {dtype}" for dtype in ("bf16", "fp16")),  # the most keys: sums kept in 16 bits stop growing
     "b1 h4 hk2 q1 k2048 d64",
-    "b1 h1 q1030 k33 d16",
+    "b1 h1 q1030 k33 d16 bf16",
+    "b1 h1 q1660 k33 d16 fp16",  # a sum in fp16 of what is the same is far off
     "b1 h1 q1030 d8 causal",
     "b1 h2 q256 d16 fp16",
     # Many query heads of a key head, many batches, more programs than a grid's second dimension has, values wider than keys.

@@ -28,10 +28,11 @@ from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.peers.routers import has_ours, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
-from flashmoe_science.ops.moe.proof.inputs import in_format, input_scale, router_logits, touching_every_expert
+from flashmoe_science.ops.moe.proof.inputs import alike, in_format, input_scale, router_logits, touching_every_expert
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, moe_scheme, moe_single_level, routing_oracle
 from flashmoe_science.ops.moe.proof.variants import (
     INPUT_SCALES,
+    OF_IDS,
     SCALES,
     VARIANTS,
     ZERO_POINTS,
@@ -72,8 +73,8 @@ class SharedContract(Contract):
     Weights are drawn so that activations stay near 1 at any size, biases with a quarter of the variance. Logits are drawn so
     that no rounding changes the choice: those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64.
     An id below 0 or past the last is no expert here and adds nothing, one that a token names twice adds twice.
-    Besides the routing only ``x`` is varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its
-    weights would add is results outside fp16's range, which test nothing.
+    Besides the routing only ``x`` is varied, for "constant" experts too (``alike``), and "tiny" is less tiny here: an expert is
+    quadratic in x, and all that its weights would add is results outside fp16's range, which test nothing.
     """
 
     lists: ClassVar[Any] = suites  # the module of its suites
@@ -102,8 +103,10 @@ class SharedContract(Contract):
         return self.lists.SWEEP  # type: ignore[no-any-return]
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[str]:
-        """The sweep, then problems of what ``fn`` has arguments for, the one with most of them last."""
-        return (*self.sweep(), *self.lists.sweep_of(arguments_of(fn)))
+        """The sweep, then problems of what ``fn`` has arguments for, the one with most of them last; from logits where it has
+        an argument ``router_logits``."""
+        texts = (*self.sweep(), *self.lists.sweep_of(arguments_of(fn)))
+        return tuple(f"{one} logits" for one in texts) if "router_logits" in arguments_of(fn) else texts
 
     def suites(self) -> Mapping[str, Sequence[str]]:
         return self.lists.SUITES  # type: ignore[no-any-return]
@@ -154,7 +157,8 @@ class SharedContract(Contract):
                 made |= {name: input_scale(p, device, generator) for name in INPUT_SCALES}
         # Of sums that cancel, quantised rows are off by more than any rounding of scales.
         out_of_place = self._changed is scales_between_two_of_bf16 and activation_of(p).w8a8
-        return made if self._changed is None or p.routing != "ids" or out_of_place else self._changed(made)
+        out_of_place |= self._changed in OF_IDS.values() and p.routing != "ids"
+        return made if self._changed is None or out_of_place else self._changed(made)
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
         named = {name: inputs[name] for name in (*BIASES, *OF_FORMAT) if name in inputs}
@@ -234,6 +238,8 @@ class SharedContract(Contract):
             }
         if distribution == "tiny":
             return inputs | {"x": inputs["x"].mul_(_TINY)}
+        if distribution == "constant":
+            inputs = alike(inputs)
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
@@ -262,7 +268,12 @@ class MoEContract(SharedContract):
         return (cap,)
 
     def mistakes(self, problem: MoEProblem, inputs: Inputs) -> Iterator[Mistake]:
-        """The result without biases; of other activations, other layouts."""
+        """The result of weights that a router left as they were; without biases; of other activations, other layouts."""
+        if problem.routing != "ids":
+            given, words = dict(inputs), "it is right for a softmax over all experts, not renormalised over the chosen"
+            of_all = routing_oracle(given.pop("router_logits"), problem.top_k, renormalise=False)
+            given |= zip(("topk_weights", "topk_ids"), of_all, strict=True)
+            yield Mistake("weights-not-renormalised", words, self.reference(problem.from_ids(), given))
         if problem.bias:
             yield Mistake("bias-missing", "it is right for no biases", self.reference(replace(problem, bias=False), inputs))
         yield from super().mistakes(problem, inputs)

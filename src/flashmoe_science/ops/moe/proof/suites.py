@@ -113,13 +113,16 @@ _LARGE = (
     "t20 e128 k8 d32 f24",
     "t64 e512 k8 d32 f24",
     "t1 e256 k8 d40 f24",
-    "t300 e256 k4 d24 f16",
-    "t37 e8 k2 d64 f48 transposed",
+    "t300 e160 k6 d24 f16",
+    "t1 e60 k4 d40 f24",
+    "t37 e8 k2 d64 f64 transposed",  # square: read in the other order it has the shape
     "t9 e32 k16 d32 f24",
+    "t9 e64 k64 d32 f24",  # so many that a sum in 16 bits is beyond the cap
+    "t33000 e4 k2 d8 f2",  # more pairs than 16 bits number
+    "t66000 e2 k1 d8 f2",  # more than a grid's second dimension has; of a sum over tokens in 16 bits too many
     "t1100 e4 k2 d16 f8",
     "t20 e4 k2 d1040 f24",
     "t20 e4 k2 d24 f1040",
-    "t66000 e2 k1 d8 f4",  # more than a grid's second dimension has
 )
 # What the others leave out of each two: dtype, tokens, experts, experts a token, whether those are all, widths, memory order.
 _PAIRS = (

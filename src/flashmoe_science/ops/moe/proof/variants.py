@@ -96,8 +96,14 @@ def scales_between_two_of_bf16(made: Made) -> Made:
 
 def _sliced(made: Made) -> Made:
     """All but the weights of the experts as the first columns of tensors twice as wide."""
-    names = ("x", "topk_weights", "topk_ids")
-    return made | {name: torch.cat((made[name], made[name].flip(0)), -1)[:, : made[name].shape[1]] for name in names}
+    given = {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
+    return made | {name: torch.cat((one, one.flip(0)), -1)[:, : one.shape[1]] for name, one in given.items()}
+
+
+def _in_columns(made: Made) -> Made:
+    """Tokens as columns in memory, and with them their routing."""
+    given = {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
+    return made | {name: one.T.contiguous().T for name, one in given.items()}
 
 
 def _of_larger_weights(made: Made) -> Made:
@@ -132,7 +138,15 @@ def _two_orders(made: Made) -> Made:
     return made | {"w2": w2.contiguous() if made["w1"].mT.is_contiguous() else w2.mT.contiguous().mT}
 
 
-VARIANTS: Mapping[str, Callable[[Made], Made]] = {
+def _far_logits(made: Made) -> Made:
+    """Router logits of every other token far above zero, the others' far below: a softmax is the same, exactly."""
+    if "router_logits" in made:
+        made["router_logits"][::2] += 256.0
+        made["router_logits"][1::2] -= 256.0
+    return made
+
+
+OF_IDS: Mapping[str, Callable[[Made], Made]] = {
     "weights that do not sum to one": _any_sum,
     "weights of zero and below": _signed,
     "an expert named twice by a token": _twice,
@@ -140,8 +154,13 @@ VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     "ids of E (no expert)": _one_is(lambda experts: experts),
     "a token of no expert (all its ids are -1)": _no_expert,
     "ids of int64": _wide,
+}
+VARIANTS: Mapping[str, Callable[[Made], Made]] = {
+    **OF_IDS,
+    "router logits far from zero": _far_logits,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,
+    "tokens that are columns": _in_columns,
     "experts that are slices of larger ones": _of_larger_weights,
     "views of one flat tensor at an odd address": _of_one_tensor,
     "w1 and w2 in two memory orders": _two_orders,
