@@ -147,6 +147,8 @@ class FlashMoELayer(nn.Module):
         for name, tensor in made.items():
             self._parameters.pop(name, None)
             self.register_buffer(name, tensor)
+        # Those that are None last: torch.export, of PyTorch 2.13, gives others wrong places behind one.
+        self._buffers = dict(sorted(self._buffers.items(), key=lambda item: item[1] is None))
         return self
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -165,6 +165,7 @@ def test_a_layer_holds_its_experts_in_a_format(form: str) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(one(x).square().sum(), x)[0] for one in (layer, right)))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
+    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
     names = {"router_weight", "shared_gate_up_proj", "shared_down_proj"}
     assert {name for name, _ in layer.named_parameters()} == names
     assert f"intermediate=96, experts={E}, top_k={K}, shared=8, {form}" in repr(layer)
