@@ -172,6 +172,7 @@ def test_padding_is_taken_out_and_put_back(dtype: torch.dtype) -> None:
     assert torch.equal(rows, x[mask.bool()])
     back = pad_input(rows, indices, 3, 4)
     assert torch.equal(back, torch.where(mask.bool()[:, :, None, None], x, 0.0))
+    assert torch.equal(pad_input(rows, indices.int(), 3, 4), back)
     back.sum().backward()
     assert torch.equal(x.grad, mask.to(x.dtype)[:, :, None, None].expand_as(x))
     out = fm.flash_attn_varlen_func(rows, rows, rows, starts, starts, longest, longest)
