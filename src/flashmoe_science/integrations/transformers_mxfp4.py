@@ -32,8 +32,8 @@ def kept_in_mxfp4() -> Iterator[None]:
     """Within it ``from_pretrained`` loads checkpoints of gpt-oss in mxfp4 as they are; ``save_pretrained`` writes the same.
 
     Raises:
-        ValueError: in ``from_pretrained``, of another ``experts_implementation`` than "fms", of ``dequantize=True``, a model without
-            such experts, or a checkpoint without their tensors.
+        ValueError: in ``from_pretrained``, of another ``experts_implementation`` than "fms", of ``dequantize=True``, of a model
+            without such experts, or of a checkpoint without their tensors.
     """
     before = auto.AUTO_QUANTIZER_MAPPING["mxfp4"]
     auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = _Kept
