@@ -50,7 +50,8 @@ def read_entries(
         allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
         raise EntryError(f"{path} holds {fields or 'nothing'}; it must hold {allowed}")
     if whole["schema"] != SCHEMA or not isinstance(whole[what], list):
-        raise EntryError(f"{path} has schema {whole['schema']}; it must be {SCHEMA}, with a list of {what}")
+        have = f"schema {whole['schema']} and a {type(whole[what]).__name__} of {what}"
+        raise EntryError(f"{path} has {have}; it must have schema {SCHEMA} and a list")
     found: dict[Hashable, Model] = {}
     for number, one in enumerate(whole[what], 1):
         label = repr(one["id"]) if isinstance(one, dict) and "id" in one else str(number)
