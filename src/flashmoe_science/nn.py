@@ -138,10 +138,13 @@ class FlashMoELayer(nn.Module):
         stay. A layer of the same sizes that is quantised too, also on the device "meta", loads the state.
 
         Raises:
-            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already.
+            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already, or computed.
         """
         if self.weight_format is not None:
             raise ValueError(f"the layer's weights are in {self.weight_format!r} already; quantize takes a layer that is not")
+        for name in ("gate_up_proj", "down_proj"):
+            if name not in self._parameters:
+                raise ValueError(f"{name} is computed, as by a parametrisation; quantize takes a layer whose parameter it is")
         made = quantize_experts(self.gate_up_proj, self.down_proj, weight_format)
         self.weight_format = made.pop("weight_format")
         for name, tensor in made.items():

@@ -188,6 +188,9 @@ def test_a_layer_is_left_as_it_is_where_a_format_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             layer.quantize(form)
+    torch.nn.utils.parametrize.register_parametrization(layer, "down_proj", torch.nn.Identity())
+    with pytest.raises(ValueError, match="down_proj is computed, as by a parametrisation; quantize takes a layer whose"):
+        layer.quantize("fp8_channel")
     assert layer(torch.randn(T, H)).requires_grad
 
 
