@@ -21,6 +21,7 @@ from flashmoe_science.moe import fused_moe, route
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.tensors import DTYPES
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem
+from flashmoe_science.ops.checks import check_count, check_flag
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.problem import check_extent, check_word
 from flashmoe_science.serving import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -29,6 +30,7 @@ Call = tuple[Callable[..., Any], dict[str, Any]]
 
 _ALL, _SOME = 64, 1024  # up to which every length, and every 16th, is walked; above it every KEY_CLASS-th
 _LINE_EVERY_S = 5.0
+_PARTS = {"heads": ("heads_kv", "head_dim", "head_dim_v"), "experts": ("top_k", "hidden", "intermediate", "max_tokens")}
 
 
 def dtype_named(word: str) -> torch.dtype:
@@ -88,6 +90,13 @@ class Model(NamedTuple):
         if self.dtype not in DTYPES:
             raise TypeError(f"dtype is {self.dtype}; it must be one of {', '.join(map(str, DTYPES))}")
         check_extent("max_seqlen", self.max_seqlen)
+        for of, names in _PARTS.items():
+            for name in names:
+                if getattr(self, of) is None and getattr(self, name) is not None:
+                    raise ValueError(f"{of} is None and {name} is given; it must be given too")
+        for name in ("sinks", "append", "rotary_interleaved", "expert_bias"):
+            check_flag(getattr(self, name), name)
+        check_count(self.rotary_dim, "rotary_dim", 0)
         if self.heads is not None:
             yield from self._attention()
         if self.experts is not None:
@@ -97,11 +106,15 @@ class Model(NamedTuple):
         heads, width = self.heads or 0, _given("head_dim", self.head_dim, "heads")
         heads_kv = heads if self.heads_kv is None else self.heads_kv
         width_v = width if self.head_dim_v is None else self.head_dim_v
-        if self.rotary_dim and (self.rotary_dim % 16 or not 0 < self.rotary_dim <= width):
+        check_extent("head_dim", width)
+        if self.rotary_dim % 16 or self.rotary_dim > width:
             raise ValueError(f"rotary_dim is {self.rotary_dim}; it must be a multiple of 16, from 0 to head_dim {width}")
         if self.rotary_dim and not self.append:
             raise ValueError(f"rotary_dim is {self.rotary_dim} and append is False; only appended keys are rotated")
-        for batch in (self.batch,) if isinstance(self.batch, int) else self.batch:
+        batches = self.batch if isinstance(self.batch, Sequence) else (self.batch,)
+        if not batches:
+            raise ValueError("batch has no number; it must have at least one")
+        for batch in batches:
             check_extent("batch", batch)
             # Refuses sizes that no attention has, in words.
             AttentionProblem(batch, heads, heads_kv, 1, 1, width, width_v, DTYPES[self.dtype])

@@ -197,10 +197,10 @@ def merge_attention(
     Args:
         outs: of each part [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
             ``flash_attn_with_kvcache`` return it; or all in one tensor, the parts first.
-        lses: of each [..., heads, tokens], the log-sum-exp that they return. A part is not read where it is -inf.
+        lses: of each [..., heads, tokens], the log-sum-exp that they return, or fp64. A part is not read where it is -inf.
 
     Returns:
-        (out in the shape and dtype of each part's, lse fp32); zeros and -inf where no part has a key.
+        (out, lse), each in the shape and dtype of a part's; zeros and -inf where no part has a key, and no gradient.
 
     Raises:
         TypeError, ValueError: parts that do not fit each other.

@@ -59,7 +59,7 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
         have = f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}"
         raise ValueError(f"{have}; it must be integers, one for each of the {hidden_states.shape[0]} rows")
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _check_tensor(name: str, tensor: object, least: int) -> None:

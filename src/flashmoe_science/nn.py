@@ -138,15 +138,20 @@ class FlashMoELayer(nn.Module):
         stay. A layer of the same sizes that is quantised too, also on the device "meta", loads the state.
 
         Raises:
-            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already.
+            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already, or computed.
         """
         if self.weight_format is not None:
             raise ValueError(f"the layer's weights are in {self.weight_format!r} already; quantize takes a layer that is not")
+        for name in ("gate_up_proj", "down_proj"):
+            if name not in self._parameters:
+                raise ValueError(f"{name} is computed, as by a parametrisation; quantize takes a layer whose parameter it is")
         made = quantize_experts(self.gate_up_proj, self.down_proj, weight_format)
         self.weight_format = made.pop("weight_format")
         for name, tensor in made.items():
             self._parameters.pop(name, None)
             self.register_buffer(name, tensor)
+        # Those that are None last: torch.export, of PyTorch 2.13, gives others wrong places behind one.
+        self._buffers = dict(sorted(self._buffers.items(), key=lambda item: item[1] is None))
         return self
 
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,13 @@ CASES: dict[str, tuple[Call, dict[str, Any], str, str]] = {
     "append": (fm.flash_attn_with_kvcache, CACHE | NEW, "sdpa", "CPU"),
     "append, rotary": (fm.flash_attn_with_kvcache, CACHE | NEW | ROTARY, "sdpa", "CPU"),
     "experts": (fm.fused_moe, EXPERTS, "grouped_mm", "CPU"),
+    "experts, no tokens": (
+        fm.fused_moe,
+        EXPERTS | {name: EXPERTS[name][:0] for name in ("hidden_states", "top_k_weights", "top_k_ids")},
+        "grouped_mm",
+        "no tokens",
+    ),
+    "compiled": (torch.compile(fm.flash_attn_func, backend="eager"), TOKENS_FIRST, "sdpa", "CPU"),
     "router": (fm.route, {"router_logits": torch.randn(5, 8), "top_k": 2}, "pytorch", "GPU"),
     "layer": (fm.FlashMoELayer(16, 24, 4, 2), {"hidden_states": torch.randn(5, 16)}, "pytorch", "backward"),
     "load": (fm.expert_load, {"top_k_ids": torch.tensor([[0, 1]]), "experts": 4}, "pytorch", "no kernel of ours"),

@@ -172,6 +172,7 @@ def test_padding_is_taken_out_and_put_back(dtype: torch.dtype) -> None:
     assert torch.equal(rows, x[mask.bool()])
     back = pad_input(rows, indices, 3, 4)
     assert torch.equal(back, torch.where(mask.bool()[:, :, None, None], x, 0.0))
+    assert torch.equal(pad_input(rows, indices.int(), 3, 4), back)
     back.sum().backward()
     assert torch.equal(x.grad, mask.to(x.dtype)[:, :, None, None].expand_as(x))
     out = fm.flash_attn_varlen_func(rows, rows, rows, starts, starts, longest, longest)
@@ -232,6 +233,18 @@ def test_rows_without_a_key_in_any_piece_are_zeros() -> None:
     torch.testing.assert_close(out[:, 0], outs[1][:, 0])
 
 
+def test_the_gradients_of_rows_without_a_key_in_a_piece_are_zeros() -> None:
+    outs, lses = [torch.full((2, 3, 4), torch.nan), randn(2, 3, 4)], [torch.full((3, 2), -torch.inf), randn(3, 2)]
+    lses[1][1] = -torch.inf
+    leaves = [one.requires_grad_() for one in (*outs, *lses)]
+    out, lse = fm.merge_attention(outs, lses)
+    for_first, for_second, *for_lses = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+    seen = torch.ones(3, 2).index_fill(0, torch.tensor(1), 0.0)
+    assert torch.all(for_first == 0.0)
+    assert torch.equal(for_second, seen.mT[..., None].expand(2, 3, 4))
+    torch.testing.assert_close(torch.stack(for_lses), torch.stack((torch.zeros(3, 2), seen)))
+
+
 def test_a_merge_is_differentiable() -> None:
     outs = [randn(2, 3, 4).double().requires_grad_() for _ in range(2)]
     lses = [randn(3, 2).double().requires_grad_() for _ in range(2)]
@@ -253,6 +266,9 @@ def test_a_merge_is_differentiable() -> None:
             r"outs\[1\] has dtype torch.float16 and outs\[0\] torch.float32",
         ),
         ([None], [randn(3, 2)], r"outs\[0\] is a NoneType; it must be a torch.Tensor"),
+        ([randn(2, 3, 4).int()], [randn(3, 2)], r"outs\[0\] has dtype torch.int32; it must be torch.float16 or"),
+        ([randn(2, 3, 4)], [randn(3, 2).half()], r"lses\[0\] has dtype torch.float16; it must be torch.float32 or"),
+        ([randn(2, 3, 4)], [randn(3, 2).to("meta")], r"lses\[0\] is on meta and outs\[0\] on cpu; they must be on the same"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(outs: Any, lses: Any, what: str) -> None:

@@ -165,6 +165,7 @@ def test_a_layer_holds_its_experts_in_a_format(form: str) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(one(x).square().sum(), x)[0] for one in (layer, right)))
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), layer(x))
+    torch.testing.assert_close(torch.export.export(layer, (x,)).module()(x), layer(x))
     names = {"router_weight", "shared_gate_up_proj", "shared_down_proj"}
     assert {name for name, _ in layer.named_parameters()} == names
     assert f"intermediate=96, experts={E}, top_k={K}, shared=8, {form}" in repr(layer)
@@ -187,6 +188,9 @@ def test_a_layer_is_left_as_it_is_where_a_format_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             layer.quantize(form)
+    torch.nn.utils.parametrize.register_parametrization(layer, "down_proj", torch.nn.Identity())
+    with pytest.raises(ValueError, match="down_proj is computed, as by a parametrisation; quantize takes a layer whose"):
+        layer.quantize("fp8_channel")
     assert layer(torch.randn(T, H)).requires_grad
 
 

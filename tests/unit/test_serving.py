@@ -318,6 +318,14 @@ def test_parts_of_an_attention_are_combined() -> None:
     torch.testing.assert_close(out.float(), (weights * parts.nan_to_num(0.0)).sum(0), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse, lses.logsumexp(0))
     assert torch.all(lse[1, 2] == -torch.inf)
+    for given, what in (
+        ((parts, lses[..., :1]), r"out_partial has shape \(3, 2, 5, 4, 8\) and lse_partial \(3, 2, 5, 1\); they must be"),
+        ((parts[:0], lses[:0]), "with at least one split"),
+        ((parts, lses.int()), "lse_partial has dtype torch.int32; it must be torch.float32"),
+        ((parts, lses, randn(7, 2, 5, 4, 8)), r"out has shape \(7, 2, 5, 4, 8\); it must be \(2, 5, 4, 8\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=what):
+            flash_attn_combine(*given)
 
 
 # Signatures and refusals -----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from flashmoe_science.ops.attention.front.flash import (
 )
 from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.attention.front.operator import attend
-from flashmoe_science.ops.checks import check_flag
+from flashmoe_science.ops.checks import check_flag, checked_tensor
 
 __all__ = [
     "flash_attn_combine",
@@ -113,7 +113,21 @@ def flash_attn_combine(
 
     Returns:
         (out [..., head_dim], lse [...] fp32); zeros and -inf where all parts are empty.
+
+    Raises:
+        TypeError, ValueError: partial results that do not fit each other or are not fp32; an ``out`` of another shape.
     """
+    for name, one in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if checked_tensor(name, one).dtype != torch.float32:
+            raise TypeError(f"{name} has dtype {one.dtype}; it must be torch.float32")
+    shape = tuple(out_partial.shape)
+    if len(shape) < 2 or not shape[0] or tuple(lse_partial.shape) != shape[:-1]:
+        raise ValueError(
+            f"out_partial has shape {shape} and lse_partial {tuple(lse_partial.shape)}; they must be "
+            "[splits, ..., head_dim] and [splits, ...], with at least one split"
+        )
+    if out is not None and tuple(checked_tensor("out", out).shape) != shape[1:]:
+        raise ValueError(f"out has shape {tuple(out.shape)}; it must be {shape[1:]}, as a split of out_partial")
     result, lse = merged([*out_partial], [*lse_partial])
     if out is not None:
         return out.copy_(result), lse

@@ -140,7 +140,10 @@ def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]
     elif form == "fp8_block" and list(block or ()) != [128, 128]:
         raise ValueError(f"{type(experts).__name__} has block_size {block}; it must be [128, 128] or None")
     if layout.static and form != "fp8_channel_static":
-        raise ValueError(f"{type(experts).__name__} has static activation scales and block_size {block}; it must be None then")
+        raise ValueError(
+            f"{type(experts).__name__} has static activation scales, weights of {codes} and block_size {block}; they must be"
+            " float8_e4m3fn and None then"
+        )
     names = [f"{name}{layout.scales}" for name in (layout.first, "down_proj")] + list(_STATIC if layout.static else ())
     scales = (getattr(experts, name).detach() for name in names)
     return dict(zip(_SCALES, scales, strict=False)) | {"weight_format": form}

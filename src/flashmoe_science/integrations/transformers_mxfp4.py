@@ -32,8 +32,8 @@ def kept_in_mxfp4() -> Iterator[None]:
     """Within it ``from_pretrained`` loads checkpoints of gpt-oss in mxfp4 as they are; ``save_pretrained`` writes the same.
 
     Raises:
-        ValueError: in ``from_pretrained``, of another ``experts_implementation`` than "fms", a model without such experts, or a
-            checkpoint without their tensors.
+        ValueError: in ``from_pretrained``, of another ``experts_implementation`` than "fms", of ``dequantize=True``, of a model
+            without such experts, or of a checkpoint without their tensors.
     """
     before = auto.AUTO_QUANTIZER_MAPPING["mxfp4"]
     auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = _Kept
@@ -56,6 +56,8 @@ class _Kept(HfQuantizer):  # type: ignore[misc]
         implementation = model.config._experts_implementation
         if implementation != NAME:
             raise ValueError(f"experts_implementation is {implementation!r}; experts that are kept in mxfp4 need {NAME!r}")
+        if self.quantization_config.dequantize:
+            raise ValueError("quantization_config has dequantize=True; experts that are kept in mxfp4 need it to be False")
         for experts in _experts_of(model).values():
             _hold_blocks(experts)
 

@@ -44,7 +44,7 @@ def explained(function: Callable[..., Any], arguments: Sequence[Any], options: d
     it is no function of this package and calls none."""
     token = _EXPLAINING.set(True)
     try:
-        with _NoLaunches():
+        with _NoLaunches(), torch.compiler.set_stance("force_eager"):  # of a compiled function the function itself
             function(*arguments, **options)
     except Explained as found:
         return found.decision

@@ -131,7 +131,14 @@ def test_it_compiles_into_one_graph() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"activation_scheme": "static"}, r"has static activation scales and block_size \(128, 128\); it must be None then"),
+        (
+            {"activation_scheme": "static"},
+            r"weights of torch.float8_e4m3fn and block_size \(128, 128\); they must be float8_e4m3fn and None then",
+        ),
+        (
+            FP4 | {"activation_scheme": "static", "weight_block_size": None},
+            "weights of torch.int8 and block_size None; they must be",
+        ),
         ({"weight_block_size": (64, 64)}, r"FP8Experts has block_size \(64, 64\); it must be \[128, 128\] or None"),
         (
             {"weight_block_size": None, "scale_fmt": "ue8m0"},

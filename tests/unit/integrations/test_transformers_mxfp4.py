@@ -83,6 +83,8 @@ def test_transformers_own_is_back_behind_it_and_what_is_not_served_is_refused(ch
     before = auto.AUTO_QUANTIZER_MAPPING["mxfp4"]
     with pytest.raises(ValueError, match="experts_implementation is 'eager'; experts that are kept in mxfp4 need 'fms'"):
         loaded(checkpoint[0], experts_implementation="eager")
+    with pytest.raises(ValueError, match="dequantize=True; experts that are kept in mxfp4 need it to be False"):
+        loaded(checkpoint[0], quantization_config=Mxfp4Config(dequantize=True))
     stored = load_file(checkpoint[0] / "model.safetensors")
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, checkpoint[0] / "model.safetensors", {"format": "pt"})

@@ -94,6 +94,7 @@ def test_memory_beyond_the_output_fails() -> None:
     [
         ("x = [", "is not TOML"),
         ("[other]\na = 1", "holds other; it must hold claim and nothing else"),
+        ("[claim]\nid = 'a'", "has a dict of claim; it must be a list"),
         ("[[claim]]\nid = 'c'", "claim 'c': text: it is not given"),
         ("{whole}surprise = 1", "claim 'c': surprise: there is no such field; there may be id, text"),
         ("{whole}at_most = 1.0", "claim 'c': give one of at_least and at_most"),

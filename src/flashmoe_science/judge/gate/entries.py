@@ -49,8 +49,10 @@ def read_entries(
         fields = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
         raise EntryError(f"{path} holds {fields or 'nothing'}; it must hold {allowed}")
-    if whole["schema"] != SCHEMA or not isinstance(whole[what], list):
-        raise EntryError(f"{path} has schema {whole['schema']}; it must be {SCHEMA}, with a list of {what}")
+    if whole["schema"] != SCHEMA:
+        raise EntryError(f"{path} has schema {whole['schema']}; it must be {SCHEMA}")
+    if not isinstance(whole[what], list):
+        raise EntryError(f"{path} has a {type(whole[what]).__name__} of {what}; it must be a list")
     found: dict[Hashable, Model] = {}
     for number, one in enumerate(whole[what], 1):
         label = repr(one["id"]) if isinstance(one, dict) and "id" in one else str(number)

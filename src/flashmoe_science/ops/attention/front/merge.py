@@ -6,18 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from flashmoe_science.ops.checks import checked_tensor
+from flashmoe_science.ops.checks import check_device, checked_tensor
 from flashmoe_science.printable import shown
 
 
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
     What lies where a part's log-sum-exp is -inf is not looked at; zeros and -inf where all are."""
-    lse = torch.logsumexp(torch.stack([*lses]), 0)
-    finite = torch.where(lse == -torch.inf, 0.0, lse)
-    weights = [torch.exp(one - finite).unsqueeze(-1) for one in lses]
-    parts = [torch.where(weight == 0.0, 0.0, weight * out) for weight, out in zip(weights, outs, strict=True)]
-    return torch.stack(parts).sum(0), lse
+    every = torch.stack([*lses])
+    keyless = every == -torch.inf
+    # Of nothing but -inf logsumexp has no gradient, and of 0 * out neither has 0 where out is no number.
+    lse = torch.logsumexp(every.masked_fill(keyless, torch.finfo(every.dtype).min), 0)
+    weights = [torch.exp(one - lse).unsqueeze(-1) for one in lses]
+    parts = [weight * out.masked_fill(weight == 0.0, 0.0) for weight, out in zip(weights, outs, strict=True)]
+    return torch.stack(parts).sum(0), lse.masked_fill(keyless.all(0), -torch.inf)
 
 
 def parts_of(name: str, parts: object) -> list[torch.Tensor]:
@@ -29,14 +31,17 @@ def parts_of(name: str, parts: object) -> list[torch.Tensor]:
 
 def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
     """Raise TypeError, ValueError unless there are as many outs [..., tokens, heads, head_dim] of one shape, dtype and device
-    as lses [..., heads, tokens], and at least one."""
+    as lses [..., heads, tokens] there, fp32 or fp64, and at least one."""
     if len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} parts and lses {len(lses)}; they must have as many")
     if not outs:
         raise ValueError("outs has no part; there must be at least one")
-    for kind, parts in (("outs", outs), ("lses", lses)):
+    wide = torch.float32, torch.float64
+    for kind, parts, dtypes in (("outs", outs, (torch.float16, torch.bfloat16, *wide)), ("lses", lses, wide)):
         for n, one in enumerate(checked := [checked_tensor(f"{kind}[{n}]", one) for n, one in enumerate(parts)]):
             first = checked[0]
+            if one.dtype not in dtypes:
+                raise TypeError(f"{kind}[{n}] has dtype {one.dtype}; it must be {' or '.join(map(str, dtypes))}")
             for what, own, others in (
                 ("shape", tuple(one.shape), tuple(first.shape)),
                 ("dtype", one.dtype, first.dtype),
@@ -47,6 +52,7 @@ def check_parts(outs: Sequence[object], lses: Sequence[object]) -> None:
     out, lse = outs[0], lses[0]
     assert isinstance(out, torch.Tensor)
     assert isinstance(lse, torch.Tensor)
+    check_device("lses[0]", lse, "outs[0]", out)
     if out.dim() < 3:
         raise ValueError(f"outs[0] has shape {tuple(out.shape)}; it must be [..., tokens, heads, head_dim]")
     wanted = (*out.shape[:-3], out.shape[-2], out.shape[-3])

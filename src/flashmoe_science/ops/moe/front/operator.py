@@ -171,9 +171,7 @@ def _store(key: Hashable, tensors: Given, launch: Launch) -> None:
 def decide(tensors: Tensors, options: Options) -> Decision:
     """The decision for such a call. Compiles the kernels; launches nothing. Raises as ``experts_forward``."""
     views, activation = checked(Tensors(*(_autocast(tensors) or tensors)), options)
-    if views.x.shape[0] == 0:
-        raise ValueError("hidden_states has no tokens: nothing is computed")
-    if needs_grad(*tensors):
+    if needs_grad(*tensors) or not views.x.shape[0]:
         return decide_training(views, activation, options)
     if (decision := decide_by_dtype(views.x, options.kernel)) is not None:
         return decision
