@@ -20,7 +20,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Unsupported(Exception):
-    """Raised with ValueError or TypeError: what is refused is no mistake of itself, only nothing that our kernels take."""
+    """Raised with ValueError or TypeError: the input is no mistake, but our kernels do not take it."""
 
 
 class UnsupportedValue(Unsupported, ValueError):
