@@ -50,7 +50,7 @@ def prove(
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
             help="module:function or file.py:function of your own; documents, long, decode, serving, train or another suite "
-            "(a name that is none lists them all), or the text of a problem.",
+            "(an unknown name lists them all), or the text of a problem.",
         ),
     ] = None,
     kernel: Annotated[
