@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.checks import check_float, check_table, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_argument, check_table, checked_scale
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
@@ -232,7 +232,7 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     if call.softmax_scale is not None:
         checked_scale(call.softmax_scale, "softmax_scale")
     if call.sinks is not None:
-        check_float(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
+        check_argument(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
     if call.max_seqlen is not None:
         check_count(call.max_seqlen, "max_seqlen", 0)
     if checked and call.cu_seqlens is not None:

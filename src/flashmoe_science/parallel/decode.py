@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.append import Append
-from flashmoe_science.ops.attention.call.checks import check_float, check_table
+from flashmoe_science.ops.attention.call.checks import check_argument, check_table
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import check_dimensions, new_keys, packed_view
 from flashmoe_science.ops.calls import autocast, needs_grad
@@ -189,7 +189,7 @@ def _check_cache(q: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, s_au
     """Raise for what only one rank uses, or what gives its capacity."""
     check_table(page_table, "page_table", (q.shape[0], None), q)
     if s_aux is not None:
-        check_float(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
+        check_argument(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
 
 
 def _check_lengths(
