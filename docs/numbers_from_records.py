@@ -33,19 +33,19 @@ NO_RECORDS = "No records are committed yet."
 ABOVE = "../../"  # from the results page to the checkout
 RESULTS_INTRODUCTION = """# Results
 
-[What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: median time
-of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its
-95% interval. `flashmoe verdicts` prints the peers' own rows too.
+[What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: the median
+times of our fastest kernel and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its 95%
+interval. `flashmoe verdicts` prints the peers' rows too.
 """
 EXPERTS_INTRODUCTION = """One layer of each model's experts from router logits (top-k, both products, combination): device time,
-and the ratio to the fastest of PyTorch's grouped products and batched matrix products, for Qwen3 also of SonicMoE. Where a cell
-is empty the baseline ran out of memory, or the result was rejected as unreliable.
+and the ratio to the fastest of PyTorch's grouped products and batched matrix products, for Qwen3 also SonicMoE. In an empty
+cell the baseline ran out of memory, or the result was rejected as unreliable.
 """
 SHORT, LONG, LONG_DRAWN = "documents", "long", "long-draw"
 CASES = {  # by title, in the order in which they are shown: the suites whose problems they are
     "short prompts, up to 512 tokens": (SHORT,),
     "long prompts, 512 to 16k tokens": (LONG,),
-    "drawn at random around the long ones": (LONG_DRAWN,),
+    "long prompts drawn at random": (LONG_DRAWN,),
     "fp32 prompts, 512 to 4096 tokens": ("fp32",),
     "windows, soft caps, sinks, masks, biases": ("serving",),
     "chunked prefill, 16 to 512 queries": ("chunked",),
@@ -54,7 +54,7 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "decoding drawn at random": ("decode-draw", "decode-paged-draw"),
     "attention's backward": ("train",),
     "attention's backward, up to 512 tokens": ("train-short",),
-    "drawn at random around the backward's": ("train-draw",),
+    "backwards drawn at random": ("train-draw",),
     "experts of Qwen3-30B-A3B": ("moe-qwen3",),
     "experts of Mixtral-8x7B": ("moe-mixtral",),
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
@@ -236,7 +236,7 @@ class Numbers:
             return f"No peer is faster by device time on any of {count(len(rows), 'problem')}."
         lines = [
             f"By device time a peer is faster on {len(slower)} of {len(rows)} problems:\n",
-            "| | slower | our speed there over the peer's, mean | worst |\n|---|---|---|---|",
+            "| | slower | our mean speed there over the peer's | worst |\n|---|---|---|---|",
         ]
         for suite, all_there in Counter(row.suite for row in rows).most_common():
             if lost := [row for row in slower if row.suite == suite]:

@@ -35,15 +35,15 @@ MODES: dict[str, str] = {
 }
 INTRODUCTION = """# What runs where
 
-For each kernel, at the lengths of the problem that is named with it: the head dimensions (of Q, K and V alike) that it takes of
-each dtype, then what else it takes at a head dimension of 64. GPUs that take the same share a line. To ask by name for a kernel
-that cannot serve is an error, and the reasons below are what it says.
+For each kernel, at the lengths of the problem named with it: the head dimensions (of Q, K and V alike) that it takes in each
+dtype, then what else it takes at a head dimension of 64. GPUs that take the same share a line. A kernel requested by name that
+cannot serve raises an error with one of the reasons below.
 """
 
 
 GPUS_INTRODUCTION = """## GPUs
 
-*Measured*: the dispatch table has records of it. *Builds*: our kernels compile for its architecture and fit its limits
+*Measured*: the dispatch table has records of the GPU. *Builds*: our kernels compile for its architecture and fit its limits
 (`make builds`); nothing was run there, and choices are called modelled.
 
 | GPU | architecture | our kernels |
@@ -51,9 +51,8 @@ GPUS_INTRODUCTION = """## GPUs
 
 MODES_INTRODUCTION = """## Features
 
-Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64 and one of the lengths above. A
-mode is asked for by words in a problem's text; `flashmoe explain` says for any problem which kernel takes it, and why the
-others do not.
+Which kernels take each mode alone on some GPU above, in bf16 at a head dimension of 64 and one of the lengths above. Words in a
+problem's text ask for a mode; `flashmoe explain` says which kernel takes a problem, and why the others do not.
 
 | mode | words | kernels |
 |---|---|---|"""
@@ -86,7 +85,7 @@ def _modes() -> list[str]:
 def _section(kernel: AnyKernel) -> str:
     origin = "ours" if kernel.origin == "ours" else "a peer, for comparison"
     base = base_of(kernel)
-    lines = [f"## `{kernel.name}`\n\n{kernel.about} ({origin}), asked at `{base}`.\n"]
+    lines = [f"## `{kernel.name}`\n\n{kernel.about} ({origin}), at `{base}`.\n"]
     lines.append(f"| GPU | {' | '.join(DTYPES)} | also takes | does not take |\n|---|{'---|' * len(DTYPES)}---|---|")
     rows: dict[tuple[str, ...], list[str]] = {}
     for gpu in GPUS.values():
@@ -94,7 +93,7 @@ def _section(kernel: AnyKernel) -> str:
     lines.extend(f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items())
     reasons = _reasons(kernel, base)
     if reasons:
-        lines.append("\nIt says, where it cannot serve:\n")
+        lines.append("\nReasons to refuse:\n")
         lines.extend(f"- {reason}" for reason in reasons)
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
 """``warmup``: builds what the calls of a model will launch, so that none of them compiles in the middle of serving.
 
-Every class of lengths, and each variant of a build in it, is bound as a call is, by ``explain`` on tensors without memory. What
-that would compile is then compiled, or found where Triton keeps what it compiled: in ``~/.triton/cache``, or TRITON_CACHE_DIR.
+``explain`` binds a call for every class of lengths and each variant of a build, on tensors without memory. What it would
+compile is then compiled, or found in Triton's cache: ``~/.triton/cache``, or TRITON_CACHE_DIR.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def dtype_named(word: str) -> torch.dtype:
 
 
 class Warmed(NamedTuple):
-    """What ``warmup`` did: kernels that the model's calls launch, how many of them were new to this process, and the time."""
+    """What ``warmup`` did: the number of kernels of the model's calls, how many were new to this process, and the time."""
 
     kernels: int
     new: int
@@ -80,10 +80,10 @@ class Model(NamedTuple):
     max_tokens: int | None = None
 
     def calls(self) -> Iterator[Call]:
-        """Every call that may build something else than those before it.
+        """Every call that may build something new.
 
         Raises:
-            TypeError, ValueError: a description that is no model, in one line.
+            TypeError, ValueError: the description is not a model, in one line.
         """
         if self.heads is self.experts is None:
             raise ValueError("heads and experts are None; at least one of them must be given")
@@ -126,7 +126,7 @@ class Model(NamedTuple):
                 yield from self._cached(at)
 
     def _plain(self, at: _Sizes, rows: int) -> Iterator[Call]:
-        """Keys and values as they are, the sequences of one length."""
+        """Sequences of one length, with plain keys and values."""
         if self.sinks:
             return
         q, k, v = (self._empty(at.batch, *shape) for shape in at.shapes(rows))
@@ -168,7 +168,7 @@ class Model(NamedTuple):
         yield flash_attn_with_kvcache, {**given, **new, "rotary_interleaved": self.rotary_interleaved}
 
     def _cache(self, at: _Sizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """K and V of a cache of as many rows, and its table where it is in pages."""
+        """K and V of a cache of as many rows, and its table if it is paged."""
         _, of_k, of_v = at.shapes(1)
         if self.page_size is None:
             return self._empty(at.batch, *of_k), self._empty(at.batch, *of_v), None
@@ -231,8 +231,8 @@ def _given(name: str, value: int | None, of: str) -> int:
 
 
 def walked(longest: int) -> list[int]:
-    """Lengths that build all that lengths up to ``longest`` do: of each class of lengths, and of each KEY_CLASS keys in it,
-    one that tiles divide and one that they do not; and those that were measured, each of which may be a class of its own."""
+    """Lengths that build all that lengths up to ``longest`` do: for each class of lengths, and each KEY_CLASS keys in it, one
+    length that tiles divide and one that they do not; and all measured lengths, which may be classes of their own."""
     steps = (*range(16, min(longest, _SOME) + 16, 16), *range(KEY_CLASS, longest + KEY_CLASS, KEY_CLASS))
     problems = [entry.problem for entry in known_table().entries]
     names = ("seqlen_q", "seqlen_k", "tokens")
@@ -243,7 +243,7 @@ def walked(longest: int) -> list[int]:
 
 def jobs_of(model: Model, gpu: Gpu, step: Callable[[], None] = lambda: None) -> list[CompileJob]:
     """Every build that calls of the model need on ``gpu``, which need not be here; each once. Compiles nothing. ``step`` is
-    called after each call of the model that was looked at: milliseconds each, thousands where sequences are long.
+    called after each of the model's calls: they take milliseconds each, and are thousands if sequences are long.
 
     Raises:
         TypeError, ValueError, NotImplementedError: what ``Model.calls`` and the calls themselves refuse; Triton is missing.
@@ -291,17 +291,17 @@ def warmup(
 ) -> Warmed:
     """Build what the inference of a model launches: prefill and decoding of 1 to ``max_seqlen`` tokens, and its experts.
 
-    Calls like these compile nothing then: ``scaled_dot_product_attention`` and ``flash_attn_func`` of as many queries as keys,
-    and of one query; ``flash_attn_varlen_func``; ``flash_attn_with_kvcache`` of one query a sequence; ``route`` and
-    ``fused_moe``. Tensors are contiguous and begin at multiples of 16 bytes; a log-sum-exp is not asked for. Nothing is
-    launched, and no memory of the device is taken but for the kernels. What Triton compiled stays in its cache on disk
-    (~/.triton/cache, or TRITON_CACHE_DIR), where the next process finds it in milliseconds; the folder can be copied to
-    machines with the same GPU, Triton and version of this package.
+    These calls then compile nothing: ``scaled_dot_product_attention`` and ``flash_attn_func`` with as many queries as keys, and
+    with one query; ``flash_attn_varlen_func``; ``flash_attn_with_kvcache`` with one query a sequence; ``route`` and
+    ``fused_moe``. Tensors must be contiguous and aligned to 16 bytes, and no log-sum-exp asked for. Nothing is launched, and
+    only the kernels take device memory. What Triton compiled stays in its cache on disk (~/.triton/cache, or TRITON_CACHE_DIR),
+    where the next process finds it in milliseconds; the folder can be copied to machines with the same GPU, Triton and version
+    of this package.
 
     Args:
         heads, heads_kv, head_dim, head_dim_v: the sizes of attention; heads None for no attention.
         dtype: of queries, keys and values, and of the experts' weights.
-        batch: sequences of a call, or several such numbers: the choice of a kernel depends on it.
+        batch: sequences of a call, or several such numbers: the kernel depends on it.
         max_seqlen: no sequence is longer, and no cache has more room.
         causal, window_size, softcap: as of ``flash_attn_func``. sinks: whether calls give ``s_aux``.
         page_size: rows of a page of the cache; None for a contiguous one.

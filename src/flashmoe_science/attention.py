@@ -1,9 +1,9 @@
 """The public attention functions: PyTorch's signature, FlashAttention's, and the two of this project's own documents.
 
 All compute exact attention, softmax(Q K^T * scale + mask) V, in fp16, bf16 or fp32, with head dimensions 1 to 256. They
-differ in layout and in where the causal mask is aligned when Q and K have different lengths. Tensors on the CPU, fp64, dropout
-and wider heads are served by PyTorch's own attention. Under torch.autocast inputs are cast as PyTorch casts those of its own.
-``explain`` returns what serves a call, and why.
+differ in layout and in where the causal mask is aligned when Q and K have different lengths. PyTorch's own attention serves
+tensors on the CPU, fp64, dropout and wider heads. Under torch.autocast inputs are cast as PyTorch casts them for its own
+attention. ``explain`` returns what serves a call, and why.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def scaled_dot_product_attention(
     Args:
         query: [batch, heads, seqlen_q, head_dim], any strides whose last dimension is contiguous.
         key, value: [batch, heads_kv, seqlen_k, head_dim] and [batch, heads_kv, seqlen_k, head_dim_v].
-        attn_mask: boolean (True takes part) or of the query's dtype (added), broadcastable to
-            [batch, heads, seqlen_q, seqlen_k]. A row that sees no key gets zeros. Served by our kernel on an NVIDIA GPU where
-            no gradient is needed, ``is_causal`` is not given too and the dtype is bool or the query's; else by PyTorch's own.
+        attn_mask: boolean (True takes part) or of the query's dtype (added), broadcastable to [batch, heads, seqlen_q,
+            seqlen_k]. A row that sees no key gets zeros. Our kernel serves it on an NVIDIA GPU if no gradient is needed,
+            ``is_causal`` is not set and the dtype is bool or the query's; else PyTorch's does.
         dropout_p: above 0, served by PyTorch's own attention.
         is_causal: query i sees keys 0 to i (aligned top-left, as in PyTorch).
         scale: of the scores; head_dim ** -0.5 by default.
         enable_gqa: let heads_kv be a divisor of heads.
         kernel: serve by this kernel (``flashmoe explain`` names them) or raise; by default the best for the problem.
 
-    Other inputs that PyTorch's function takes (3-D or 5-D, fp64, a batch of 1 that broadcasts, sizes of 0, head dimensions
-    above 256, a last dimension that is not contiguous) are given to it.
+    PyTorch's function also serves what else it takes (3-D or 5-D, fp64, a batch of 1 that broadcasts, sizes of 0, head
+    dimensions above 256, a last dimension that is not contiguous).
 
     Returns:
         [batch, heads, seqlen_q, head_dim_v] in the dtype and the memory order of ``query``.
@@ -93,14 +93,15 @@ def scaled_dot_product_attention(
 
 
 def explain(*arguments: Any, **options: Any) -> Decision:
-    """The kernel that serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles it; launches none.
+    """The kernel that serves a call, and why: ``explain(flash_attn_varlen_func, q, k, v, ...)``. Compiles the kernel, launches
+    nothing.
 
     Args:
-        arguments, options: a function of this package, then all that the call is given; without a function the call is one of
-            ``scaled_dot_product_attention``. Of functions that call ours the first call is explained.
+        arguments, options: a function of this package, then the call's arguments; without a function,
+            ``scaled_dot_product_attention``. If the function calls ours several times, the first call is explained.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: what the call itself would raise, but for the values of lengths and pages.
+        TypeError, ValueError, NotImplementedError: what the call itself would raise, except for values of lengths and pages.
     """
     if arguments and callable(arguments[0]):
         return explained(arguments[0], arguments[1:], options)
@@ -145,18 +146,18 @@ def flash_attn_func(
         k, v: [batch, seqlen_k, heads_kv, head_dim] (v may have another head_dim); heads_kv divides heads.
         softmax_scale: of the scores; head_dim ** -0.5 by default.
         causal: the last query sees the last key (aligned bottom-right); a query that sees no key gets zeros.
-        return_attn_probs: also return the log-sum-exp, and with ``dropout_p`` the weights, for tests.
+        return_attn_probs: also return the log-sum-exp, and with ``dropout_p`` the weights (for tests).
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
         kernel: serve by this kernel or raise; by default the best for the problem.
-        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
-        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is that without dropout.
+        deterministic: equal calls give equal bits in the gradients too, by our backward; else the call is refused.
 
     Returns:
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32,
-        weights): with ``dropout_p`` the softmax [batch, heads, seqlen_q, seqlen_k] in q's dtype, negative where it is left out,
-        else None.
+        weights): with ``dropout_p`` the softmax [batch, heads, seqlen_q, seqlen_k] in q's dtype, negative where dropped, else
+        None.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
@@ -192,12 +193,12 @@ def flash_attn_func(
 def merge_attention(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge results of attention to parts of the keys into attention to all keys, by PyTorch's operators; differentiable.
+    """Merge attention to parts of the keys into attention to all keys, by PyTorch's operators; differentiable.
 
     Args:
         outs: of each part [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
-            ``flash_attn_with_kvcache`` return it; or all in one tensor, the parts first.
-        lses: of each [..., heads, tokens], the log-sum-exp that they return, or fp64. A part is not read where it is -inf.
+            ``flash_attn_with_kvcache`` return it; or one tensor of all, parts first.
+        lses: of each part [..., heads, tokens], the log-sum-exp that they return, or fp64. A row with -inf is not read.
 
     Returns:
         (out, lse), each in the shape and dtype of a part's; zeros and -inf where no part has a key, and no gradient.
@@ -243,8 +244,8 @@ def flash_attention_forward(
 
     Args:
         Q, K, V, causal, softmax_scale: as there.
-        softmax_lse: fp32, contiguous, [batch, heads, seqlen_q] or flat with as many elements: overwritten with the natural
-            logarithm of each row's sum of exponentials, -inf where a query sees no key.
+        softmax_lse: fp32, contiguous, [batch, heads, seqlen_q] or flat with as many elements: overwritten with each row's
+            log-sum-exp (natural), -inf where a query sees no key.
 
     Returns:
         [batch, heads, seqlen_q, head_dim_v] in the dtype and the memory order of ``Q``.

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing that keeps what this package computed, and computes the rest of a block again."""
+"""Selective activation checkpointing that keeps this package's results and recomputes the rest of a block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashmoe_science import attention, moe  # noqa: F401  # they define the ope
 
 
 def checkpoint_context() -> tuple[Any, Any]:
-    """What ``torch.utils.checkpoint.checkpoint`` takes as ``context_fn``: attention and experts are not computed again.
+    """The ``context_fn`` for ``torch.utils.checkpoint.checkpoint``: attention and experts are not recomputed.
 
-    ``checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context)`` holds their outputs and the log-sum-exp, about
-    as many bytes as the block's input for each, and the experts' pre-activations (``fused_moe(recompute=True)``: none); norms,
-    projections and what PyTorch's operators serve are computed again.
+    ``checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context)`` keeps their outputs and the log-sum-exp, each
+    about as large as the block's input, and the experts' pre-activations (``fused_moe(recompute=True)``: none); norms,
+    projections and what PyTorch's operators serve are recomputed.
     """
     operators = torch.ops.flashmoe
     kept = (operators.attention_forward, operators.moe_forward, operators.moe_forward_saving)

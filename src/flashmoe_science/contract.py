@@ -1,4 +1,4 @@
-"""The contract of an operation: how it is called, on what, and what is right. It is the same for our kernels, peers and yours.
+"""The contract of an operation: how it is called, on what, and what is right; the same for our kernels, peers and yours.
 
 An attention kernel ``fn(q, k, v, causal=False, softmax_scale=None)`` on [B, H, S, D] needs nothing from here. A mixture of
 experts says ``@contract("moe")``. An operation of your own is a subclass of ``Contract``::
@@ -31,7 +31,7 @@ experts says ``@contract("moe")``. An operation of your own is a subclass of ``C
 
     my_softmax.promises = {"kernel": "_softmax_kernel", "threads": 128, "deterministic": True, "speedup": 1.3}
 
-Whoever writes the contract decides what is right: read it before you believe a verdict that rests on it.
+The contract's author decides what is right: read the contract before you believe a verdict.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Errors:
 
     @classmethod
     def of(cls, difference: torch.Tensor) -> Errors:
-        """The errors of a difference, each NaN or infinite where an element is; without a temporary of its size."""
+        """The errors of a difference, NaN or infinite if an element is; without a temporary of its size."""
         from torch.linalg import vector_norm
 
         count = difference.numel()
@@ -93,7 +93,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One result of a call. A kernel may leave out what is ``optional``."""
+    """One result of a call. A kernel may omit an ``optional`` one."""
 
     name: str
     optional: bool = False
@@ -101,8 +101,8 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """A common way to be wrong: its ``code`` for machines, ``words`` that end "it is right for ...", and what is then computed,
-    shaped as ``Contract.reference`` gives it and in fp64."""
+    """A common mistake: its ``code`` for machines, ``words`` that end "it is right for ...", and its results, in fp64 and
+    shaped as those of ``Contract.reference``."""
 
     code: str
     words: str
@@ -112,24 +112,24 @@ class Mistake:
 class Contract:
     """What an operation is: how it is called, on what, and what is right.
 
-    A subclass gives ``name``, ``default_problems``, ``inputs`` and ``reference``, and ``flops`` and ``min_bytes``, which decide
-    what its speed is called; the rest has defaults. Every method is called in processes of its own and must not keep state.
+    A subclass gives ``name``, ``default_problems``, ``inputs``, ``reference``, and ``flops`` and ``min_bytes``, from which
+    TFLOP/s and GB/s follow; the rest has defaults. Methods are called in several processes and must not keep state.
 
     The members from ``suites`` on are for an operation with kernels of the package (``operations.py``).
     """
 
     name: ClassVar[str] = ""
-    # The results in order; by default as many as ``reference`` gives, all of them required.
+    # The results in order; by default those of ``reference``, all required.
     outputs: ClassVar[tuple[Output, ...]] = ()
-    # How the inputs of the correctness stage are distributed; leave out what the operation is not defined on.
+    # Distributions of the inputs in the correctness stage; omit those on which the operation is undefined.
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "huge")
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
-    # How else the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALL_MODES).
+    # Other ways in which the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALL_MODES).
     calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
-    # Inputs that no gradient is asked of, beside those that are no floats of 16 bits or more.
+    # Inputs without a gradient, besides those that are not floats of 16 bits or more.
     constants: ClassVar[frozenset[str]] = frozenset()
-    # More variants, for the sweep alone; and for its plainest problems alone.
+    # More variants, only for the sweep; and only for its plainest problems.
     sweep_variants: ClassVar[tuple[str, ...]] = ()
     edge_variants: ClassVar[tuple[str, ...]] = ()
 
@@ -138,19 +138,19 @@ class Contract:
         raise NotImplementedError(f"{type(self).__name__} names no default problems; name one on the command line")
 
     def sweep(self) -> Sequence[Problem | str]:
-        """Tiny problems that correctness alone is checked on, some 40 to 80, the plainest first: problems, or their texts."""
+        """Tiny problems on which only correctness is checked, some 40 to 80, the plainest first: problems, or their texts."""
         return self.default_problems()
 
     def sweep_of(self, fn: Callable[..., Any]) -> Sequence[Problem | str]:
-        """The sweep for this candidate: ``sweep``, and problems of what it has arguments for beside those that it must have."""
+        """The sweep for this candidate: ``sweep``, and problems for its optional arguments."""
         return self.sweep()
 
     def cannot(self, problem: Any) -> str | None:
-        """Why a candidate of this contract cannot be asked to compute a problem, in words; None if it can."""
+        """Why a candidate of this contract cannot be given a problem, in words; None if it can."""
         return None if problem.op == self.name else f"it is held to the contract of {self.name}, not of {problem.op}"
 
     def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """New tensors for one call, standard normal or the like, all their chance drawn from ``generator`` (on ``device``)."""
+        """New tensors for one call, standard normal or the like, drawn only from ``generator`` (on ``device``)."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its inputs are")
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
@@ -158,39 +158,39 @@ class Contract:
         return fn(*inputs.values())
 
     def reference(self, problem: Any, inputs: Inputs) -> Outputs:
-        """What is right: one tensor or a tuple. The floating inputs come as fp64, and so must the results go."""
+        """What is right: one tensor or a tuple. Floating inputs and results are fp64."""
         raise NotImplementedError(f"{type(self).__name__} has no reference")
 
     def widened(self, inputs: Inputs) -> Inputs:
-        """The inputs as ``reference`` gets them: every floating one in fp64. An operation with inputs of tens of gigabytes may
-        leave those as they are and widen parts of them itself."""
+        """The inputs as ``reference`` gets them: every floating one in fp64. An operation with tens of gigabytes of inputs may
+        leave them as they are and widen parts itself."""
         return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
 
     def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
-        """What common mistakes compute, the likeliest first, so that a wrong answer can be named by what it matches. The
-        floating inputs come as fp64. Each is asked for only when the one before did not match."""
+        """The results of common mistakes, the likeliest first, so that a wrong answer can be named. Floating inputs are fp64.
+        Each is computed only if the one before did not match."""
         return iter(())
 
     def plain(self, problem: Any, inputs: Inputs) -> Outputs:
-        """The same maths done plainly in the inputs' own dtype: what an honest kernel may not be much worse than.
+        """The same maths done plainly in the inputs' own dtype; an honest kernel is not much worse.
 
         Shapes and dtypes of its results are those that a candidate must return.
         """
         return self.reference(problem, inputs)
 
     def cap(self, problem: Any, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...] | None:
-        """The most that each result may be off by, whatever the plain maths is off by; None for the general cap
-        (sixteen roundings of the largest result: ``measure.tolerance.general_cap``)."""
+        """The largest error allowed for each result, whatever the plain maths' error; None for the general cap (sixteen
+        roundings of the largest result: ``measure.tolerance.general_cap``)."""
         return None
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs, distributed otherwise: one of ``distributions``. By default every floating tensor is changed alike."""
+        """The inputs in one of ``distributions``. By default every floating tensor is changed alike."""
         change = _CHANGES[distribution]
         return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
     def poisoned(self, problem: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs, with NaN in what no call may use (such as the end of a buffer), for the correctness stage.
-        By default as they are."""
+        """The inputs, with NaN in what no call may use (such as a buffer's end), for the correctness stage. By default
+        unchanged."""
         return inputs
 
     def variant(self, name: str) -> Contract:
@@ -206,17 +206,17 @@ class Contract:
         return int(problem.min_bytes())
 
     def rivals(self) -> Mapping[str, Callable[..., Any]]:
-        """What a user would pick instead, by name, called as the candidate is. Without any, the rival is ``plain``."""
+        """What a user would pick instead, by name, called like the candidate. Without any, the rival is ``plain``."""
         return {}
 
     def rounding(self, problem: Any, inputs: Inputs) -> tuple[float, ...] | None:
-        """What is added to the rounding floor of each result, where fp32 sums in another order differ; None for nothing."""
+        """An addition to each result's rounding floor, for fp32 sums in another order; None for nothing."""
         return None
 
     def bounds(
         self, problem: Any, inputs: Inputs, reference: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[Errors, ...] | None, tuple[float, ...] | None]:
-        """``cap`` and ``rounding``, as they are asked for. A contract that derives both from the same gives this instead."""
+        """``cap`` and ``rounding``. A contract that derives both together overrides this instead."""
         return self.cap(problem, inputs, reference), self.rounding(problem, inputs)
 
     def suites(self) -> Mapping[str, Sequence[str]]:
@@ -224,11 +224,11 @@ class Contract:
         return {}
 
     def draw(self, near: Any, chance: Random) -> Problem:
-        """A problem drawn at random around one of a suite, all its chance drawn from ``chance``."""
+        """A problem drawn at random around one of a suite, only from ``chance``."""
         raise NotImplementedError(f"problems of {self.name} cannot be drawn at random")
 
     def smoke(self, device: Device) -> str | None:
-        """A tiny problem on which every kernel of ours runs once before anything is measured; None to leave that out."""
+        """A tiny problem on which every kernel of ours runs once before anything is measured; None for none."""
         return None
 
     def build_problems(self) -> Sequence[str]:
@@ -239,7 +239,7 @@ class Contract:
         """Problems that Triton's interpreter does in seconds: odd and tiny shapes, every flag."""
         return ()
 
-    # Patterns of kernel names by whose they are: a peer that launches one of another family than it promised has fallen back.
+    # Patterns of kernel names, each with its owner: a peer that launches another family than it promised has fallen back.
     families: ClassVar[Mapping[str, str]] = {}
 
     def for_kernel(self, problem: Any, inputs: Inputs) -> Any:
@@ -247,7 +247,7 @@ class Contract:
         raise NotImplementedError(f"no kernel of the package takes the inputs of {self.name}")
 
     def renew(self, problem: Any, inputs: Inputs, given: Any) -> None:
-        """Bring up to date, in place, what ``for_kernel`` computed from inputs whose values have changed since."""
+        """Update in place what ``for_kernel`` computed from inputs whose values have changed since."""
 
     def from_kernel(self, result: Any) -> tuple[Any, ...]:
         """What those kernels return, as results in the order of ``outputs``."""
@@ -262,7 +262,7 @@ class Contract:
         return lambda inputs: kernel.run(inputs, config)
 
     def user_call(self, kernel: AnyKernel, config: Config, problem: Any, device: Device) -> Callable[[Any], Any] | None:
-        """The public function that runs this very kernel and config, called as a user does; None where there is none."""
+        """The public function that runs this very kernel and config, called as by a user; None if there is none."""
         return None
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The formats that checkpoints have experts' weights in: bits of a weight, and what shares a scale. Knows nothing of torch."""
+"""The formats of experts' weights in checkpoints: bits of a weight, and what shares a scale. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ WeightFormat = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A weight is its code's value times the scale of its block, ``block`` rows by columns of a matrix [out, in], None of which
-    are all.
+    """A weight is its code's value times the scale of its block, ``block`` rows by columns of a matrix [out, in]; None is all.
 
     ``bits`` of a code, ``scale_bits`` of a scale; fp8 blocks have fp32 scales, or e8m0 ones, which take a quarter.
-    ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 where there is none. ``w8a8``: what weights are
-    multiplied by is quantised too, inside a call: e4m3 with an fp32 scale to 128 columns of a row, or, where it is ``static``,
-    with one that the call is given for each product.
+    ``zero_bits`` of a zero point, which is subtracted from a block's codes; 0 for none. ``w8a8``: a call quantises what weights
+    are multiplied by: to e4m3 with an fp32 scale for 128 columns of a row, or, if ``static``, with a given scale for each
+    product.
     """
 
     name: WeightFormat
@@ -42,7 +41,7 @@ class Format:
 
     @property
     def group(self) -> int | None:
-        """Columns of one row that share a scale, of which a row has a whole number; None where that is not so."""
+        """Columns of one row that share a scale, if a row has a whole number of such groups; else None."""
         return self.block[1] if self.block[0] == 1 else None
 
     def bytes(self, rows: int, columns: int) -> int:
@@ -58,10 +57,10 @@ FORMATS: dict[str, Format] = {
     "fp8_channel": Format("fp8_channel", 8, (1, None), 32),  # e4m3, as compressed-tensors' of channels
     "fp8_channel_w8a8": Format("fp8_channel_w8a8", 8, (1, None), 32, w8a8=True),
     "fp8_channel_static": Format("fp8_channel_static", 8, (1, None), 32, w8a8=True, static=True),  # as ModelOpt's of matrices
-    # Integers from -8 to 7 with a 16-bit scale to 32 or 128, as compressed-tensors packs them.
+    # Integers from -8 to 7 with a 16-bit scale for 32 or 128, as in compressed-tensors.
     "int4_g32": Format("int4_g32", 4, (1, 32), 16),
     "int4_g128": Format("int4_g128", 4, (1, 128), 16),
-    # From 0 to 15, less a zero point, which is of 4 bits too.
+    # From 0 to 15, minus a zero point, also of 4 bits.
     "int4_g32_zero": Format("int4_g32_zero", 4, (1, 32), 16, 4),
     "int4_g128_zero": Format("int4_g128_zero", 4, (1, 128), 16, 4),
 }

@@ -1,4 +1,4 @@
-"""What a Kernel is: one way to compute an operation, ours or a peer's, with what it promises to launch."""
+"""Kernel: one way to compute an operation, ours or a peer's, with the launches that it promises."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Device = Gpu | None  # None: the CPU
 P = TypeVar("P", bound=Problem)
 I = TypeVar("I")  # noqa: E741  # the tensors of one call, in the operation's own type
 O = TypeVar("O")  # noqa: E741  # what a call returns
-# Computes on tensors like those that it was planned for, and checks nothing: the short path to the launch. Its arguments are
-# the operation's own tensors, in the operation's own order.
+# Launches on tensors like those that it was planned for, without checks. Its arguments are the operation's own tensors, in the
+# operation's own order.
 Launcher = Any
 
 
 class CannotServe(ValueError):
-    """A kernel cannot serve these tensors (because of strides or alignment, for example), though it serves such a problem."""
+    """A kernel cannot serve these tensors (strides, alignment), though it serves such a problem."""
 
 
 class Config(Mapping[str, int]):
@@ -68,7 +68,7 @@ class Config(Mapping[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch that a Kernel promises. None: nothing is promised of that field (such as a peer's grid).
+    """One kernel launch that a Kernel promises. None: the field is not promised (such as a peer's grid).
 
     ``name`` is a regular expression that the launched kernel's whole name must contain.
     """
@@ -85,7 +85,7 @@ class Launch:
 class CompileJob:
     """What Triton is given to compile one kernel: here for a launch, or for a GPU that is not here (hardware/target.py).
 
-    ``arguments`` are all of the function's parameters in order. What has a dtype and an address stands for a tensor.
+    ``arguments`` are all of the function's parameters in order. One with a dtype and an address stands for a tensor.
     """
 
     function: Any  # triton.JITFunction or gluon's; typed Any to keep triton out of this module
@@ -98,18 +98,18 @@ class Kernel(Generic[P, I, O]):
     """One implementation of an operation. Every field is a plain function, so that a kernel file reads top to bottom.
 
     supports(problem, device): None if it can serve the problem there, else the reason in words, for a user to read.
-    suits(problem, gpu): whether it is a good guess for a problem that no record is near to.
+    suits(problem, gpu): whether it is a good guess for a problem without a near record.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
-    load(problem, inputs): the inputs by name as ``run`` takes them, with new tensors in place of those that are prepared once,
-        when a model is loaded (weights that are repacked or dequantised); None for a kernel that takes a checkpoint's. It is
-        outside what is timed. A kernel keeps nothing of it by tensor: values also change without a new version.
-    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing
-        to prepare. Raises CannotServe.
-    workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
-    launches(problem, config, gpu): the promise that the call-path check holds it to.
+    load(problem, inputs): the inputs by name as ``run`` takes them, with new tensors for those that are prepared once, when a
+        model is loaded (repacked or dequantised weights); None for a kernel that takes a checkpoint's. It is not timed. A
+        kernel keeps nothing of it by tensor: values also change without a new version.
+    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that prepares
+        nothing. Raises CannotServe.
+    workspace(problem, config): the most bytes of device memory that one call takes beyond its results.
+    launches(problem, config, gpu): the launches that it promises; the call-path check compares them.
     absent(): None if it can be imported here, else why not (a peer that is not installed).
-    on_disk: the environment variable that, set to 1, has a peer keep what it compiles or tunes.
+    on_disk: the environment variable that, set to 1, makes a peer keep what it compiles or tunes.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Kernel(Generic[P, I, O]):
     on_cpu: bool = False  # a peer that is worth timing on a CPU
     absent: Callable[[], str | None] = field(default=lambda: None)
     on_disk: str = ""
-    # Whether an automatic choice takes a peer where records have it faster; "if allowed": where FLASHMOE_PEERS is 1.
+    # Whether an automatic choice takes a peer that records show faster; "if allowed": if FLASHMOE_PEERS is 1.
     replaces_ours: Literal["never", "if allowed", "always"] = "never"
 
     def cannot(self, problem: Problem, device: Device) -> str | None:

@@ -1,4 +1,4 @@
-"""Modules: a mixture-of-experts layer of router, experts and, optionally, an expert that every token goes to."""
+"""Modules: a mixture-of-experts layer of router, experts and, optionally, a shared expert for every token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RouterLosses(NamedTuple):
 
 
 class FlashMoELayer(nn.Module):
-    """A gated mixture of experts, by ``route`` and ``fused_moe``, of weights in transformers' layout.
+    """A gated mixture of experts, by ``route`` and ``fused_moe``, with weights in transformers' layout.
 
-    State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
-    [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
-    [1, H, S]. The router is computed in fp32, under torch.autocast too, and the selection bias stays so when
-    the layer is cast. After ``quantize`` both projections of the experts are codes, with their scales and zero points.
+    State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (if asked for; no gradient flows to it), ``gate_up_proj`` [E,
+        2I, H], ``down_proj`` [E, H, I], and for a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj`` [1,
+        H, S]. The router is computed in fp32, under torch.autocast too; casting the layer leaves the selection bias fp32. After
+        ``quantize`` both projections of the experts are codes, with scales and zero points.
 
     Args:
         hidden_size: H, the model's width.
@@ -39,8 +39,8 @@ class FlashMoELayer(nn.Module):
         top_k: experts of a token.
         activation, alpha, limit: as ``fused_moe``.
         scoring, normalize, groups, top_k_groups, scaling_factor: as ``route``.
-        selection_bias: whether the router has one, zero at first.
-        shared_intermediate_size: S, the width of an expert that every token goes to; 0 for none.
+        selection_bias: whether the router has one, initially zero.
+        shared_intermediate_size: S, the width of the expert for every token; 0 for none.
         recompute: as ``fused_moe``.
         dtype, device: of the weights.
 
@@ -121,8 +121,8 @@ class FlashMoELayer(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FlashMoELayer:
-        """Move or cast the layer by ``fn``, as ``to`` does. Buffers are moved only: experts are chosen in fp32, and codes and
-        scales are of their format's dtypes."""
+        """Move or cast the layer by ``fn``, as ``to`` does. Buffers are only moved: experts are chosen in fp32, and codes and
+        scales keep their format's dtypes."""
         before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -132,13 +132,13 @@ class FlashMoELayer(nn.Module):
         return self
 
     def quantize(self, weight_format: str) -> FlashMoELayer:
-        """The layer itself, its experts' weights now in a format, as ``quantize_experts`` makes them: for inference.
+        """Quantise the experts' weights in place, by ``quantize_experts``, for inference. Returns the layer.
 
-        They are buffers and have no gradients, and casting the layer leaves them as they are. The router and the shared expert
-        stay. A layer of the same sizes that is quantised too, also on the device "meta", loads the state.
+        They become buffers without gradients, and casting the layer leaves them as they are. The router and the shared expert
+        do not change. A quantised layer of the same sizes, also on the device "meta", loads the state.
 
         Raises:
-            TypeError, ValueError: what ``quantize_experts`` refuses, and weights that are in a format already, or computed.
+            TypeError, ValueError: what ``quantize_experts`` refuses, a layer that is quantised already, and computed weights.
         """
         if self.weight_format is not None:
             raise ValueError(f"the layer's weights are in {self.weight_format!r} already; quantize takes a layer that is not")
@@ -164,8 +164,8 @@ class FlashMoELayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None, *, return_losses: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, RouterLosses]:
-        """The layer's output, shaped as ``hidden_states`` [..., H], and with ``return_losses`` the losses of its router. They
-        are results, not state: a layer that is computed again under activation checkpointing counts nothing twice.
+        """The layer's output, shaped as ``hidden_states`` [..., H], and with ``return_losses`` its router's losses. Losses are
+        results, not state: activation checkpointing counts nothing twice.
 
         Args:
             router_logits: [..., E], if computed before; computed by default.
@@ -196,7 +196,7 @@ class FlashMoELayer(nn.Module):
         return logits
 
     def _shared(self, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
-        """The expert that every token goes to."""
+        """The shared expert."""
         one = torch.ones((*hidden_states.shape[:-1], 1), dtype=torch.float32, device=hidden_states.device)
         ids = torch.zeros_like(one, dtype=torch.int32)
         return fused_moe(hidden_states, gate_up_proj, down_proj, one, ids, **self._experts)

@@ -1,8 +1,8 @@
 """The one list of operations. Each is a folder whose modules have the same names; they are imported when first needed.
 
 ``problem`` parses the text form, ``kernels`` lists the implementations, ``contract`` is the contract of all of them. Judging
-records needs only the first, which brings no torch. A backward is a part of its forward's folder: of each room the folder or
-the module of that name.
+records needs only the first, without torch. A backward is in its forward's folder: the folder or module of that name in each
+room.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TRITON_MISSING = None if importlib.util.find_spec("triton") else "Triton is not 
 
 
 def public(name: str) -> Any:
-    """The public function a user calls, named "module:function": only the proof times it, and no operation imports upwards."""
+    """The public function named "module:function". Only the proof times it; no operation imports upwards."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name, ``part`` what of each
-    of its rooms is this operation's, where it is not alone in the folder. ``parallelism`` is the word
-    of a distributed problem of it, cp or ep, empty where none is proved."""
+    """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name, ``part`` its part of
+    each room if it shares the folder. ``parallelism`` is the word of its distributed problems, cp or ep; empty if there are
+    none."""
 
     name: str
     word: str
@@ -46,7 +46,7 @@ class Operation:
         return self.module("problem").parse(text)
 
     def ours(self) -> tuple[AnyKernel, ...]:
-        """Our kernels, the preferred first. None where Triton is missing: the framework's own operators serve every call."""
+        """Our kernels, the preferred first; none if Triton is missing: the framework's own operators serve every call."""
         return self.module("front", "kernels").ours()
 
     def peers(self) -> tuple[AnyKernel, ...]:
@@ -57,7 +57,7 @@ class Operation:
         return (*self.ours(), *self.peers())
 
     def fallback(self) -> str:
-        """The name of the peer that is the framework's own way to compute it."""
+        """The name of the peer that is the framework's own implementation."""
         return self.module("front", "kernels").FALLBACK
 
     def contract(self) -> Contract:

@@ -1,6 +1,6 @@
 """FlashAttention-2's functions of packed tensors: keys and values, or queries too, in one tensor.
 
-Arguments and results are FlashAttention-2's, each function ``flash_attn_func`` or ``flash_attn_varlen_func`` of views.
+Arguments and results are FlashAttention-2's. Each calls ``flash_attn_func`` or ``flash_attn_varlen_func`` with views.
 """
 
 from __future__ import annotations

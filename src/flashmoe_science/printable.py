@@ -1,5 +1,5 @@
-"""Text that others wrote, safe to show; and values for error messages. A terminal obeys control characters, and a reader trusts
-the order of the letters.
+"""Foreign text made safe to show, and values for error messages. A terminal obeys control characters, and a reader trusts the
+order of letters.
 
 Kernel names, notes and claims come from files that anyone may have written. An escape sequence in one of them could hide the
 next line or colour a failure green; a mark that turns the writing direction could make one name look like another.
@@ -16,7 +16,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 
 def printable(text: str) -> str:
-    r"""The text with what must not reach a terminal written out, such as ``\x1b``."""
+    r"""The text with control characters written out, such as ``\x1b``."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -26,7 +26,7 @@ def one_line(text: str) -> str:
 
 
 def printable_values(value: Any, show: Callable[[str], str] = printable) -> Any:
-    """The same of every text in a value of JSON or TOML, keys included."""
+    """The same for every text in a JSON or TOML value, keys included."""
     if isinstance(value, str):
         return show(value)
     if isinstance(value, list):

@@ -38,9 +38,9 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The loop inside an operation: ``rows`` independent results, each of which goes through ``steps`` one after another.
+    """The loop inside an operation: ``rows`` independent results, each of ``steps`` one after another.
 
-    ``step_bytes`` is what one step reads, and what one row reads and writes of its own.
+    ``step_bytes`` is what one step reads, and what one row reads and writes for itself.
     """
 
     rows: int
@@ -63,8 +63,8 @@ class Series:
 class Problem:
     """One call of an operation. A subclass is a frozen dataclass whose ``str`` is the problem's text form.
 
-    ``flops`` and ``min_bytes`` must be given. The other methods have defaults that claim nothing, so that a new operation, or a
-    new feature of one, is never treated as something near it by accident.
+    ``flops`` and ``min_bytes`` must be given. The other methods have defaults that claim nothing, so that a new operation or
+    feature is never mistaken for a similar one.
     """
 
     __slots__ = ()
@@ -89,8 +89,8 @@ class Problem:
         return None
 
     def arithmetic(self) -> Arithmetic:
-        """What the products must be computed with to be accurate enough: the narrowest operands, as the dtype has them. Where
-        operands are quantised, or a contract allows more rounding than the dtype's, a subclass overrides this."""
+        """The narrowest operands with which products are accurate enough, by the dtype. A subclass overrides this for quantised
+        operands, or if its contract allows more rounding."""
         return "fp32" if self.dtype == "fp32" else "16-bit"
 
     def exponentials(self) -> int:
@@ -123,13 +123,13 @@ class Problem:
         return 0.0 if self == other else math.inf
 
     def kind(self) -> Hashable:
-        """Equal for problems that differ in nothing but the sizes that ``distance`` compares, so that what another package was
-        in one of them it is expected to be in the others."""
+        """Equal for problems that differ only in the sizes that ``distance`` compares, so that another package's speed in one
+        is expected in the others."""
         return str(self)
 
     def representative(self) -> Self:
-        """The problem whose kernel and config this one shares where it was not measured itself. Sizes that change from call to
-        call (lengths, batches) are rounded up in it, so that no new choice is made for each."""
+        """The problem whose kernel and config this one shares if it was not measured itself. Sizes that change from call to
+        call (lengths, batches) are rounded up in it, so that they need no new choice."""
         return self
 
     def traits(self) -> Mapping[str, str]:

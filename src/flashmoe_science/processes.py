@@ -17,8 +17,8 @@ _LOOK_EVERY_S = 1.0
 
 
 def end_with_parent() -> None:
-    """Watch the parent in a thread; this process ends within a second or so of it, even where the parent was killed: nothing
-    else ends a pool's process that will get no other job, and it would keep a GPU's memory for good."""
+    """Watch the parent in a thread and end within a second or so of it, even if it was killed: nothing else ends an idle
+    process of a pool, which would keep a GPU's memory for good."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -37,10 +37,10 @@ def processors() -> int:
 def shared_out(
     function: Callable[..., T], jobs: Sequence[tuple[Any, ...]], workers: int, begin: Callable[[], None] | None = None
 ) -> Iterator[tuple[int, T]]:
-    """``function(*job)`` of every job, in ``workers`` processes: (index of the job, result), in the order in which they end.
+    """``function(*job)`` for every job, in ``workers`` processes: (index of the job, result), in order of completion.
 
-    ``begin`` is called first in each process. What ``function`` raises is raised here. A job that takes its process down ends
-    the iteration. All processes have ended when the iteration has.
+    ``begin`` is called first in each process. What ``function`` raises is raised here. A job that kills its process ends the
+    iteration. When the iteration ends, so have all processes.
     """
     # "spawn": a CUDA context does not survive a fork, and a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")

@@ -8,8 +8,8 @@
     proved = proof.prove("my_module:my_attention", "attn b1 h16 q4096 d128 bf16 causal", against="sdpa")
     print(proved.verdicts[0].verdict, proved.verdicts[0].ratio, proved.folder)
 
-A function runs in processes of its own, so it is named as text, ``module:function`` or ``file.py:function``; a function object
-will do where its module and name lead back to it.
+A function runs in other processes, so it is named as text, ``module:function`` or ``file.py:function``; a function object will
+do if its module and name lead back to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProveResult:
 
     @property
     def passed(self) -> bool:
-        """Whether it is right everywhere, was timed, and none of its numbers was refused; a slower function passes."""
+        """Whether it is right everywhere, was timed, and has no refused number; a slower function passes."""
         return self.exit_code == ExitCode.GOOD
 
 
@@ -65,7 +65,7 @@ def check(
         seed: of the inputs. watchdog_s: seconds that the function may take over one step.
 
     Returns:
-        What came of every problem; ``passed``, ``codes``, ``matrix()``.
+        The result on every problem; ``passed``, ``codes``, ``matrix()``.
 
     Raises:
         ValueError: no such function or file, a problem that does not parse.

@@ -1,11 +1,11 @@
 """FlashAttention-3's functions for serving: packed sequences of any lengths, and a cache of keys and values.
 
 Names, order and meaning of the arguments are FlashAttention-3's; FlashAttention-2's ``block_table`` and ``alibi_slopes``, a
-learned sink and ``kernel`` are keywords. No value on a GPU is waited for, and calls can be captured in a CUDA graph and
-replayed with other lengths. What is not served is refused in words, on the CPU also lengths and pages that cannot be, and on a
-GPU with FLASHMOE_CHECK=1 in the environment: each call then launches a check and waits for it. Tensors on the CPU, inputs that
-require gradients, fp64, dropout and wider heads are served by PyTorch's operators. Under torch.autocast queries, keys and
-values are cast, new ones to the dtypes of their caches.
+learned sink and ``kernel`` are keywords. No call waits for a GPU, and a CUDA graph can capture calls and replay them with other
+lengths. Calls that are not served are refused in words. Impossible lengths and pages are refused on the CPU, and on a GPU with
+FLASHMOE_CHECK=1 in the environment: each call then launches a check and waits for it. PyTorch's operators serve the CPU, inputs
+that require gradients, fp64, dropout and wider heads. Under torch.autocast queries, keys and values are cast, new ones to the
+dtypes of their caches.
 """
 
 from __future__ import annotations
@@ -98,22 +98,22 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each sequence begins, and the total. The second may be None with
             ``block_table`` and ``seqused_k``. Rows after that total give zeros, a log-sum-exp of -inf and gradients of 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer.
-        seqused_q, seqused_k: int32 [batch], how many of each sequence's queries and keys take part; other rows give zeros.
+        seqused_q, seqused_k: int32 [batch], how many of each sequence's queries and keys take part; other queries give zeros.
         softmax_scale: of the scores; head_dim ** -0.5 by default.
         causal: the last query of a sequence sees its last key; a query that sees no key gets zeros.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors. The output is then bf16 or q's dtype.
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
-        attention_chunk: above 0, queries see only keys of their own chunk of that many positions.
+        attention_chunk: above 0, queries see only keys in their own chunk of that many positions.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
-        num_splits: into how many splits the keys are cut; 1 for a result that does not depend on the batch; 0 for our choice,
-            by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.
+        num_splits: the number of splits of the keys. 1: the result does not depend on the batch. 0: our choice; the last bits
+            of a sequence's result may depend on the other lengths. Equal calls give equal bits.
         return_attn_probs: also return the log-sum-exp, and with ``dropout_p`` the weights, as FlashAttention-2.
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
-        s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
-        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is of all weights.
+        s_aux: [heads], a learned logit in each row's softmax, without a value (a sink); the log-sum-exp includes it.
+        dropout_p: above 0, served by PyTorch's operators; the log-sum-exp is that without dropout.
         kernel: serve by this kernel or raise.
-        deterministic: the gradients too have equal bits in equal calls, by a backward of ours, or the call is refused.
+        deterministic: equal calls give equal bits in the gradients too, by our backward; else the call is refused.
         pack_gqa, sm_margin: accepted and without effect.
         qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
             (head_dim + head_dim_v) ** -0.5. k and v are copied into one tensor for it.
@@ -241,18 +241,19 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of new queries to a cache of keys and values, with FlashAttention-3's signature and semantics.
 
-    With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
-    whose length is then that much more (``cache_seqlens`` itself is not changed). What would not fit the capacity is refused
-    on the CPU and with FLASHMOE_CHECK=1, else not written.
+    With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence
+    and count in this call (``cache_seqlens`` itself is not changed). What exceeds the capacity is refused on the CPU and with
+    FLASHMOE_CHECK=1, else not written.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] with ``cu_seqlens_q`` and ``max_seqlen_q``.
-        k_cache, v_cache: [caches, capacity, heads_kv, ...], or with ``page_table`` [pages, rows, heads_kv, ...], rows of any
-            number. fp16, bf16 or fp32 as q, or e4m3.
+        k_cache, v_cache: [caches, capacity, heads_kv, ...], or with ``page_table`` [pages, rows, heads_kv, ...], any number of
+            rows. fp16, bf16 or fp32 as q, or e4m3.
         k, v: [batch, new, heads_kv, ...], or packed [total, heads_kv, ...] with ``cu_seqlens_k_new``; of the caches' dtype.
-        rotary_cos, rotary_sin: [positions, half of the rotated width], a multiple of 16 rotated; with k and v only. Key i is at
-            ``cache_seqlens`` + i; query i too with a causal mask or a window, else every query at ``cache_seqlens``.
-        cache_seqlens: int32 [batch] or an integer: the keys that each sequence has; None for the whole cache.
+        rotary_cos, rotary_sin: [positions, half of the rotated width], that width a multiple of 16; only with k and v. Key i
+            has position ``cache_seqlens`` + i; so has query i with a causal mask or a window, else every query has
+            ``cache_seqlens``.
+        cache_seqlens: int32 [batch] or an integer: the number of keys of each sequence; None for the whole cache.
         cache_batch_idx: int32 [batch], the row of the cache, or of ``page_table``, of each sequence.
         cache_leftpad: int32 [batch], the first valid key of each sequence.
         page_table (``block_table``): int32 [batch, most pages]. Entries past a sequence's length are never followed.
@@ -261,8 +262,7 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 [batch], positions in place of ``cache_seqlens``.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors.
         rotary_interleaved: pairs (0, 1), (2, 3)...; else (i, i + half).
-        num_splits: into how many splits the keys are cut; 0 for our choice, by which the last bits of a sequence's result may
-            depend on the lengths of the others; 1 for a result that does not depend on the batch. Equal calls give equal bits.
+        num_splits: as of ``flash_attn_varlen_func``; here 0 by default.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, s_aux, kernel, qv: as of
             ``flash_attn_varlen_func``.
         scheduler_metadata, pack_gqa, sm_margin: accepted and without effect.

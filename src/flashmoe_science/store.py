@@ -1,8 +1,8 @@
 """Runs on disk: one append-only JSONL file a run, a row a line. Written by one process at a time, read by anyone, never edited;
 a run that nothing rests on may be gzipped (docs/design/0010).
 
-A file that was cut in the middle of its last line (power, a full disk, a killed process) still gives its whole rows; the cut
-line is set aside and reported in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
+A file whose last line was cut (power, a full disk, a killed process) still gives its whole rows; the cut line is set aside and
+reported in ``Run.torn``. Any other defect of a file is a ``StoreError``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoreError(ValueError):
 
 
 class _NotJsonError(StoreError):
-    """A line that is not JSON at all, as one is that was cut."""
+    """A line that is not JSON at all, such as a cut one."""
 
 
 class _NumberError(ValueError):
@@ -51,7 +51,7 @@ class _NumberError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as it was recorded. ``torn`` is what was set aside, in words; None where nothing was."""
+    """One run as it was recorded. ``torn`` is what was set aside, in words; None if nothing was."""
 
     header: RunRow
     rows: tuple[Row, ...]  # the header is not among them
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def age(self) -> tuple[str, str]:
-        """What runs are sorted by, the oldest first."""
+        """The sort key of runs, the oldest first."""
         return self.header.started, self.header.run
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
@@ -241,7 +241,7 @@ def read_runs(folder: Path | str) -> list[Run]:
 
 
 def _refuse_copied(runs: Sequence[Run]) -> None:
-    """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
+    """Raises StoreError if two runs hold the same samples: one is a copy under another name."""
     first_with: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
         for row in (row for row in run.of(TimingRow) if row.is_distinctive):
@@ -265,8 +265,8 @@ def records_under(folder: Path) -> Iterator[Path]:
 
 
 def refuse_torn(runs: list[Run]) -> list[Run]:
-    """The same runs, where every file is whole: numbers that are shown as evidence rest on nothing less. Raises StoreError: the
-    first torn file, its line and what to do."""
+    """The same runs, if every file is whole, as evidence must be. Raises StoreError: the first torn file, its line and what to
+    do."""
     for run in runs:
         if run.torn:
             raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")

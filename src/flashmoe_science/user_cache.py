@@ -1,4 +1,4 @@
-"""The folder where this package keeps what it found on this machine for its user."""
+"""The package's folder in the user's cache: tuned tables and cached verdicts."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def diagnose(
     numbers. Without counters, the launches and the clocks decide what they can. A change that speeds a part p of the time up
     s times gives 1/((1-p) + p/s); several changes together never pass the machine's ceiling.
 
-    Where an earlier run measured the kernel with other source, the causes that are gone since are listed with the gain.
-    A kernel is a name, or module:function or file.py:function for one of your own.
+    If an earlier run measured the kernel with other source, the causes that are gone since are listed with the gain. A kernel
+    is a name, or module:function or file.py:function for one of your own.
 
     Exit code: 0 diagnosed, 1 a kernel does not run, 2 it could not run.
 

@@ -26,10 +26,10 @@ def explain(
     """Say which kernel and config would serve a problem, by which record, and why the others would not.
 
     The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a similar problem, or the kernel's
-    own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is chosen where
-    records have it faster than ours by more than 3%; so are FlashAttention-3 and -4 where they are installed and FLASHMOE_PEERS
-    is 1. Measurements of `flashmoe tune` on this machine come before the records, and the reason says so. On a machine without
-    a GPU, name one with --gpu; else the answer is for tensors on the CPU.
+    own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is chosen if
+    records show it faster than ours by more than 3%; so are FlashAttention-3 and -4 if they are installed and FLASHMOE_PEERS is
+    1. Measurements of `flashmoe tune` on this machine come before the records, and the reason says so. On a machine without a
+    GPU, name one with --gpu; else the answer is for tensors on the CPU.
 
     \b
     Examples:

@@ -50,7 +50,7 @@ def prove(
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
             help="module:function or file.py:function of your own; documents, long, decode, serving, train or another suite "
-            "(a name that is none lists them all), or the text of a problem.",
+            "(an unknown name lists them all), or the text of a problem.",
         ),
     ] = None,
     kernel: Annotated[
@@ -91,8 +91,8 @@ def prove(
     problems (flashmoe check), then examined and timed in a process of its own. A crash, a hang or an exit is recorded, and the
     run continues. The output and the report cover that run only.
 
-    Under torchrun, kernels that share a problem among GPUs are proved: the suites context, context-backward, packed, experts
-    and tokens, or problems as text (docs/several-gpus.md).
+    Under torchrun, kernels that share a problem among GPUs are proved: the suites context, context-backward, context-decode,
+    packed, experts and tokens, or problems as text (docs/several-gpus.md).
 
     Each row is written to disk as it is measured. --resume measures what is left of a run that was killed or whose budget was
     spent, into a second file beside the first.

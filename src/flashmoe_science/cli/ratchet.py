@@ -40,7 +40,7 @@ def ratchet(
     eager clock, which depends on the host's state. --update raises a kept ratio on a proven gain of as much. Only --accept,
     with a reason, lowers one. A quick run raises nothing.
 
-    An entry is left alone by a run that was not asked for the entry's rival (prove --against).
+    A run that was not asked for an entry's rival (prove --against) leaves the entry alone.
 
     The kept ratios are compared with the runs that they rest on, if those are beside the file or under --runs.
 

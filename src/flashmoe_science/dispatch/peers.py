@@ -1,6 +1,6 @@
 """Whether a peer serves a problem in place of our kernel, because records have it faster (docs/design/0004). Nothing is run.
 
-PyTorch's own attention may always; a peer that is another package may where it is installed and FLASHMOE_PEERS is 1.
+PyTorch's own attention always may; a peer from another package may if it is installed and FLASHMOE_PEERS is 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def faster_peer(
 ) -> Decision:
     """The Decision for the peer that records have faster than our kernel by more than 3%; else ``ours``.
 
-    A record of this very problem, in its memory order, decides. Without one, all problems of its kind that were measured near
-    it must agree, two at the least. ``ours``: what ``select`` chose. Records of another kernel of ours do not apply to it.
-    ``unable``: peers that cannot serve the tensors at hand, with the reason.
+    A record of this very problem, in its memory order, decides. Without one, all measured problems of its kind near it must
+    agree, and there must be two. ``ours``: what ``select`` chose. Records of another kernel of ours do not count. ``unable``:
+    peers that cannot serve the tensors at hand, with the reason.
     """
     exact = None if gpu is None else table.exact(gpu.name, problem)
     entries = [exact] if exact is not None else [] if gpu is None else _near(problem, gpu, table)
@@ -67,7 +67,7 @@ def faster_peer(
 
 
 def _near(problem: Problem, gpu: Gpu, table: Table) -> list[Entry]:
-    """The measured problems of its kind within reach of its representative, the nearest first; none where they are too few."""
+    """The measured problems of its kind within reach of its representative, the nearest first; none if too few."""
     kind, wanted = problem.without_layout().kind(), problem.representative()
     alike = [entry for entry in table.entries if entry.gpu == gpu.name and entry.problem.kind() == kind]
     near = [entry for entry in alike if entry.problem.distance(wanted) <= REACH]

@@ -1,9 +1,9 @@
 """Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
 
-In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
-near problem, with its config if the tiles are the same and the kernel still offers it; the first of ours that supports and
-suits it; the framework's own. Where the very problem was not measured, its representative decides, so that problems of one
-class of lengths share a choice.
+In order: the kernel asked for by name; the one measured fastest on this very problem; the one measured fastest on a near
+problem, with its config if the tiles are the same and the kernel still offers it; our first that supports and suits it; the
+framework's own. If the very problem was not measured, its representative decides, so that problems of one class of lengths
+share a choice.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REACH = 1.0  # log2 of the factor allowed in each of batch x heads, queries and 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The kernel and config that serve a problem, and why. ``record`` names the run that it rests on, if it rests on one;
-    ``others`` are the kernels that were considered and not chosen, each with the reason in words."""
+    """The kernel and config that serve a problem, and why. ``record`` names the run behind the choice, if any; ``others`` are
+    the kernels that were considered and not chosen, each with the reason."""
 
     kernel: str
     config: Config
@@ -59,9 +59,9 @@ def select(
     Args:
         gpu: None for the CPU.
         kernels: the candidates of an automatic choice, the preferred first.
-        fallback: name of the framework's own way to compute it, which serves what none of ``kernels`` can; None for none.
+        fallback: name of the framework's own kernel, which serves what none of ``kernels`` can; None for none.
         requested: serve by this kernel or not at all.
-        unable: kernels found unable to take the tensors at hand, with the reason (CannotServe).
+        unable: kernels that cannot take the call's tensors, with the reason (CannotServe).
 
     Raises:
         CannotServe: ``requested`` cannot serve the problem, or nothing can; the message has the reason and what could.
@@ -121,8 +121,8 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
 
 
 def nearest(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Entry | None:
-    """The entry of the kernels in ``able`` for this problem, else for the nearest one within reach; with other tiles only where
-    there is none with the same."""
+    """The entry of the kernels in ``able`` for this problem, else for the nearest one within reach; with other tiles only if
+    none has the same."""
     kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
     if exact is not None and _usable(exact, kernels, gpu):
@@ -130,7 +130,7 @@ def nearest(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel])
     problem = problem.representative()
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels, gpu)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
-    near = [entry for entry in near if kernels[entry.kernel].suits(problem, gpu)]  # with other tiles, where the kernel agrees
+    near = [entry for entry in near if kernels[entry.kernel].suits(problem, gpu)]  # with other tiles, if it suits
     for entries in (same_tiles, near):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
         entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
@@ -157,8 +157,8 @@ def _measured(entry: Entry) -> str:
 
 
 def _usable(entry: Entry, kernels: Mapping[str, AnyKernel], gpu: Gpu) -> bool:
-    """Whether the kernel is one of these and still has such configs: a table may be older than its kernels. One that was tuned
-    is of a file that anyone may have written: the kernel must offer this very config for the problem."""
+    """Whether the kernel is one of these and still has such configs: a table may be older than its kernels. A tuned entry comes
+    from a file that anyone may have written: the kernel must offer this very config for the problem."""
     kernel = kernels.get(entry.kernel)
     if kernel is None:
         return False
@@ -168,8 +168,7 @@ def _usable(entry: Entry, kernels: Mapping[str, AnyKernel], gpu: Gpu) -> bool:
 
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
-    """Whether a record applies to such a problem: one of the same features, on a GPU of the same architecture; one that was
-    tuned, on this very GPU."""
+    """Whether a record applies to such a problem: same features and GPU architecture; a tuned record needs this very GPU."""
     if entry.problem.distance(problem) == math.inf:
         return False
     return entry.gpu == gpu.name if entry.tuned else gpu_named(entry.gpu).arch == gpu.arch

@@ -1,11 +1,10 @@
 """dispatch/table.json: which of our kernels was measured fastest, by problem and GPU. Generated from records, reviewed; a test
-holds that every entry can be served.
+checks that every entry can be served.
 
 ``{"schema": 1, "entries": [{"gpu": "h200", "problem": "attn ...", "kernel": "...", "config": "block_m=64", "rival": "fa3",
-"ratio": 1.021, "run": "...", "time_ns": 2420}]}``. A problem is written without its layout word, which decides strides and not
-which kernel suits. An entry has ``peers`` where its run has some faster than the kernel by more than 3%: ``[{"kernel": "sdpa",
-"config": "", "ratio": 1.267, "problem": "attn ... bshd", "backend": "PyTorch's cuDNN backend"}]``, in the memory order that was
-measured.
+"ratio": 1.021, "run": "...", "time_ns": 2420}]}``. A problem is written without its layout word, which decides strides, not the
+kernel. An entry has ``peers`` if some were faster than the kernel in its run by more than 3%: ``[{"kernel": "sdpa", "config":
+"", "ratio": 1.267, "problem": "attn ... bshd", "backend": "PyTorch's cuDNN backend"}]``, in the memory order that was measured.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class TableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FasterPeer:
-    """A peer that was faster than the winner of ours in its run: ``ratio`` is our time over the peer's. ``backend`` is
-    what PyTorch chose where the choice was its own."""
+    """A peer that was faster than our winner in its run: ``ratio`` is our time over the peer's. ``backend`` is PyTorch's
+    choice, if it chose one."""
 
     kernel: str
     config: Config
@@ -43,9 +42,9 @@ class FasterPeer:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One measured winner. ``run`` names the record that it rests on; ``time_ns`` is its median on the graph clock. ``peers``
-    were faster, the fastest first. ``tuned``: on this machine, and no part of the committed table. ``rival`` is the best peer
-    that it was measured against, and ``ratio`` the peer's time over the winner's."""
+    """One measured winner. ``run`` names its record; ``time_ns`` is its median on the graph clock. ``peers`` were faster, the
+    fastest first. ``tuned``: on this machine, not in the committed table. ``rival`` is the best peer that it was measured
+    against, and ``ratio`` the peer's time over the winner's."""
 
     gpu: str
     problem: Problem

@@ -1,9 +1,8 @@
 """Entries that ``flashmoe tune`` made on this machine, in addition to the committed table.
 
 ``tuned/GPU.json`` in the user's cache folder has the form of dispatch/table.json and the card's name: ``{"schema": 1, "gpu":
-"rtx-4000", "entries": [...]}``. It is no part of the package: each field is checked, and a file with a wrong one is ignored
-whole, with a warning that names the field. Its kernels and configs serve only where the package offers just these. No file is
-read where FLASHMOE_TUNED is 0.
+"rtx-4000", "entries": [...]}``. The file is not trusted: each field is checked, and a file with a wrong one is ignored, with a
+warning that names the field. Its kernels and configs serve only if the package offers them. FLASHMOE_TUNED=0 reads no file.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def folder() -> Path:
 
 @functools.cache
 def known_table() -> Table:
-    """The committed table, and before its entries those that were tuned on this machine, which replace others of the same GPU
-    and problem. Read once a process. Raises TableError as ``committed_table``."""
+    """The committed table, preceded by the entries tuned on this machine, which replace others of the same GPU and problem.
+    Read once a process. Raises TableError as ``committed_table``."""
     committed, own = committed_table(), _own_entries()
     if not own:
         return committed
@@ -68,7 +67,7 @@ def _own_entries() -> list[Entry]:
 
 
 def read_tuned(path: Path) -> tuple[Entry, ...]:
-    """The entries of a file. Raises TunedError: it cannot be read; a field is missing, unknown or wrong; it is another card's
+    """The entries of a file. Raises TunedError: it cannot be read; a field is missing, unknown or wrong; it is for another card
     than its name says."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:

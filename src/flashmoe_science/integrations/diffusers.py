@@ -51,7 +51,7 @@ def attention(
         is_causal: query i sees keys 0 to i.
 
     Raises:
-        ValueError: a log-sum-exp or context parallelism is asked for, which are not served.
+        ValueError: a log-sum-exp or context parallelism, which are not served, is asked for.
         TypeError, ValueError: what ``scaled_dot_product_attention`` refuses.
     """
     if return_lse or _parallel_config is not None:
@@ -64,7 +64,7 @@ def attention(
 
 
 def _member(names: Any) -> Any:
-    """The member "fms" of diffusers' enumeration of strings, which is added to it."""
+    """Add the member "fms" to diffusers' enumeration of strings, and return it."""
     if (member := names._value2member_map_.get(NAME)) is not None:
         return member
     member = str.__new__(names, NAME)

@@ -1,6 +1,6 @@
 """FlashAttention-2's module ``flash_attn`` by this package: its functions, with its order of arguments and its results.
 
-For code that imports it: put it in ``sys.modules`` under that name before.
+For code that imports it: put it in ``sys.modules`` under that name first.
 """
 
 from __future__ import annotations

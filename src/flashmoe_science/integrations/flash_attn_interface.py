@@ -1,8 +1,8 @@
 """FlashAttention-3's module ``flash_attn_interface`` by this package: its names, arguments and results.
 
 For code that imports it, and for FlashAttention's own tests (hopper/test_flash_attn.py): put ``tools/`` on the path, whose
-``flash_attn_interface.py`` is this one. With ``FLASH_ATTENTION_DISABLE_BACKWARD=TRUE``, as those tests read it, gradients are
-off and our kernels serve.
+``flash_attn_interface.py`` is this one. With ``FLASH_ATTENTION_DISABLE_BACKWARD=TRUE``, which those tests read, gradients
+are off and our kernels serve.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS = ("batch, tokens, heads, head_dim", 4)
 
 
 def _forward_only(function: F) -> F:
-    """The function without gradients where FLASH_ATTENTION_DISABLE_BACKWARD is TRUE."""
+    """The function, without gradients if FLASH_ATTENTION_DISABLE_BACKWARD is TRUE."""
     return torch.no_grad()(function) if os.getenv("FLASH_ATTENTION_DISABLE_BACKWARD") == "TRUE" else function
 
 

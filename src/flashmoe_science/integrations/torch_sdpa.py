@@ -7,9 +7,9 @@
 
 ``register`` adds the name "flashmoe" for ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
 While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
-PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
-are served as before. The backward operators are ours too, where records have a backward of ours no slower than PyTorch's own,
-FlashAttention 2's, or PyTorch's switch for deterministic algorithms asks for equal bits; PyTorch's own serves the rest.
+PyTorch prefers on Hopper. Calls that PyTorch does not give the flash backend (attention masks, fp32, causal ones with unequal
+lengths) are served as before. Our backward serves if records show it no slower than PyTorch's (FlashAttention 2's), or if
+PyTorch's switch for deterministic algorithms asks for equal bits; PyTorch's serves the rest.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _activate() -> _Active:
 
 
 def _put_flash_first() -> list[int]:
-    """Let the flash backend be tried first; returns the order that was."""
+    """Let the flash backend be tried first; returns the previous order."""
     if torch.cuda.is_available():  # the first choice of a process sets the order, and would overwrite ours
         small = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
         _CHOOSE(small, small, small)
@@ -130,7 +130,7 @@ class _Original:
 
 
 class _Busy(threading.local):
-    """Whether a call of ours is running: where it calls PyTorch's operator, PyTorch's own kernel serves."""
+    """Whether a call of ours is running: if it calls PyTorch's operator, PyTorch's own kernel serves."""
 
     now = False
 
@@ -212,7 +212,7 @@ def _attend_packed(
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(out, log-sum-exp [heads, tokens]) of [tokens, heads, head_dim] with ``cum_seq_q``, as ``varlen_attn`` has them; keys are
-    packed, or pages where there is a ``block_table``. None for a call that PyTorch's own kernel serves."""
+    packed, or pages if there is a ``block_table``. None for a call that PyTorch's own kernel serves."""
     unsupported = any(other is not None for other in others.values())  # ALiBi, and what a later PyTorch adds
     if cum_seq_q is None or _BUSY.now or dropout_p or return_debug_mask or unsupported or query.dtype not in DTYPES:
         return None
@@ -297,7 +297,7 @@ def _differentiate_packed(
 def _gradients(
     tensors: Tensors, options: Options, scale: float | None, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, ...] | None:
-    """(dq, dk, dv); None where no backward of ours serves the call."""
+    """(dq, dk, dv); None if no backward of ours serves the call."""
     chosen = choose_backward(tensors, options, FLASH).kernel
     if chosen == FALLBACK:
         return None

@@ -25,8 +25,8 @@ _workspace_of = cache(ExpertWorkspace)  # layers of one size share one
 class TokenDispatcher(BaseEPTokenDispatcher):
     """torchtitan's token dispatcher by an ``ExpertWorkspace``, for experts of any kind. Deterministic, also its gradients.
 
-    The tokens of all ranks are sent to each, and sorted there: no counts are exchanged. As in torchtitan, ``dispatch`` waits
-    for the number of rows. All ranks must have as many tokens, as torchtitan's do; each number has a workspace of its own.
+    Each rank receives the tokens of all ranks and sorts them: no counts are exchanged. As in torchtitan, ``dispatch`` waits for
+    the number of rows, and all ranks must have equally many tokens; each number has its own workspace.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class TokenDispatcher(BaseEPTokenDispatcher):
         super().wire_meshes(ep_mesh=ep_mesh)
 
     def workspace(self, x: torch.Tensor) -> ExpertWorkspace:
-        """Of calls with as many tokens as x [T, H]; every rank calls it."""
+        """The workspace for calls with as many tokens as x [T, H]; every rank calls it."""
         sizes = max(1, x.shape[0]), x.shape[1], self.top_k, self.num_experts
         return _workspace_of(self.ep_mesh.get_group(), *sizes, x.dtype, self.transport)
 

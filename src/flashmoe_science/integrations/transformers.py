@@ -82,9 +82,9 @@ def experts_forward(
 ) -> torch.Tensor:
     """The experts, for transformers, of hidden_states [T, H] by top_k_index and top_k_weights [T, K].
 
-    An id of ``num_experts``, which marks a pair of another rank under expert parallelism, adds nothing. States of another
-    dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do. Weights
-    in a format are served as they lie and have no gradients; the states are quantised where the module has static scales alone.
+    An id of ``num_experts``, which marks another rank's pair under expert parallelism, adds nothing. States of another dtype
+    than the weights', as under autocast, are cast to theirs and back, as in transformers' own implementations. Quantised
+    weights are served as they are and have no gradients; states are quantised only if the module has static scales.
 
     Raises:
         ValueError: the module computes what ``fused_moe`` does not.
@@ -128,8 +128,8 @@ def served(
 
 
 def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]:
-    """The format's arguments of ``fused_moe``. Raises ValueError: no format of codes of that dtype, another size of blocks, or
-    blocks beside static scales."""
+    """The format's arguments of ``fused_moe``. Raises ValueError: no format has codes of that dtype, another block size, or
+    blocks with static scales."""
     form, block = _FORMATS.get(codes), getattr(experts, "block_size", None)
     if form is None:
         raise ValueError(
@@ -150,8 +150,8 @@ def _format(experts: Any, layout: _Layout, codes: torch.dtype) -> dict[str, Any]
 
 
 def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Adapter | None]:
-    """The weights of that name, and PEFT's one adapter beside them, where they are frozen: its factors, which it registers as a
-    parametrisation for a call, make scaling times lhs times rhs. Other parametrisations are computed, and are the weights."""
+    """The weights of that name and, if they are frozen, PEFT's one adapter, whose factors PEFT registers as a parametrisation
+    for a call: scaling times lhs times rhs. Other parametrisations are computed into the weights."""
     parametrized = experts._modules.get("parametrizations")
     if parametrized is None or name not in parametrized:
         return getattr(experts, name), None
@@ -164,7 +164,7 @@ def _weight(experts: Any, name: str, transposed: bool) -> tuple[torch.Tensor, Ad
 
 class _Layout(NamedTuple):
     """The arguments of ``fused_moe`` for a module. ``first`` is the name of its first weights; ``codes`` and ``scales`` follow
-    a weight's name where it is in a format, and are "" and None elsewhere. ``static``: it has scales to quantise states by."""
+    a weight's name if it is in a format, else they are "" and None. ``static``: it has scales for quantising states."""
 
     first: str
     codes: str
@@ -253,9 +253,9 @@ def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
 
 
 def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:
-    """The activation that a method ``_apply_gate`` computes, found by calling it on numbers: a class of another name, or of a
-    later transformers, is served by what it computes. One that reads more of its module than ``act_fn`` and _GATE_ATTRIBUTES is
-    not served."""
+    """The activation that a method ``_apply_gate`` computes, found by calling it on numbers, so that classes of other names or
+    of a later transformers are served too. A method that reads more of its module than ``act_fn`` and _GATE_ATTRIBUTES is not
+    served."""
     if "_apply_gate" in attributes:
         raise _NotServed("its _apply_gate is set on the module, and only a class's can be examined")
     module = SimpleNamespace(**attributes)

@@ -2,7 +2,7 @@
 
 transformers hands an implementation a layer's queries, keys and values [batch, heads, length, head_dim], the mask that
 ``transformers_masks.make_mask`` made for the pass, and by keyword what the layer adds: a soft cap, learned sinks, a position
-bias. What is given and cannot be served is refused: nothing is dropped.
+bias. What cannot be served is refused; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def attention_forward(
     """Attention, for transformers, of query [B, H, Sq, D] to key and value [B, Hk, Sk, D], Hk a divisor of H.
 
     Args:
-        attention_mask: of ``make_mask``; or a model's own, boolean (True is seen) or added to the scores, broadcasting to
-            [B, H, Sq, Sk]; or None, with which ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` are
-            the mask. A query that sees no key, as one of padding, gets zeros.
-        others: of these ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``max_length_q``, ``max_length_k`` are where packed sequences
-            begin and how long they are at most, as a collator gives them: a sequence sees itself alone.
+        attention_mask: of ``make_mask``; or a model's own, boolean (True is seen) or added to the scores, broadcasting to [B,
+            H, Sq, Sk]; or None: then ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` are the mask. A
+            query that sees no key, such as padding, gets zeros.
+        others: ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``max_length_q``, ``max_length_k``, from a collator, say where packed
+            sequences begin and how long they are at most: a sequence sees only itself.
         dropout: above 0, and head dimensions above 256, are served by PyTorch's attention.
         softcap: scores s become softcap * tanh(s / softcap).
-        s_aux: [H], a learned logit of each head that takes part in the softmax and has no value.
+        s_aux: [H], a learned logit of each head in the softmax, without a value.
         position_bias: added to the scores, broadcasting to [B, H, Sq, Sk].
 
     Returns:
@@ -71,7 +71,7 @@ def attention_forward(
 
     Raises:
         ValueError: a keyword that changes the result and is not served, or what PyTorch's attention would have to serve and
-            does not.
+            cannot.
         TypeError, ValueError: what our attention functions refuse.
     """
     for name in _UNSERVED:
@@ -115,8 +115,8 @@ class _Call:
     """Arguments of our functions: ``keys`` of the keys, a window, tensors by their names in Tensors.
 
     matrix: a mask that has no structure, which becomes a bias.
-    packed: packed sequences; of padded rows of more than a few queries too, which the kernels for prompts serve so. What those
-        lack (a bias, gradients by PyTorch's operators) is served by lengths, which are in ``tensors`` then.
+    packed: packed sequences, also for padded rows of more than a few queries, as the prompt kernels take them. What these
+        kernels lack (a bias, gradients by PyTorch's operators) is served by lengths, then in ``tensors``.
     """
 
     mask: Mask
@@ -136,7 +136,7 @@ class _Call:
             self.tensors["bias"] = bias.expand(*query.shape[:3], self.keys)
 
     def is_packed(self) -> bool:
-        """Whether packed sequences are all that there is."""
+        """Whether there are packed sequences and nothing else."""
         return self.packed is not None and "cache_seqlens" not in self.tensors
 
     def serve(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -156,7 +156,7 @@ class _Call:
         return out.reshape(query.shape[0], query.shape[2], *out.shape[1:]).transpose(1, 2)
 
     def _is_pytorchs(self, *rows: torch.Tensor) -> bool:
-        """Whether PyTorch's operators would serve packed sequences, which they pad: lengths cost them half."""
+        """Whether PyTorch's operators would serve packed sequences: they pad them, and lengths cost half."""
         return choose_backward(*self._as_packed(*rows)).kernel == FALLBACK
 
     def _as_packed(self, *rows: torch.Tensor) -> tuple[Tensors, Options]:
@@ -171,7 +171,7 @@ class _Call:
 
 
 def _given_sequences(query: torch.Tensor, key: torch.Tensor, keywords: dict[str, Any]) -> Packed | None:
-    """The packed sequences that transformers' keywords for FlashAttention tell of; None without them."""
+    """The packed sequences of transformers' keywords for FlashAttention; None without them."""
     starts, most = [], []
     for side, rows in (("q", query), ("k", key)):
         of_side, longest = keywords.get(f"cu_seq_lens_{side}"), keywords.get(f"max_length_{side}")
@@ -225,7 +225,7 @@ def _by_structure(mask: StructuredMask, queries: int) -> _Call:
 
 
 def _sum(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask and a position bias as one mask: boolean where there is no number to add."""
+    """A mask and a position bias as one mask; boolean if there is no number to add."""
     if mask is None or bias is None:
         return mask if bias is None else bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias

@@ -1,9 +1,9 @@
 """The mask that transformers' models make once a forward pass, as a window and lengths that kernels take, without a matrix.
 
-transformers describes a mask by a function of indices, by the cache's lengths and by a 2-D padding mask, and asks the
-attention implementation for what it wants to be given in each layer. ``make_mask`` gives a ``StructuredMask`` where the keys
-that a query sees are an interval, and transformers' own boolean matrix otherwise. A model may do with the first what it may do
-with the second: an operation on it makes the matrix.
+transformers describes a mask by a function of indices, the cache's lengths and a 2-D padding mask, and asks the attention
+implementation for the mask of each layer. ``make_mask`` returns a ``StructuredMask`` if the keys that a query sees are an
+interval, else transformers' own boolean matrix. A model may treat the first like the second: an operation on it makes the
+matrix.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def _with_matrices(given: Any) -> Any:
 class Packed(NamedTuple):
     """The queries and the keys of all rows as packed sequences, in the terms of FlashAttention.
 
-    Of padded rows each is two sequences, the first of which is its padding and has no keys that take part. So nothing is
-    gathered, and padding gets zeros.
+    A padded row is two sequences; the first is its padding, which sees no keys. So nothing is gathered, and padding gets zeros.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -55,13 +54,13 @@ class Packed(NamedTuple):
 class Visible:
     """The keys that each query sees, of the [batch, 1, queries, keys] mask.
 
-    length: that many keys, the first, are there; the last query is at the last of them, so that a causal mask ends in it.
+    length: only the first ``length`` keys exist; the last query is at the last of them, where a causal mask ends.
     causal: a query sees no key after it.
     left, right: how many keys before and after its own a query sees; None for no limit.
-    first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all
-        are; with ``first`` alone None all from 0. Where a query's place matters, ``end`` is the length.
-    padded: behind the valid keys is padding, which its own queries alone see.
-    sequences: packed in the rows, each sees itself alone; ``causal``, ``left`` and ``right`` are of places in them. None: each
+    first, end: int32 [batch], the valid keys of each sequence, from ``first`` to ``end`` (excluded). All if ``end`` is None;
+        from 0 if only ``first`` is None. If a query's place matters, ``end`` is the length.
+    padded: behind the valid keys is padding, which only its own queries see.
+    sequences: packed in the rows, each sees only itself; ``causal``, ``left`` and ``right`` count places in them. None: each
         row is one.
     """
 
@@ -100,7 +99,7 @@ class StructuredMask(torch.Tensor):
         return self._matrix
 
     def packed(self) -> Packed | None:
-        """The mask of packed sequences, made once; None where each row is one, without padding."""
+        """The mask of packed sequences, made once; None if each row is one, without padding."""
         if self._packed is None and self.visible.end is not None:
             self._packed = _packed(self.visible, self.visible.end, self.shape[2])
         return self.visible.sequences or self._packed
@@ -133,10 +132,10 @@ def make_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask of a forward pass, for transformers, by the keywords of its ``sdpa_mask``.
 
     Returns:
-        None where ``is_causal`` of the module describes the mask, else a boolean [batch, 1, queries, keys] mask.
+        None if the module's ``is_causal`` describes the mask, else a boolean [batch, 1, queries, keys] mask.
 
     Raises:
-        ValueError: the model's attention is code of its own, which would take None for no mask.
+        ValueError: the model has its own attention code, which would take None for no mask.
     """
     from transformers.masking_utils import bidirectional_mask_function
 
@@ -156,8 +155,8 @@ def _attention_of(of_config: str) -> tuple[bool, bool]:
 
 @lru_cache(maxsize=256)
 def _cached_attention(of_config: str) -> tuple[bool, bool]:
-    """Whether the model whose configuration is in that module attends by the implementation it is given, and whether its layers
-    say if they are causal, as SDPA and FlashAttention need. Where the module is not of transformers it is taken to do both."""
+    """Whether the model whose configuration is in that module uses the given attention implementation, and whether its layers
+    say if they are causal, as SDPA and FlashAttention need. A module outside transformers is assumed to do both."""
     modeling = sys.modules.get(of_config.replace(".configuration_", ".modeling_"))
     if modeling is None or not of_config.startswith("transformers.models."):
         return True, True
@@ -189,7 +188,7 @@ def _mask(arguments: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _is_traced(arguments: dict[str, Any]) -> bool:
-    """Whether lengths must not be read as a graph is traced, or will be: transformers compiles decoding with a static cache."""
+    """Whether lengths must not be read, as a graph is or will be traced: transformers compiles decoding with a static cache."""
     from transformers.utils.import_utils import is_tracing
 
     static_step = arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), torch.Tensor)
@@ -197,7 +196,7 @@ def _is_traced(arguments: dict[str, Any]) -> bool:
 
 
 def _visible(arguments: dict[str, Any]) -> Visible | None:
-    """The structure of the mask; None where it has another, or a description that this package cannot read."""
+    """The structure of the mask; None if it has another, or one that this package cannot read."""
     needed = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "device")
     if arguments.get("use_vmap") or not all(name in arguments for name in needed):
         return None
@@ -225,7 +224,7 @@ def _visible(arguments: dict[str, Any]) -> Visible | None:
 
 
 def _of_sequences(function: Indices) -> tuple[Indices, torch.Tensor | None]:
-    """A mask function of transformers for the places in a sequence, and the sequence [batch, tokens] of each token, None where
+    """A mask function of transformers for the places in a sequence, and the sequence [batch, tokens] of each token, None if
     rows are not packed."""
     from transformers import masking_utils as hf
 
@@ -278,8 +277,8 @@ def _closed_over(function: Any, maker: Any, name: str) -> object:
 
 
 def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:
-    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are not one interval, or end before a
-    window does that is not causal. What queries of padding see is left open."""
+    """``visible`` with the valid keys of a [batch, tokens] padding mask; None if they are not one interval, or end before a
+    non-causal window does. What padding's queries see is undefined."""
     valid = padding[:, offset : offset + visible.length].bool()
     if valid.shape[0] != batch:
         return None

@@ -1,4 +1,4 @@
-"""transformers' gpt-oss with its experts in mxfp4, as the checkpoint has them: no kernel from the hub, and nothing dequantised.
+"""transformers' gpt-oss with its checkpoint's mxfp4 experts: no kernel from the hub, and nothing dequantised.
 
     from flashmoe_science.integrations.transformers import register
     from flashmoe_science.integrations.transformers_mxfp4 import kept_in_mxfp4
@@ -7,8 +7,8 @@
     with kept_in_mxfp4():
         model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", experts_implementation="fms")
 
-transformers' own quantizer of mxfp4 downloads a kernel, whose layout the weights are copied to, or dequantises them. The one
-here gives an experts module parameters of the checkpoint's names and shapes, which transformers then loads as any others.
+transformers' own mxfp4 quantizer downloads a kernel and copies the weights into its layout, or dequantises them. This one gives
+an experts module parameters of the checkpoint's names and shapes, which transformers loads like any others.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BLOCK, _BYTES = 32, 16  # columns of a block, and bytes of their codes
 
 @contextmanager
 def kept_in_mxfp4() -> Iterator[None]:
-    """Within it ``from_pretrained`` loads checkpoints of gpt-oss in mxfp4 as they are; ``save_pretrained`` writes the same.
+    """Within it ``from_pretrained`` loads mxfp4 checkpoints of gpt-oss unchanged; ``save_pretrained`` writes the same.
 
     Raises:
-        ValueError: in ``from_pretrained``, of another ``experts_implementation`` than "fms", of ``dequantize=True``, of a model
-            without such experts, or of a checkpoint without their tensors.
+        ValueError: in ``from_pretrained``: another ``experts_implementation`` than "fms", ``dequantize=True``, a model without
+            such experts, or a checkpoint without their tensors.
     """
     before = auto.AUTO_QUANTIZER_MAPPING["mxfp4"]
     auto.AUTO_QUANTIZER_MAPPING["mxfp4"] = _Kept

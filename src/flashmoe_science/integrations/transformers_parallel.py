@@ -23,7 +23,7 @@ def register(max_tokens: int, combine: Combine = "exact", transport: Transports 
     """Register ``ep_implementation="fms"``, for models that are made later. torch.compile cannot trace it.
 
     Args:
-        max_tokens: the most that a rank has in a forward, its part of what ranks of a TP group share; more are refused.
+        max_tokens: the most that a rank has in a forward (its part, if a TP group shares a batch); more are refused.
         combine: as of ``expert_parallel_moe``.
         transport: as of ``ExpertWorkspace``, which layers of one size share. It is made in the first forward.
 

@@ -1,8 +1,8 @@
 """The backend "FMS" of vLLM 0.33: vLLM's own Triton backend, with our ``flash_attn_varlen_func`` in the place of its kernel.
 
-The layout of keys and values, their writes to the cache and the metadata of a batch stay vLLM's. What our function does
-not serve the backend does not claim, so that vLLM refuses the model: nothing is served by another kernel. It asks for no full
-CUDA graphs, as vLLM's lengths at capture have not been tried; vLLM then captures the parts between attention layers.
+The layout of keys and values, their writes to the cache and the metadata of a batch stay vLLM's. The backend declares only what
+our function serves, so that vLLM refuses other models: no other kernel serves. It asks for no full CUDA graphs, as vLLM's
+lengths at capture have not been tried; vLLM then captures the parts between attention layers.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Comparer:
         again = self._check_sampled_output(fetch)
         if again["reasons"] and again["digest"] == found["digest"] != "":
             raise Unreliable("correctness", f"it skips work when it is timed, and returns the answer of another call: {what}")
-        raise Unreliable("correctness", f"in a timed sample an excess, on values that the exam did not have: {what}")
+        raise Unreliable("correctness", f"a timed sample is wrong, on values that the exam did not have: {what}")
 
     def _check_sampled_output(self, fetch: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
         """The oracle's result for an output of a sample. Raises Unreliable where there is no output."""

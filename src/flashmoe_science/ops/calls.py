@@ -1,4 +1,4 @@
-"""The launch cache of eager calls, and when a call may go around PyTorch's dispatcher.
+"""The launch cache of eager calls, and when a call may bypass PyTorch's dispatcher.
 
 A plain eager call finds its launch by a key (options, shape of the first tensor) and by PyTorch's guards, which compare the
 other tensors' shapes, strides, dtypes and devices. A call that is not found is checked, given a kernel and bound; its launch
@@ -28,8 +28,8 @@ from flashmoe_science.ops.private import (
 
 V = TypeVar("V")
 
-# Computes on the tensors of a call like the one that it was bound to, and checks nothing but the alignment of their memory:
-# None where that is another. Its arguments are the operation's own tensors, in the operation's own order.
+# Computes on the tensors of a call like the one bound to, and checks only their alignment: None if it differs. Its arguments
+# are the operation's own tensors, in the operation's own order.
 Launch = Callable[..., Any]
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -49,13 +49,13 @@ LAUNCHES: Cache[Hashable, tuple[CachedLaunch, ...]] = Cache(MAX_CALLS)
 
 
 def slow_path(*arguments: Any) -> None:
-    """The launch stored for a call that cannot be one launch: None, so that the caller goes on as for a new call."""
+    """The launch stored for a call that cannot be one launch: it returns None, and the caller goes on as for a new call."""
     return
 
 
 def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None:
-    """The stored launch for a call of that key with these tensors, None left out; None where there is none. Raises
-    AttributeError, TypeError, RuntimeError: an argument that is no tensor, or a nested one."""
+    """The stored launch for a call of that key with these tensors (without None); None if there is none. Raises AttributeError,
+    TypeError, RuntimeError: an argument that is not a tensor, or a nested one."""
     stored = LAUNCHES.get(key)
     # Guards see modes, transforms and traces, which change where PyTorch dispatches to, and a subclass. They do not see
     # function modes, forward-mode gradients, and nested tensors.
@@ -68,22 +68,22 @@ def find_launch(key: Hashable, tensors: Sequence[torch.Tensor]) -> Launch | None
 
 
 def store_launch(key: Hashable, matches: Callable[..., bool], launch: Launch) -> None:
-    """Find the launch by ``find_launch`` from now on, before those that were stored under the key."""
+    """Store a launch for ``find_launch``, to be tried before those already under the key."""
     LAUNCHES[key] = (CachedLaunch(matches, launch), *LAUNCHES.get(key, ())[: MAX_VARIANTS - 1])
 
 
 def guards_of(
     tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None, aligned: bool = False, any_strides: bool = False
 ) -> Callable[..., bool]:
-    """matches(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
+    """matches(*others): whether equally many others have these shapes, strides, dtypes and devices, and are as plain.
 
-    torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested. They
-    refuse a tensor that is given twice, as the lengths of queries and keys may be: where one is, others must be given alike.
+    These are torch.compile's own guards, which hold no tensor and take a third of the time of a key. No other may be nested.
+    They refuse a tensor that is given twice, as lengths of queries and keys may be: then the others must repeat likewise.
 
     Args:
         free: by the index of a tensor, the dimension whose size is not compared.
         aligned: compare the addresses modulo 16 bytes too.
-        any_strides: of the tensors in ``free`` no stride is compared, but that the last is 1.
+        any_strides: for tensors in ``free``, compare only that the last stride is 1.
     """
     same = _alike(tensors)
     if len(places := sorted({*same})) < len(tensors):
@@ -117,15 +117,15 @@ def _alike(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
-    """Equal for tensors whose addresses are alike modulo 16 bytes, on which kernels are specialised; 0 where all are 0."""
+    """Equal for tensors whose addresses are equal modulo 16 bytes, on which kernels are specialised; 0 if all are 0."""
     if reduce(or_, map(_address, tensors)) & 15 == 0:
         return 0
     return tuple([one.data_ptr() & 15 for one in tensors])
 
 
 def is_plain(*tensors: Any) -> bool:
-    """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part.
-    What is no tensor is refused later."""
+    """Whether a call depends only on the tensors' memory: no subclass, mode, transform, trace or lazy sign takes part. What is
+    not a tensor is refused later."""
     if torch.compiler.is_compiling():
         return False
     for one in tensors:
@@ -141,7 +141,7 @@ def is_transformed() -> bool:
 
 def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The tensors as PyTorch's own operators cast them under torch.autocast: fp16, bf16 and fp32 to the autocast dtype of their
-    device. None where nothing is to be cast; what is no tensor stays as it is."""
+    device. None if nothing is to be cast; what is not a tensor stays as it is."""
     if not any_autocast():
         return None
     dtypes = [_autocast_dtype(one) for one in tensors]
@@ -151,7 +151,7 @@ def autocast(tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _autocast_dtype(tensor: Any) -> torch.dtype | None:
-    """The dtype that a tensor is to be cast to; None where it is not."""
+    """The dtype that a tensor is to be cast to; None if it is not cast."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _AUTOCAST:
         return None
     dtype, device = tensor.dtype, tensor.device.type

@@ -22,12 +22,12 @@ TRANSFORMED = "in forward mode or of a transform of torch.func"
 
 
 def choose_fallback(op: str, requested: str | None, required: str | None) -> Decision | None:
-    """The decision for the framework's own operators where they were asked for, or must serve the call; None elsewhere.
+    """The decision for the framework's own operators if they were asked for or must serve the call; else None.
 
     Args:
         op: the operation's name.
         requested: the kernel asked for by name, None for an automatic choice.
-        required: why the framework's operators must serve the call, in words; None where kernels may.
+        required: why the framework's operators must serve the call, in words; None if kernels may.
 
     Raises:
         CannotServe: another kernel was asked for, and the framework's operators must serve the call.
@@ -54,17 +54,17 @@ def choose(
 ) -> tuple[Decision, T | None]:
     """The decision for a problem, and what ``bind`` makes of its kernel and config.
 
-    In order: the kernel asked for by name; of our kernels that support the problem the one that records have the fastest, else
-    the first that suits it; in its place a peer that records have faster. A kernel whose ``bind`` raises CannotServe is passed
-    over, and the reason is kept in the decision.
+    In order: the kernel asked for by name; our fastest supporting kernel on record, else the first that suits the problem;
+    instead of it, a peer that records show faster. A kernel whose ``bind`` raises CannotServe is skipped, and the decision
+    keeps the reason.
 
     Args:
         device: None for the CPU.
-        unable: kernels found unable to serve the tensors at hand, with the reason.
+        unable: kernels that cannot take the call's tensors, with the reason.
         unable_peers: peers that an automatic choice must not take, with the reason; None for no peer at all.
 
     Returns:
-        The decision and what was bound; None in its place where the framework's own operators serve the call.
+        The decision and what was bound, None if the framework's own operators serve the call.
 
     Raises:
         CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
@@ -90,14 +90,14 @@ NO_RECORD = "no record has a backward of ours faster than PyTorch's"
 
 
 def asked_by_switch() -> str:
-    """The reason where PyTorch is set to deterministic algorithms; else empty."""
+    """The reason if PyTorch is set to deterministic algorithms; else empty."""
     return "deterministic algorithms are asked of PyTorch" if torch.are_deterministic_algorithms_enabled() else ""
 
 
 def asked_backward(
     problem: Problem, gpu: Device, requested: str | None, words: str, unable: Mapping[str, str] | None = None
 ) -> Decision:
-    """The decision for a backward of ours, or the one of that name, which is asked for in ``words``. ``unable``: as of
+    """The decision for a backward of ours, or for the named one; ``words`` say how it was asked for. ``unable``: as of
     ``choose``. Raises CannotServe."""
     ours = operation(problem.op).ours()
     chosen = next((one for one in ours if one.name == requested), None)
@@ -108,8 +108,8 @@ def asked_backward(
 def backward_by_record(
     problem: Problem, gpu: Device, rival: str, any_tiles: bool = False, unable: Mapping[str, str] | None = None
 ) -> tuple[Decision, Decision | None]:
-    """What of ours would serve a backward; and the decision between it and a rival of the framework's by the nearest record, of
-    like tiles unless ``any_tiles``, None where there is none. ``unable``: as of ``choose``."""
+    """Our kernel for a backward; and the decision between it and the framework's rival by the nearest record, with the same
+    tiles unless ``any_tiles``, None if there is none. ``unable``: as of ``choose``."""
     op, table = operation(problem.op), known_table()
     decision = select(problem, gpu, table, op.ours(), op.fallback(), unable=unable)
     able = [one for one in op.ours() if one.name == decision.kernel]
@@ -124,7 +124,7 @@ def backward_by_record(
 
 
 def _with_launch_path(decision: Decision, kernel: AnyKernel) -> Decision:
-    """The decision, whose reason says so where launches of a planned kernel take a slower path."""
+    """The decision; its reason says so if launches of a planned kernel take a slower path."""
     if kernel.plan is None:
         return decision
     from flashmoe_science.ops.launch import launch_path  # it brings Triton

@@ -1,6 +1,6 @@
-"""Explaining a call: the public function runs as ever, and ends with the decision where it would launch.
+"""Explaining a call: the public function runs as usual, and ends with the decision where it would launch.
 
-A function mode is on meanwhile, under which no launch is looked up or stored (calls.py).
+A function mode is on meanwhile, so that no launch is looked up or stored (calls.py).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def is_explaining() -> bool:
 
 
 def explained(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Decision:
-    """What serves the first call of ours in a call of ``function``, and why. Raises what that would raise, and TypeError where
-    it is no function of this package and calls none."""
+    """What serves the first call of ours in a call of ``function``, and why. Raises what that call would, and TypeError if it
+    is not a function of this package and calls none."""
     token = _EXPLAINING.set(True)
     try:
         with _NoLaunches(), torch.compiler.set_stance("force_eager"):  # of a compiled function the function itself

@@ -16,10 +16,10 @@ def gradients_of(
     into: Sequence[torch.Tensor],
     asked: str,
 ) -> tuple[torch.Tensor, ...]:
-    """The gradients of ``tensors`` by name, of ``into`` what ``forward`` gives for them as leaves. One that is not given counts
-    as zero. ``asked`` ONE_BY_ONE: each is the only leaf of a forward, as where the others are frozen, and the second backward
-    through its graph counts: the first must leave what was saved. AFTER_ANOTHER: a forward of other values comes between, as
-    of the next layer."""
+    """The gradients of ``tensors`` by name, by ``into`` what ``forward`` gives for them as leaves. A missing one counts as
+    zero. ``asked`` ONE_BY_ONE: each is the only leaf of a forward, as if the others were frozen, and the second backward
+    through its graph counts: the first must keep what was saved. AFTER_ANOTHER: a forward of other values, as of the next
+    layer, comes between."""
     made: tuple[torch.Tensor, ...] = ()
     one_by_one = asked == ONE_BY_ONE
     for names in [[name] for name in tensors] if one_by_one else [list(tensors)]:

@@ -24,14 +24,14 @@ def register(
 ) -> Any:
     """Define ``flashmoe::<schema>`` and return its overload.
 
-    torch.compile, export, fake tensors, modes and tensor subclasses see the operator; plain eager calls go around it.
+    torch.compile, export, fake tensors, modes and tensor subclasses see the operator; plain eager calls bypass it.
 
     Args:
-        schema: the name and the arguments, as PyTorch's schema language has them.
+        schema: the name and the arguments, in PyTorch's schema language.
         forward: computes on the CPU and CUDA. PyTorch leaves out trailing arguments that are their defaults.
         fake: shapes, strides and dtypes of ``forward``'s results, without the work.
-        differentiable: computes by operators that have derivatives, for inputs of which one may be asked for; or the words in
-            which a derivative is refused, when it is asked for; None for an operator that has none.
+        differentiable: computes by differentiable operators, for inputs that may need gradients; or the words that refuse a
+            derivative when it is asked for; None for an operator without one.
         flops: of the operator's arguments, and of its results as ``out_val``, for PyTorch's FlopCounterMode.
     """
     name = schema.partition("(")[0]
@@ -75,9 +75,9 @@ class _Refused(torch.autograd.Function):
 
 
 def once(function: Callable[..., Any], words: str, *tensors: torch.Tensor | None) -> Any:
-    """``function`` of the tensors in a backward; the derivative of its results is refused in those words where it is asked for.
+    """``function`` of the tensors in a backward; ``words`` refuse a derivative of its results when it is asked for.
 
-    The results of torch.autograd.function.once_differentiable lead to no tensor: torch.autograd.grad of a sum leaves them out.
+    With torch.autograd.function.once_differentiable, torch.autograd.grad of a sum would silently leave the results out.
     """
     return _Refused.apply(function, words, *tensors) if torch.is_grad_enabled() else function(*tensors)  # type: ignore[no-untyped-call]
 
@@ -88,8 +88,8 @@ Many = Sequence[torch.Tensor]
 def gradients(
     function: Callable[..., tuple[torch.Tensor, ...]], leaves: Many, into: Many
 ) -> tuple[Many, Sequence[torch.Tensor | None]]:
-    """The results of PyTorch's operators, and the gradients of the leaves by ``into``, None where there is none. Within an
-    operator of ours too, where PyTorch does not record its own; on the caller's thread."""
+    """The results of PyTorch's operators, and the gradients of the leaves by ``into``, None if there is none. Works within our
+    operators too, where PyTorch records nothing; on the caller's thread."""
     if without_keys is None:
         with torch.enable_grad():
             results, derivative, *_ = torch.func.vjp(function, *leaves)

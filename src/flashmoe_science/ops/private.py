@@ -1,7 +1,7 @@
-"""The private names of PyTorch that operators use, each with what takes its place where it is gone.
+"""The private names of PyTorch that operators use, each with its replacement if it is gone.
 
-PyTorch changes them without notice. A version that lacks one is served all the same, slower and after one warning: where
-nothing public tells whether a mode, a transform or a trace is on, one is taken to be on, and calls go through the dispatcher.
+PyTorch changes them without notice. A version that lacks one is still served, slower and after one warning: if nothing public
+tells whether a mode, a transform or a trace is on, one is assumed, and calls go through the dispatcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def warn_gone(name: str, loss: str) -> None:
 
 
 def private(path: str, instead: Any, loss: str) -> Any:
-    """``torch.<path>``; ``instead``, after a warning, where it is gone."""
+    """``torch.<path>``; ``instead``, after a warning, if it is gone."""
     try:
         return attrgetter(path)(torch)
     except AttributeError:
@@ -47,7 +47,7 @@ class _NoGuards:
 
 
 class _Probe:
-    """The level of forward-mode gradients as public functions show it: they refuse a second one."""
+    """The level of forward-mode gradients, by public functions: they refuse a second one."""
 
     @property
     def _current_level(self) -> int:
@@ -92,7 +92,7 @@ def empty_strided(on_gpu: bool) -> Allocate:
 
 
 def of_no_memory() -> tuple[AbstractContextManager[Any], Callable[[torch.Tensor], torch.Tensor]]:
-    """A context in which nothing is computed on the tensors that the function makes of others."""
+    """A context that computes nothing, and a function that makes its tensors from others."""
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError:

@@ -1,4 +1,4 @@
-"""What must be the same on every rank is compared: all ranks raise alike, and none waits for one that has raised."""
+"""Comparison of arguments between ranks: all ranks raise alike, and none waits for one that has raised."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 
 def compares(x: object) -> bool:
-    """Whether ranks compare the arguments of a call of ``x``: not on a GPU, which they would wait for, but with
-    FLASHMOE_CHECK=1; not of a call that is explained."""
+    """Whether ranks compare the arguments of a call with ``x``: on the CPU and with FLASHMOE_CHECK=1, not if a GPU would have
+    to be waited for, nor when explaining."""
     return not is_explaining() and (CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu")
 
 
 @contextmanager
 def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str, object]]:
-    """A block that checks the arguments of a call, and fills in the facts of them, by name, that all ranks must have alike.
-    Every rank runs it. At its end it raises the error by which this rank refuses, or ValueError where another rank refuses or
-    has other facts. ``compare``: send both to the other ranks; else this rank's own refusal is all that is known."""
+    """A block that checks a call's arguments and fills in the facts, by name, that must be equal on all ranks. Every rank runs
+    it. At its end it raises this rank's refusal, or ValueError if another rank refuses or has other facts. ``compare``: send
+    both to the other ranks; else only this rank's refusal is known."""
     facts, refused, words = dict[str, object](), None, ""
     try:
         yield facts
@@ -58,9 +58,9 @@ def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str,
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of a torch.autograd.Function, which refuses create_graph=True, on all ranks before any message.
+    """A backward of a torch.autograd.Function that refuses create_graph=True on all ranks, before any message.
 
-    By PyTorch's own decorator of this name torch.autograd.grad of a sum leaves out the terms that need a second derivative.
+    With PyTorch's decorator of this name, torch.autograd.grad of a sum omits the terms that need a second derivative.
     """
 
     @wraps(backward)

@@ -62,7 +62,8 @@ class Exchanges(NamedTuple):
         return received_by_heads(self.cut, q + k + v, out)
 
     def held(self, exchange: Exchange) -> int:
-        """Bytes that a rank has at most in a forward beside its arguments and its result. A ring keeps none for a backward."""
+        """The most bytes that a rank holds in a forward besides its arguments and its result. A ring keeps none for a
+        backward."""
         q, k, v, out = self._of_token()
         if exchange == "ring":  # what has arrived and what is to arrive, and results in fp32
             most = max(sum(map(len, chunks)) for chunks in self.cut.chunks)
@@ -78,15 +79,15 @@ class Exchanges(NamedTuple):
         return q, k, v, v * self.qkv[0].shape[-2] // self.qkv[2].shape[-2]
 
     def cost(self, exchange: Exchange, known: bool) -> Cost:
-        """Of a forward's exchanges; ``known``: that the time is."""
+        """A forward's exchange cost; ``known``: whether its time is known."""
         link = COPIES if exchange == "keys" and self.workspace is not None else MESSAGES
         if exchange == "ring":
             link = link._replace(start=link.start * (len(self.cut.chunks) - 1))
         return Cost.by(link if known else None, self.received(exchange))
 
     def explained(self, decision: Decision, asked: str, window: Window | None) -> Decision:
-        """The decision with the bytes of each exchange, and their times where records of such GPUs tell them. ``window``: None
-        where it depends on documents."""
+        """The decision with the bytes of each exchange, and their times if records of such GPUs have them. ``window``: None if
+        it depends on documents."""
         q, (exchange, why) = self.qkv[0], self.chosen(asked)
         known = q.is_meta or (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0))
         words: dict[Exchange, str] = {}
@@ -103,7 +104,7 @@ class Exchanges(NamedTuple):
         return replace(decision, reason=reason, others=(*decision.others, *others))
 
     def seconds(self, exchange: Exchange, window: Window) -> float:
-        """Of attention in 16 bits on the rank that has the most to compute, and of the merges of a ring."""
+        """Seconds of 16-bit attention on the rank with the most work, and of a ring's merges."""
         seqlen, (q, _, v) = self.cut.seqlen, self.qkv
         of_ranks = [sum(pairs(chunk, seqlen, *window) for chunk in chunks) for chunks in self.cut.chunks]
         most = sum(of_ranks) / len(of_ranks) if exchange == "heads" else max(of_ranks)

@@ -1,7 +1,7 @@
 """Exact attention of a sequence that is cut over ranks: keys and values are fetched, and each chunk of queries is one call.
 
-A chunk of queries needs the keys up to its own last one, of a window those near it. They are fetched in the order of the whole
-sequence, so that nothing is merged and nothing is rounded once more. Or shards are exchanged for heads, and one call is all.
+A chunk of queries needs the keys up to its last token, or with a window those near it. They are fetched in the order of the
+sequence: nothing is merged or rounded again. Or shards are exchanged for heads, and there is one call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import Config
-from flashmoe_science.ops.attention.call.checks import check_float, check_table, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_argument, check_table, checked_scale
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import check_dimensions, checked_cap, mask_of, packed_view, window_of
 from flashmoe_science.ops.attention.front.operator import attend
@@ -53,10 +53,10 @@ def context_attention(
 ) -> torch.Tensor:
     """Attention of this rank's queries to the whole sequence. Every rank of the group calls it, with the same options.
 
-    The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence but for rounding: a chunk
-    may be served by other tiles than the whole. Equal calls give equal bits. What was fetched is kept for the
-    backward; under torch.utils.checkpoint it is fetched again. torch.compile cannot trace it: a compiled model calls it from
-    a function under torch.compiler.disable.
+    The result is that of ``flash_attn_func``, or ``flash_attn_varlen_func``, of the whole sequence up to rounding: a chunk may
+    get other tiles than the whole. Equal calls give equal bits. Fetched keys and values are kept for the backward; under
+    torch.utils.checkpoint they are fetched again. torch.compile cannot trace the call: put it in a function under
+    torch.compiler.disable.
 
     Args:
         q, k, v: this rank's tokens, as ``shard`` gives them: [batch, tokens, heads, head_dim], or with ``cu_seqlens`` [tokens,
@@ -64,27 +64,27 @@ def context_attention(
         group: a ProcessGroup or a 1-D DeviceMesh.
         layout: how the sequence is cut: "head_tail", which gives ranks equal work under a causal mask, or "contiguous".
         exchange: "keys": each rank fetches the keys that its queries need. "heads" (Ulysses): ranks exchange their shards for
-            all tokens of a share of the heads, of which N ranks must have a multiple, and the results back. "auto": "heads" if
-            N ranks have such a multiple, a rank receives fewer bytes so and there is no workspace. "ring": keys and values pass
-            from rank to rank, and what queries find is merged in fp32, with other bits than one process's: for memory, as no
-            rank holds all keys, nor keeps any of others for the backward. Not for windows. ``explain`` tells bytes and memory.
-        seqlen: tokens of the whole sequence; None where all chunks have as many. No padding is needed.
-        softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. Of a window only the keys near it are fetched.
-        s_aux: [heads], a learned sink, the same on every rank. Its gradient is this rank's part; like those of other parameters
-            it is to be added up over the ranks.
+            all tokens of some heads, and the results back; N must divide the numbers of heads. "auto": "heads" if N divides
+            them, a rank then receives fewer bytes and there is no workspace, else "keys". "ring": keys and values pass from
+            rank to rank, and partial results are merged in fp32, with other bits than one process's. It saves memory: no rank
+            holds all keys, or keeps other ranks' for the backward. Not for windows. ``explain`` tells bytes and memory.
+        seqlen: tokens of the whole sequence; None if all chunks have equally many. No padding is needed.
+        softmax_scale, causal, window_size, softcap: as of ``flash_attn_func``. With a window only keys near it are fetched.
+        s_aux: [heads], a learned sink, the same on every rank. Its gradient is this rank's part: add it up over the ranks, like
+            those of other parameters.
         cu_seqlens: int32 [documents + 1], where each packed document begins in the whole sequence, and its length.
         max_seqlen: no document is longer; by default ``seqlen``.
-        deterministic: the gradients too have equal bits in equal calls, on a GPU by a backward of ours, or the call is refused.
-            With False PyTorch's may serve them, on a GPU with a mask of a chunk's queries by its keys.
-        workspace: copies keys and values between GPUs of one host in place of messages, those that only the later chunk needs
-            while the earlier one is computed. Gradients go back by messages. Not for ``exchange="heads"``.
+        deterministic: equal calls give equal bits in the gradients too, on a GPU by our backward; else the call is refused.
+            With False PyTorch's backward may serve, on a GPU with a mask of a chunk's queries by its keys.
+        workspace: copies keys and values between GPUs of one host, in place of NCCL; those that only the later chunk needs
+            arrive while the earlier one is computed. Gradients go by NCCL. Not for ``exchange="heads"``.
 
     Returns:
         out in the shape of q with the width of v.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
-            call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait for ever.
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, or wait forever.
     """
     ranks, checked = process_group(group), compares(q)
     with agreed(ranks, checked) as facts:
@@ -140,8 +140,8 @@ def _keys(chunk: range, seqlen: int, options: Options) -> range:
 
 
 def _new_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) -> torch.Tensor | None:
-    """The result, which chunks are written into; None where they are to be joined: for gradients, under autocast, and where a
-    chunk of the result is not laid out as one of its own."""
+    """The result, into which chunks are written; None if they are joined instead: for gradients, under autocast, and if a chunk
+    of the result is not contiguous."""
     joined = needs_grad(q, k, v, call.sinks) or torch.is_autocast_enabled(q.device.type) or not is_plain(q, k, v)
     dense = q.is_contiguous() and (q.dim() == 3 or q.shape[0] == 1)
     return None if joined or not dense else q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -150,10 +150,10 @@ def _new_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call) 
 def _attend(
     chunk: range, keys: range, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The attention of a chunk of queries to its keys, tokens first; in ``out`` where it is given."""
+    """The attention of a chunk of queries to its keys, tokens first; in ``out`` if given."""
     options, starts = call.options, call.cu_seqlens
     windowed = options.window_left is not None or options.window_right is not None
-    # A window counts from the last key: queries are added up to there, and their results dropped.
+    # A window counts from the last key: queries are padded up to it, and their results dropped.
     behind = keys.stop - chunk.stop if windowed else 0
     q = F.pad(q, (0, 0, 0, 0, 0, behind)) if behind else q
     if starts is None:
@@ -174,7 +174,7 @@ def _attend(
 def _by_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut, needed: list[list[range]]
 ) -> torch.Tensor:
-    """The attention of this rank's chunks, each to the keys that it needs."""
+    """The attention of each of this rank's chunks to the keys that it needs."""
     of_k, of_v = fetch([_tokens_first(k), _tokens_first(v)], cut, needed, call.workspace)
     whole, queries = _new_output(q, k, v, call), q.split(cut.sizes(), -3)
     parts = queries if whole is None else whole.split(cut.sizes(), -3)
@@ -187,7 +187,7 @@ def _by_keys(
 
 
 def _by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call, cut: Cut) -> torch.Tensor:
-    """The attention of all tokens in this rank's share of the heads, as this rank's tokens in all heads."""
+    """Attention of all tokens in this rank's heads, returned as this rank's tokens in all heads."""
     sinks, heads, whole = call.sinks, q.shape[-2] // cut.group.size(), range(cut.seqlen)
     call = call._replace(sinks=None if sinks is None else sinks.narrow(0, cut.group.rank() * heads, heads))
     of_q, of_k, of_v = (to_heads(_tokens_first(one), cut) for one in (q, k, v))
@@ -199,7 +199,7 @@ def _options(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window_size: tuple[int, int], softcap: float,
     cu_seqlens: torch.Tensor | None, deterministic: bool,
 ) -> Options:  # fmt: skip
-    """Raise unless the tensors have the dimensions of a call, and the options are those of one."""
+    """The options. Raises unless they and the dimensions of the tensors are right."""
     packed = cu_seqlens is not None
     dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
     check_dimensions((("q", q), ("k", k), ("v", v)), (dimensions,) * 3)
@@ -232,7 +232,7 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     if call.softmax_scale is not None:
         checked_scale(call.softmax_scale, "softmax_scale")
     if call.sinks is not None:
-        check_float(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
+        check_argument(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
     if call.max_seqlen is not None:
         check_count(call.max_seqlen, "max_seqlen", 0)
     if checked and call.cu_seqlens is not None:

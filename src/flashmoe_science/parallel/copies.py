@@ -1,7 +1,7 @@
-"""Keys and values that the copy engines of GPUs of one host fetch, while the calls that need them wait or run.
+"""Keys and values fetched by the copy engines of one host's GPUs, while the calls that need them wait or run.
 
-A rank writes its shards into its buffer, which the others read. Two barriers stand before the first call: none still reads what
-the last call wrote; all have written. A barrier beside an attention kernel would wait for one of its processors, or hold it.
+A rank writes its shards into its buffer, and the others read them. There are two barriers before the first call: no rank still
+reads the last call's shards; all have written. A barrier beside an attention kernel would wait for an SM, or occupy it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashmoe_science.parallel.symmetric import Symmetric, why_no_symmetric
 
 
 class Copy(NamedTuple):
-    """Tokens of the sequence, which a rank's shard has from ``row`` on."""
+    """Tokens of the sequence that a rank's shard has from ``row`` on."""
 
     rank: int
     row: int
@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 
 def copies_of(chunks: list[list[range]], wanted: list[range]) -> list[Copy]:
-    """What fills the ranges ``wanted`` of the sequence from the chunks of each rank, in the order of the sequence."""
+    """The copies that fill the ranges ``wanted`` from the ranks' chunks, in the order of the sequence."""
     found = []
     for rank, held in enumerate(chunks):
         for chunk, first in zip(held, accumulate(map(len, held), initial=0), strict=False):
@@ -39,17 +39,17 @@ def copies_of(chunks: list[list[range]], wanted: list[range]) -> list[Copy]:
 
 
 class ContextWorkspace:
-    """Buffers by which ``context_attention`` copies keys and values between GPUs of one host. Every rank makes it at once.
+    """Buffers in which ``context_attention`` copies keys and values between GPUs of one host. All ranks make it together.
 
-    Any number of layers and calls may share it, all of one stream. They can be captured in a CUDA graph.
+    Any number of layers and calls on one stream may share it. A CUDA graph can capture them.
 
     Args:
         group: a ProcessGroup of nccl, or a 1-D DeviceMesh.
         max_bytes: the most that the keys and values of a rank take in a call. The buffer of each GPU is as large.
 
     Raises:
-        TypeError, ValueError: no group that this rank is in, or one without NCCL; max_bytes below 1; on every rank, another
-            number than another rank's.
+        TypeError, ValueError: no group that this rank is in, or one without NCCL; max_bytes below 1; on every rank, if the
+            ranks' numbers differ.
         RuntimeError: PyTorch cannot map the ranks' memory into each other's.
     """
 
@@ -67,7 +67,7 @@ class ContextWorkspace:
         self._arrived: list[tuple[int, torch.cuda.Event]] = []  # the first token of each copy, and its end
 
     def start(self, shards: Sequence[torch.Tensor], held: Cut, wanted: list[range], into: list[list[torch.Tensor]]) -> None:
-        """Begin to fill ``into``, of each shard a contiguous tensor for each range in ``wanted``; ``wait`` waits for it."""
+        """Begin to fill ``into``: for each shard, a contiguous tensor for each range in ``wanted``; ``wait`` waits for it."""
         me, main = self.group.rank(), torch.cuda.current_stream()
         of_ranks = [self._shards(rank, shards, held) for rank in range(self.group.size())]
         copies = copies_of(held.chunks, wanted)
@@ -95,7 +95,7 @@ class ContextWorkspace:
             torch.cuda.current_stream().wait_event(needed[-1])
 
     def _shards(self, rank: int, shards: Sequence[torch.Tensor], held: Cut) -> list[torch.Tensor]:
-        """A rank's shards in its buffer, like this rank's but for the number of tokens."""
+        """A rank's shards in its buffer, like this rank's except for the number of tokens."""
         tokens, found, first = sum(map(len, held.chunks[rank])), [], 0
         for shard, size in zip(shards, sizes_of(shards, held), strict=True):
             rows = self._buffers[rank][first : first + size].view(shard.dtype).view(-1, *shard.shape[1:])

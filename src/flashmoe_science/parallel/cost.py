@@ -1,6 +1,6 @@
 """What an exchange between ranks costs: bytes that a rank receives, and the time that they take between GPUs of one host.
 
-Times are predicted from two H100 and two H200 (docs/notes/two-gpus.md), and are not known of other GPUs.
+Times are predicted from two H100 and two H200 (docs/notes/two-gpus.md), and are unknown for other GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MISFIT: dict[str, float] = {"keys": 0.08, "heads": 0.25}  # the most by which a 
 
 
 class Link(NamedTuple):
-    """Seconds that exchanges take at least, and bytes a second that a rank receives beyond."""
+    """The least seconds of an exchange, and the bytes a second that a rank then receives."""
 
     start: float
     rate: float
@@ -55,7 +55,7 @@ def received_by_keys(cut: Cut, needed: list[list[range]], of_token: int) -> int:
 
 
 def received_by_heads(cut: Cut, of_token: int, of_result: int) -> int:
-    """Bytes that a rank receives at most where shards are exchanged for heads, and results back. ``of_token``, ``of_result``:
+    """Bytes that a rank receives at most if shards are exchanged for heads, and results back. ``of_token``, ``of_result``:
     bytes of a token's queries, keys and values, and of its result, in all heads."""
     ranks, shards = len(cut.chunks), [sum(map(len, held)) for held in cut.chunks]
     return max((cut.seqlen - own) * of_token + (ranks - 1) * own * of_result for own in shards) // ranks

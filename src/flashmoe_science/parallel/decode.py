@@ -1,8 +1,7 @@
 """Decoding with a cache that is spread over ranks: of N ranks, rank r has tokens r, r + N, r + 2N and so on of each sequence.
 
-Each rank attends to its own keys. The results and their log-sum-exps go to all ranks, and are merged there (parts.py). Of
-several queries a sequence, each sees another number of this rank's keys: each is served as a sequence of its own, and these
-sequences share the cache.
+Each rank attends to its own keys. The results and their log-sum-exps go to all ranks, and are merged there (parts.py). Several
+queries of a sequence see different numbers of this rank's keys: each is served as its own sequence, and these share the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.append import Append
-from flashmoe_science.ops.attention.call.checks import check_float, check_table
+from flashmoe_science.ops.attention.call.checks import check_argument, check_table
 from flashmoe_science.ops.attention.front.append import append_to_cache
 from flashmoe_science.ops.attention.front.flash import check_dimensions, new_keys, packed_view
 from flashmoe_science.ops.calls import autocast, needs_grad
@@ -48,15 +47,15 @@ def context_decode(
     kernel: str | None = None,
     workspace: DecodeWorkspace | None = None,
 ) -> torch.Tensor:
-    """``flash_attn_with_kvcache``, causal, with a cache that is spread over N ranks: token i is on rank i % N, there at place
-    i // N. Every rank calls it, with the same arguments but for its caches and its ``page_table``.
+    """``flash_attn_with_kvcache``, causal, with a cache spread over N ranks: token i is on rank i % N, there at place i // N.
+    Every rank calls it, with the same arguments except its caches and its ``page_table``.
 
-    The result is that of one cache but for rounding, and has the same bits on every rank: each rank's part is rounded to the
-    dtype of q, and the parts are merged in fp32 in the order of the ranks. Nothing waits for the host. It has no gradient.
+    The result is that of one cache up to rounding, with the same bits on every rank: each rank's part is rounded to the dtype
+    of q, and the parts are merged in fp32 in the order of the ranks. Nothing waits for the host. There is no gradient.
 
     Args:
-        q: [batch, queries, heads, head_dim], all heads, of the last tokens of each sequence: of few, as each query reads the
-            keys again.
+        q: [batch, queries, heads, head_dim], all heads, of the last few tokens of each sequence: each query reads the keys
+            again.
         k_cache, v_cache: this rank's, [batch, capacity, heads_kv, ...], or with ``page_table`` [pages, rows, heads_kv, ...].
         k, v: [batch, queries, heads_kv, ...], the tokens of this step: each is written on its rank, behind ``cache_seqlens``.
         group: a ProcessGroup or a 1-D DeviceMesh.
@@ -65,16 +64,16 @@ def context_decode(
         page_table: int32 [batch, most pages], of this rank's pages.
         softmax_scale, softcap, kernel: as of ``flash_attn_with_kvcache``.
         s_aux: [heads], a learned sink. It counts once.
-        workspace: exchanges and merges the parts of GPUs of one host in one launch, in place of a collective before the merge.
-            The result has the same bits.
+        workspace: exchanges and merges the parts in one launch between GPUs of one host, in place of a collective before the
+            merge. The bits are the same.
 
     Returns:
         out in the shape of q with the width of v_cache; zeros where a query sees no token.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
-            call compares the arguments of all ranks, and all raise; else a rank may raise alone, and others wait for it until
-            the time limit of the group.
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, and the others wait until the
+            group's time limit.
     """
     ranks, compare = process_group(group), compares(q)
     try:
@@ -140,15 +139,15 @@ def _as_sequences(
 
 
 def _lengths(lengths: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """Of so many tokens of each sequence those on this rank."""
+    """How many of each sequence's tokens are on this rank."""
     return (lengths + (ranks - 1 - rank)) // ranks
 
 
 def _own(
     cache_seqlens: torch.Tensor, k: Maybe, v: Maybe, caches: Caches, packed: bool, rank: int, ranks: int,
 ) -> tuple[torch.Tensor, Maybe, Maybe, Maybe]:  # fmt: skip
-    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, where they are not written yet, as they never
-    are with ``packed``. Those of the sequences whose new token is this rank's come first; what follows is not read."""
+    """The lengths on this rank; k, v and ``cu_seqlens_k_new`` of its new tokens, unless they are written already (never if
+    ``packed``). Sequences whose new token is this rank's come first; the rest is not read."""
     if _has_kernels(cache_seqlens) and len(cache_seqlens):
         from flashmoe_science.parallel.own_tokens import can_write, own_tokens, write_own  # it brings Triton
 
@@ -187,10 +186,10 @@ def _check(q: torch.Tensor, cache_seqlens: torch.Tensor, *others: torch.Tensor |
 
 
 def _check_cache(q: torch.Tensor, k_cache: torch.Tensor, page_table: Maybe, s_aux: Maybe) -> None:
-    """Raise for what only one of the ranks looks at, or that tells its room."""
+    """Raise for what only one rank uses, or what gives its capacity."""
     check_table(page_table, "page_table", (q.shape[0], None), q)
     if s_aux is not None:
-        check_float(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
+        check_argument(s_aux, "s_aux", (q.shape[2],), q, (torch.float32, q.dtype))
 
 
 def _check_lengths(

@@ -1,6 +1,6 @@
 """Tokens of a sequence that is cut over ranks, fetched from the ranks that have them; gradients go back and are added up there.
 
-Messages go from rank to rank, straight into the place where they are read: who needs what of whom follows from the lengths.
+Messages go from rank to rank, straight into place: the lengths determine which rank needs what from which.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail", *, seqlen: int | None = None) -> torch.Tensor:
-    """The whole sequence of the shards ``x`` in dimension ``dim``, on every rank.
+    """The whole sequence from the shards ``x``, cut in dimension ``dim``, on every rank.
 
     Differentiable: the gradient of a token is the sum of all ranks' gradients of it.
 
     Args:
         group, layout: as of ``shard``.
-        seqlen: of the whole sequence; None where all chunks have as many tokens.
+        seqlen: of the whole sequence; None if all chunks have equally many tokens.
 
     Raises:
         TypeError, ValueError: as ``shard``, or a shard that this rank cannot have. On the CPU, and with FLASHMOE_CHECK=1 in the
@@ -45,14 +45,14 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
 def fetch(
     shards: Tensors, held: Cut, wanted: list[list[range]], workspace: ContextWorkspace | None = None
 ) -> list[list[torch.Tensor]]:
-    """The tokens that this rank wants, of each shard one tensor for each of its ranges. Every rank of the group calls it.
+    """The tokens that this rank wants: for each shard, one tensor for each range. Every rank of the group calls it.
 
     Differentiable. The gradients of a token are added up in fp32, in the order of the ranks that wanted it: equal calls give
     equal bits.
 
     Args:
         shards: this rank's, [tokens, ...].
-        wanted: of each rank, none empty. What ranges of a rank have in common is fetched once.
+        wanted: of each rank, none empty. Overlaps of a rank's ranges are fetched once.
         workspace: what copies the tokens in place of messages; its ``wait`` must be called for each range before it is read.
     """
     flat = _Fetch.apply(held, wanted, workspace, *shards)  # type: ignore[no-untyped-call]
@@ -134,10 +134,10 @@ def _move(
     give: Callable[[int, range], Tensors],
     take: Callable[[int, range], Tensors],
 ) -> None:
-    """Copy what ranges of ``sources``, by rank, have in common with ranges of ``targets``, by rank, from there to here.
+    """Copy the overlaps of ``sources`` with ``targets``, both ranges by rank, from source to target.
 
-    Both ends of a pair of ranks count the same ranges in the same order, by which messages are matched. ``give``, ``take``: the
-    number of a range of this rank, rows within it -> contiguous tensors to send, or to receive into.
+    Two ranks enumerate the same ranges in the same order, which matches their messages. ``give``, ``take``: the number of a
+    range of this rank, rows within it -> contiguous tensors to send, or to receive into.
     """
     me, messages = group.rank(), []
     for rank in range(group.size()):

@@ -1,7 +1,7 @@
-"""A mixture of experts that are spread over ranks, each of which has tokens of its own.
+"""A mixture of experts that are spread over ranks; each rank has its own tokens.
 
-Every rank is given the ids of all ranks' choices, and sorts them as ever: no counts are exchanged, and nothing waits for the
-host. Places of a rank that has fewer tokens than ``max_tokens`` have ids of no expert, and cost nothing but their bytes.
+Every rank receives the ids of all ranks' choices and sorts them as usual: no counts are exchanged, and nothing waits for the
+host. If a rank has fewer tokens than ``max_tokens``, the other places have ids of no expert and cost only their bytes.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ def expert_parallel_moe(
     combine: Combine = "exact",
     **options: Any,
 ) -> torch.Tensor:
-    """``fused_moe`` of this rank's tokens by the experts of all ranks. Every rank of the group calls it, without tokens too.
+    """``fused_moe`` of this rank's tokens by the experts of all ranks. Every rank of the group must call it, even without
+    tokens.
 
-    Differentiable; equal calls give equal bits, in the gradients too. The gradient of a weight is that of all ranks' tokens;
-    every rank must run the backward. torch.compile cannot trace it: a compiled model calls it from a function under
-    torch.compiler.disable.
+    Differentiable; equal calls give equal bits, in the gradients too. A weight's gradient covers all ranks' tokens; every rank
+    must run the backward. torch.compile cannot trace the call: put it in a function under torch.compiler.disable.
 
     Args:
         hidden: [..., H], at most ``max_tokens`` tokens, in the workspace's dtype.
         gate_up_local, down_local: this rank's experts, laid out as ``fused_moe`` takes them: tensors, or DTensors that are
             Shard(0) over the workspace's group. ``gate_up_local`` may be a pair.
-        top_k_weights, top_k_ids: [..., K]; ids are those of all ranks' experts, from 0 to E - 1. Others add nothing.
+        top_k_weights, top_k_ids: [..., K]; ids name all ranks' experts, from 0 to E - 1. Others add nothing.
         workspace: of the layer's sizes.
-        combine: "exact": the row of each choice travels and is summed by the token's rank in the order of the choices, as in
-            one process, whatever the number of ranks. "reduced": each rank sums its own rows of a token, and the sums are added
-            up in fp32, in the order of the ranks: K times fewer bytes come back.
-        options: the others of ``fused_moe`` but ``adapters``, the same on every rank; biases and scales are of this rank.
+        combine: "exact": the row of each choice is sent, and the token's rank sums the rows in the order of the choices, as in
+            one process, for any number of ranks. "reduced": each rank sums its own rows of a token, and the sums are added in
+            fp32, in the order of the ranks: K times fewer bytes come back.
+        options: those of ``fused_moe`` except ``adapters``, the same on every rank; biases and scales are this rank's.
 
     Returns:
         [..., H] in the dtype of ``hidden``.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed. On the CPU, and with FLASHMOE_CHECK=1 in the environment, each
-            call compares the arguments of all ranks, and all raise; else a rank may raise alone, and others wait for it until
-            the time limit of the group.
+            call compares the arguments of all ranks, and all raise; else a rank may raise alone, and the others wait until the
+            group's time limit.
     """
     given = (hidden, gate_up_local, down_local, top_k_weights, top_k_ids)
     tensors, options = _agreed(given, workspace, combine, options)
@@ -108,7 +108,7 @@ def dispatched(workspace: ExpertWorkspace, x: torch.Tensor, weights: torch.Tenso
 
 
 def _rows(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, options: dict[str, Any]) -> Rows | None:
-    """The rows of all tokens by this rank's experts; None where they cannot go straight to the ranks of their tokens."""
+    """The rows of all tokens by this rank's experts; None if they cannot go straight to their tokens' ranks."""
     if torch.is_grad_enabled() or not workspace.transport.sends:
         return None
     rest, (gate_up, down) = (options[name] for name in _OPTIONAL), experts
@@ -117,8 +117,8 @@ def _rows(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, option
 
 
 def _pairs(workspace: ExpertWorkspace, gathered: Gathered, experts: Given, options: dict[str, Any]) -> torch.Tensor:
-    """The rows [N * max_tokens * K, H] of all tokens, in the order of their choices: a choice is a token of its own here, whose
-    row is not summed."""
+    """The rows [N * max_tokens * K, H] of all tokens, in the order of their choices: each choice is a token here, so its row is
+    not summed."""
     (everyones_x, _, ids), (gate_up, down) = gathered, experts
     one = torch.ones((ids.numel(), 1), dtype=torch.float32, device=ids.device)
     return fused_moe(everyones_x.repeat_interleave(workspace.top_k, 0), gate_up, down, one, ids.view(-1, 1), **options)
@@ -175,7 +175,7 @@ def _local(name: str, one: object, workspace: ExpertWorkspace) -> Any:
 
 
 def _check_call(tensors: tuple[Any, ...], arguments: dict[str, Any], workspace: ExpertWorkspace, combine: str) -> None:
-    """Raise what ``fused_moe`` would, and what does not fit the workspace."""
+    """Raise what ``fused_moe`` would, and if the call does not fit the workspace."""
     if combine not in get_args(Combine):
         raise ValueError(f"combine is {combine!r}; it must be one of {', '.join(get_args(Combine))}")
     if arguments["adapters"] is not None:
@@ -251,8 +251,8 @@ class Summed(torch.autograd.Function):
 
 
 class Combined(torch.autograd.Function):
-    """[T, H], of the rows [N * max_tokens * K, H] of all ranks' choices, of which this rank has those of its experts: each goes
-    to its token's rank, which sums them as the last launch of ``fused_moe`` does. Back goes the gradient of the sum."""
+    """[T, H] from the rows [N * max_tokens * K, H] of all ranks' choices; this rank has its experts' rows. Each row goes to its
+    token's rank, which sums them as the last launch of ``fused_moe`` does. The gradient of the sum goes back."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""How a sequence is cut over the ranks of a group: into chunks, of which a rank has one or two."""
+"""How a sequence is cut into chunks over the ranks of a group; a rank has one or two."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Cut(NamedTuple):
 
 def cut(seqlen: int, group: object, layout: str) -> Cut:
     """The cut of ``seqlen`` tokens. Of M chunks, chunk i has the tokens from i * seqlen // M to (i + 1) * seqlen // M.
-    ``layout``: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that a causal mask gives all N ranks as much to compute;
-    "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than
+    ``layout``: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that all N ranks have equal work under a causal mask;
+        "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens
+        than
     chunks."""
     ranks = process_group(group)
     if layout not in get_args(Layout):
@@ -51,8 +52,8 @@ def cut(seqlen: int, group: object, layout: str) -> Cut:
 
 
 def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) -> Cut:
-    """The cut of the sequence of which this rank's shard has ``tokens``. ``seqlen``: of the whole sequence; None where all
-    chunks have as many tokens. Raises TypeError, ValueError: as ``cut``, or a shard that this rank cannot have."""
+    """The cut of a sequence whose shard on this rank has ``tokens``. ``seqlen``: of the whole sequence; None if all chunks are
+    equally long. Raises TypeError, ValueError: as ``cut``, or a shard that this rank cannot have."""
     ranks = process_group(group)
     found = cut(tokens * ranks.size() if seqlen is None else seqlen, ranks, layout)
     if seqlen is None and len({len(chunk) for chunks in found.chunks for chunk in chunks}) > 1:
@@ -68,7 +69,7 @@ def cut_of_shard(tokens: int, seqlen: int | None, group: object, layout: str) ->
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The group, of a 1-D DeviceMesh its own. Raises TypeError: neither, or a group that this rank is not in. Raises
+    """The group, or that of a 1-D DeviceMesh. Raises TypeError: neither, or a group that this rank is not in. Raises
     ValueError: a mesh of more dimensions."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -129,11 +130,11 @@ def positions(
 
     Args:
         seqlen, group, layout: as of ``shard``.
-        cu_seqlens: of packed documents of the whole sequence, in which positions then begin at 0.
+        cu_seqlens: of the packed documents of the whole sequence; positions begin at 0 in each.
         device: by default that of ``cu_seqlens``.
 
     Raises:
-        TypeError, ValueError: as ``shard``; on the CPU also documents that are not those of a sequence of ``seqlen`` tokens.
+        TypeError, ValueError: as ``shard``; on the CPU also documents that do not fill ``seqlen`` tokens.
     """
     check_count(seqlen, "seqlen", 0)
     if cu_seqlens is not None and compares(cu_seqlens):

@@ -1,7 +1,7 @@
 """Results of attention to the keys of each rank, merged by log-sum-exp on every rank: the same bits on all.
 
-Between GPUs of one host a workspace exchanges them within the launch that merges; else a collective goes before it. On the CPU,
-and in fp64, PyTorch's operators merge.
+Between GPUs of one host a workspace exchanges them in the launch that merges; else a collective comes first. On the CPU, and in
+fp64, PyTorch's operators merge.
 """
 
 from __future__ import annotations
@@ -43,20 +43,19 @@ class Part(NamedTuple):
 
 
 class DecodeWorkspace:
-    """Buffers by which ``context_decode`` merges the results of GPUs of one host in one launch. Every rank makes it at once.
+    """Buffers by which ``context_decode`` merges the results of one host's GPUs in one launch. All ranks make it together.
 
-    Any number of layers and calls may share it, all of one stream. They can be captured in CUDA graphs, which all ranks then
-    replay alike. If a rank does not come, the wait ends after 60 s with an error that ends the CUDA context: all ranks must be
-    started anew.
+    Any number of layers and calls on one stream may share it. CUDA graphs can capture them; all ranks must replay alike. If a
+    rank is missing, the wait ends after 60 s with an error that ends the CUDA context: restart all ranks.
 
     Args:
         group: a ProcessGroup of nccl, or a 1-D DeviceMesh.
         max_batch: the most sequences of a call, times the queries of each.
-        heads, head_dim, dtype: of the result: float16, bfloat16 or float32. Of other sizes a call may have no more bytes.
+        heads, head_dim, dtype: of the result: float16, bfloat16 or float32. Calls with other sizes must not need more bytes.
 
     Raises:
         TypeError, ValueError: no group that this rank is in, or one without NCCL; a size below 1, another dtype; on every rank,
-            sizes that differ from another rank's.
+            if the ranks' sizes differ.
         RuntimeError: PyTorch cannot map the ranks' memory into each other's.
     """
 
@@ -104,8 +103,8 @@ def merge_parts(
     group: dist.ProcessGroup, workspace: DecodeWorkspace | None, results: torch.Tensor, lse: torch.Tensor
 ) -> torch.Tensor:
     """The results of all ranks merged, in the shape and dtype of this rank's. Every rank of the group calls it. ``results``:
-    [..., width], rounded to its dtype. ``lse``: fp32, as many as there are rows of results, in their order; -inf where a rank
-    has no keys: it weighs nothing."""
+    [..., width], rounded to its dtype. ``lse``: fp32, one for each row of results, in their order; -inf where a rank has no
+    keys: it has no weight."""
     if not results.numel():  # as on every rank
         return results
     results, lse = results.contiguous(), lse.contiguous()

@@ -1,9 +1,9 @@
 """Attention of a sequence that is cut over ranks, whose keys and values pass from rank to rank: none ever holds all of them.
 
-In step s of N, rank r has those of rank r - s, and sends them to rank r + 1 meanwhile. What its queries find is merged by
-log-sum-exp, in fp32 and in the order of the steps. In the backward the gradients of a rank's keys and values pass round with
-them, in fp32, and are home after N steps. Under a causal mask and in the layout "head_tail" each step has as much to compute on
-each rank: half of the queries see all keys of a later rank, all queries half of the keys of an earlier one.
+In step s of N, rank r has those of rank r - s, and sends them to rank r + 1 meanwhile. Partial results are merged by
+log-sum-exp, in fp32 and in the order of the steps. In the backward the gradients of a rank's keys and values travel with them,
+in fp32, and are home after N steps. Under a causal mask and in the layout "head_tail" all ranks have equal work in each step:
+half of the queries see all keys of a later rank, all queries half of the keys of an earlier one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _TOKENS = -3  # the dimension of [batch, tokens, heads, head_dim] and of packed 
 
 
 class Part(NamedTuple):
-    """Queries of this rank that see keys of another, in rows of the two shards; ``causal``: the last sees up to the last key.
-    ``tokens``: both in the whole sequence, where documents are packed."""
+    """Queries of this rank that see keys of another, as rows of the two shards; ``causal``: the last query sees the last key.
+    ``tokens``: both in the whole sequence, if documents are packed."""
 
     queries: range
     keys: range
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     tokens: tuple[range, range] | None = None
 
     def is_first(self) -> bool:
-        """Of this rank's own keys: whether no part before has these queries. It counts the sinks, which count once."""
+        """Of this rank's own keys: whether it is the first part of its queries. It counts the sinks, which count once."""
         return self.tokens is None or self.tokens[0] == self.tokens[1]
 
 
@@ -57,7 +57,7 @@ class Ring(NamedTuple):
         """What this rank's queries see of the keys of a rank."""
         causal, me = self.options.mask == "causal", self.cut.group.rank()
         own, theirs = (_with_rows(self.cut.chunks[one]) for one in (me, rank))
-        if self.cu_seqlens is not None:  # cumulative lengths tell of tokens that follow each other, as those of a chunk do
+        if self.cu_seqlens is not None:  # cumulative lengths need contiguous tokens, as in a chunk
             pairs = [
                 Part(rows, keys, causal and chunk == other, (chunk, other))
                 for chunk, rows in own for other, keys in theirs if not causal or other.start <= chunk.start
@@ -94,7 +94,7 @@ def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: tor
         sinks: [heads].
 
     Raises:
-        CannotServe: before anything is sent, where gradients are asked for that no kernel computes.
+        CannotServe: before anything is sent, if no kernel computes the gradients.
     """
     q, k, v = autocast((q, k, v)) or (q, k, v)
     tensors, options = ring.call(ring.parts(ring.cut.group.rank())[0], (q, k, v), sinks)
@@ -128,7 +128,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 class _Coming(NamedTuple):
-    """Tensors on their way from the rank before this one, and those that this one sends to the next."""
+    """Tensors on their way from the previous rank, and those sent to the next."""
 
     group: dist.ProcessGroup
     tensors: list[torch.Tensor]
@@ -228,8 +228,8 @@ def _gradients(
     ring: Ring, part: Part, qkv: Sequence[torch.Tensor], sinks: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Those of a part's queries, keys, values and sinks, of the results of all parts. Our kernels take them as they are: the
-    weight of a key is exp(score - lse)."""
+    """The gradients of a part's queries, keys, values and sinks, from the merged results. Our kernels take these as they are: a
+    key's weight is exp(score - lse)."""
     tensors, options = ring.call(part, qkv, sinks)
     packed = part.tokens is not None
     rows = slice(part.queries.start, part.queries.stop)

@@ -1,4 +1,4 @@
-"""Memory of each GPU of one host that the others read: PyTorch's symmetric memory."""
+"""Memory of each GPU that the others of its host read: PyTorch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIME_LIMIT_MS = 60_000  # of a wait for another rank, after which it ends the CU
 
 
 class Symmetric:
-    """A buffer of ``size`` bytes on every GPU of a group. Every rank makes it at once. Raises RuntimeError: PyTorch cannot map
+    """A buffer of ``size`` bytes on every GPU of a group. All ranks make it together. Raises RuntimeError: PyTorch cannot map
     the ranks' memory into each other's."""
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What carries rows between ranks: each has tensors of one size for all others, or one for each other."""
+"""Transport of rows between ranks: equal tensors for all other ranks, or one for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}  # by bytes: what ids travel as
 
 
 class Sizes(NamedTuple):
-    """Of a rank's calls: the most tokens T, their width H, choices of a token K, experts of a rank, the dtype of rows."""
+    """Sizes of a rank's calls: at most T tokens, width H, K choices a token, experts of a rank, dtype of rows."""
 
     tokens: int
     hidden: int
@@ -36,8 +36,8 @@ class Sizes(NamedTuple):
 
 
 class Transport(ABC):
-    """``link``: what a forward's exchanges take on the device, between two GPUs of one host; None where not known. ``sends``:
-    whether it has ``sent``, by which an exact result receives the rows that it sums, and no others."""
+    """``link``: the time of a forward's exchanges on the device, between two GPUs of one host; None if unknown. ``sends``:
+    whether it has ``sent``, by which an exact result receives only the rows that it sums."""
 
     link: Link | None
     sends = False
@@ -50,9 +50,9 @@ class Transport(ABC):
     def dispatch(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, kept: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states [N * T, H], weights and ids [N * T, K] of all ranks in their order, each with T places, of this rank's
-        [tokens, ...]. Ids count from this rank's first expert; those of others' are not in range, nor those of empty places.
-        Not ``kept``, they may be overwritten by the next call."""
+        """Hidden states [N * T, H], weights and ids [N * T, K] of all ranks in order, T places each, from this rank's [tokens,
+        ...]. Ids count from this rank's first expert; those of other experts and of empty places are out of range. Unless
+        ``kept``, the next call may overwrite them."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """[N * L, ...], what this rank is given by each in their order, of x [N * L, ...], what it has for each. The next call
-        may overwrite it."""
+        """[N * L, ...] from all ranks in order, for x [N * L, ...], this rank's part for each. The next call may overwrite the
+        result."""
 
     def summed(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
         """[tokens, ...], the sums of ``exchange(x)`` of each token, in fp32 and in the order of the ranks."""
@@ -69,8 +69,8 @@ class Transport(ABC):
         return sums_of(received, None, torch.arange(len(received), device=x.device).view(self._ranks, -1)[:, :tokens].t())
 
     def sent(self, rows: Rows, of_all: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """[tokens, H], the results of a call, of rows that go straight from the products to the ranks of their tokens.
-        ``of_all``: the weights of all ranks, of a reduced result; None of an exact one. ``weights``, ``ids``: of this rank."""
+        """[tokens, H], a call's results, from rows that go straight from the products to their tokens' ranks. ``of_all``: all
+        ranks' weights for a reduced result; None for an exact one. ``weights``, ``ids``: this rank's."""
         raise NotImplementedError
 
 
@@ -110,7 +110,7 @@ class Collectives(Transport):
         return out[:tokens]
 
     def _padded(self, own: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """A tensor [tokens, ...] as [T, ...], contiguous; what it lacks is ``fill``, or has no value."""
+        """A tensor [tokens, ...] as [T, ...], contiguous; the rest is ``fill``, or undefined."""
         if (tokens := own.shape[0]) < self._sizes.tokens:
             places = own.new_empty(self._sizes.tokens, *own.shape[1:])
             places[:tokens] = own
@@ -124,7 +124,7 @@ class Collectives(Transport):
 
 
 def gathered(group: dist.ProcessGroup, *own: torch.Tensor) -> list[torch.Tensor]:
-    """Of each tensor [L, ...] [N * L, ...], those of all ranks in their order; contiguous ones, of one shape on all."""
+    """For each tensor [L, ...], contiguous and of one shape on all ranks: [N * L, ...], all ranks' in order."""
     everyones = [one.new_empty(group.size() * one.shape[0], *one.shape[1:]) for one in own]
     with waiting(group, "gathering the ranks' rows"):
         for every, one in zip(everyones, own, strict=True):

@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on before experts are spread over them, and what their calls cost."""
+"""The sizes that ranks agree on before experts are spread over them, and the cost of their calls."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ Transports = Literal["collectives", "symmetric"]
 
 
 class ExpertWorkspace:
-    """The sizes of the calls of ``expert_parallel_moe``, the same on every rank. Every rank of the group makes it at once.
+    """The sizes of ``expert_parallel_moe``'s calls, the same on every rank. All ranks of the group make it together.
 
-    With E experts and N ranks, rank r has the experts from r * E / N to (r + 1) * E / N. Its printed form says what carries the
-    tokens, the bytes that a rank receives in a call, and the time that they take. Any number of layers and calls may share it.
+    With E experts and N ranks, rank r has the experts from r * E / N to (r + 1) * E / N. Printed, it says what carries the
+    tokens, the bytes that a rank receives in a call, and how long they take. Any number of layers and calls may share it.
 
     Args:
-        group: a ProcessGroup or a 1-D DeviceMesh. Its time limit, which ``init_process_group`` and ``new_group`` are given, is
-            that of each wait for another rank.
-        max_tokens: the most that a rank has in a call; each call sends as many.
+        group: a ProcessGroup or a 1-D DeviceMesh. Its time limit (``timeout`` of ``init_process_group`` and ``new_group``)
+            holds for each wait for another rank.
+        max_tokens: the most that a rank has in a call; each call sends that many.
         hidden: H, the model's width.
         top_k: experts of a token.
         experts: E, of all ranks; a multiple of the number of ranks.
         dtype: of the hidden states.
-        transport: "collectives", of torch.distributed, or "symmetric": kernels write into the memory of the other GPUs, all of
-            one host and on one stream, each a buffer of some N * max_tokens * (K + 1) * H elements. A wait for a rank then ends
-            after 60 s, by an error that ends the CUDA context: all ranks must be started anew. By default symmetric, the faster
-            one, where all ranks are GPUs of one host, with NCCL; else collectives.
+        transport: "collectives", of torch.distributed, or "symmetric": on one host and one stream, kernels write into a buffer
+            of each other GPU, of some N * max_tokens * (K + 1) * H elements. A wait for a rank then ends after 60 s with an
+            error that ends the CUDA context: restart all ranks. Default: symmetric, which is faster, if all ranks are GPUs of
+            one host with NCCL; else collectives.
 
     Raises:
         TypeError, ValueError: a size below 1, experts that the ranks do not divide, no group that this rank is in, an unknown
-            transport; on every rank, sizes that differ from another rank's.
+            transport; on every rank, if the ranks' sizes differ.
         RuntimeError: PyTorch has no symmetric memory here.
     """
 
@@ -80,7 +80,7 @@ class ExpertWorkspace:
         return self.rank * self.local_experts
 
     def cost(self, combine: Combine) -> Cost:
-        """Of a forward: tokens and their routing, then results. The host takes longer over an eager call of few tokens."""
+        """Of a forward: tokens and routing, then results. For an eager call of few tokens the host takes longer."""
         row, wide = self.hidden * self.dtype.itemsize, torch.promote_types(self.dtype, torch.float32).itemsize
         results = row if combine == "reduced" else self.top_k * row
         if combine == "exact" and self.transport.sends:

@@ -102,7 +102,7 @@ def test_the_summary_holds_what_is_on_record(numbers: Callable[..., Any]) -> Non
     short, long, drawn, decode, memory = table.splitlines()[2:]
     assert short.startswith("| short prompts, up to 512 tokens (h200) | 1 | best peer | 2.00x [")
     assert (long.split("|")[2], long.endswith("| 0.50x |")) == (" 1 ", True)
-    assert drawn.startswith("| drawn at random around the long ones (h200) | 1 | best peer | 0.80x [")
+    assert drawn.startswith("| long prompts drawn at random (h200) | 1 | best peer | 0.80x [")
     assert decode.startswith("| decoding drawn at random (h200) | 1 | best peer | 1.20x [")
     assert memory == "| memory of a call | 3 | its results | 1.00 (median) | 1.00 (the most) |"
 

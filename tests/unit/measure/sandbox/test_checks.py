@@ -121,10 +121,10 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
         assert [row.rival for row in rows.of(TimingRow)] in ([], ["mine.py:attention"]), first
 
 
-def test_an_excess_in_a_timed_call_is_called_an_excess() -> None:
+def test_an_error_in_a_timed_call_is_not_called_skipped_work() -> None:
     """Other values bring other bits: nothing says that the work was not done."""
     caught, _, _ = comparer(0, new_bits=True)
-    with pytest.raises(Unreliable, match=r"an excess, on values .*: out: maximum error 0\.000361 is above 0\.000358$") as error:
+    with pytest.raises(Unreliable, match=r"sample is wrong, .*: out: maximum error 0\.000361 is above 0\.000358$") as error:
         caught.go(OWN_ENTRY, [rival("sdpa")])
     assert error.value.stage == "correctness"
     assert "skips" not in str(error.value)

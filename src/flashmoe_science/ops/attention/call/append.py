@@ -19,8 +19,8 @@ class Append(NamedTuple):
     cache_seqlens: int32 [batch], the lengths before.
     page_table, cache_batch_idx: of Tensors.
     cu_seqlens_k_new, cu_seqlens_q: int32 [batch + 1], of packed new keys and of packed queries.
-    rotary_cos, rotary_sin: [positions, half of the rotated width]; key i of a sequence is at its ``rotary_seqlens`` (or
-        ``cache_seqlens``) + i, and so is query i, or every query at + 0 with ``one_position``.
+    rotary_cos, rotary_sin: [positions, half of the rotated width]; key i of a sequence has position ``rotary_seqlens`` (or
+        ``cache_seqlens``) + i; so has query i, or + 0 with ``one_position``.
     rotary_interleaved: pairs (0, 1), (2, 3)... are rotated; else (i, i + half).
     max_seqlen_q: of packed queries.
     table_name: what the caller calls ``page_table``.
@@ -51,7 +51,7 @@ class Append(NamedTuple):
 
     @property
     def max_seqlen_new(self) -> int:
-        """The most new keys of a sequence: of packed ones no more than all together."""
+        """The most new keys of a sequence; if packed, at most all of them."""
         if self.cu_seqlens_k_new is not None and self.cu_seqlens_k_new is self.cu_seqlens_q:
             return self.max_seqlen_q
         return self.k.shape[2]

@@ -1,4 +1,4 @@
-"""What a backward of attention takes and gives: the tensors of the call, what the forward gave, and gradients by name."""
+"""What a backward of attention takes and gives: the call's tensors, the forward's results, and gradients by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Saved(NamedTuple):
-    """What a backward is given besides the Tensors of the call: the forward's results, and the gradients into them.
+    """A backward's arguments besides the call's Tensors: the forward's results, and the gradients into them.
 
     out, dout: [batch, heads, seqlen_q, head_dim_v] in the dtype of q, of any strides with a contiguous last dimension.
     lse, dlse: fp32 [batch, heads, seqlen_q], of packed queries [1, heads, total_q]; contiguous, aligned to 16 bytes. None: no
@@ -43,10 +43,10 @@ class Wanted(NamedTuple):
 
 
 class ByInput(NamedTuple, Generic[T]):
-    """The gradients, or what is to be allocated for them: each in the shape, the dtype and the memory order of what it is the
-    gradient of; None where it is not asked for.
+    """The gradients, or what is to be allocated for them: each in its input's shape, dtype and memory order; None if not asked
+    for.
 
-    ``dbias`` has size 1 in each dimension in which the bias has stride 0: it is summed over it.
+    ``dbias`` has size 1 in each dimension in which the bias has stride 0: it is summed there.
     """
 
     dq: T | None
@@ -77,7 +77,7 @@ def gradients_like(tensors: Tensors, wanted: Wanted) -> Outputs:
 
 
 def unexpanded(bias: torch.Tensor) -> torch.Tensor:
-    """A view of a bias without what it is expanded by."""
+    """A view of a bias without its expanded dimensions."""
     for dim, size in enumerate(bias.shape):
         if bias.stride(dim) == 0 and size > 1:
             bias = bias.narrow(dim, 0, 1)
@@ -104,15 +104,14 @@ class BackwardInputs:
 
 BackwardKernel = Kernel[AttentionBackwardProblem, BackwardInputs, Gradients]
 our_kernel = partial(BackwardKernel, origin="ours", op="attention_backward")
-# launch(tensors, saved, softmax_scale) -> Gradients: of tensors in the order of Tensors and of Saved like those that it was
-# bound to, of which only the addresses are used.
+# launch(tensors, saved, softmax_scale) -> Gradients. The tensors, in the order of Tensors and of Saved, are like those that it
+# was bound to; only their addresses are used.
 BackwardLaunch = Callable[[Given, Given, float], Gradients]
 
 
 class BackwardLauncher(ABC):
-    """A kernel with a config, for tensors of any lengths, batch and strides, and any gradients that are asked for; all else is
-    as in the inputs it was planned for: dtypes, head dimensions, features, alignment to 16 bytes, the kind of mask. It holds no
-    tensor."""
+    """A kernel with a config, for any lengths, batch and strides, and any gradients; all else is as in the inputs it was
+    planned for: dtypes, head dimensions, features, alignment to 16 bytes, the kind of mask. It holds no tensor."""
 
     @abstractmethod
     def bind(self, tensors: Tensors, saved: Saved, options: Options, wanted: Wanted) -> BackwardLaunch:

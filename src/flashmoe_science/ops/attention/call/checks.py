@@ -20,7 +20,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class Unsupported(Exception):
-    """Raised with ValueError or TypeError: what is refused is no mistake of itself, only nothing that our kernels take."""
+    """Raised with ValueError or TypeError: the input is no mistake, but our kernels do not take it."""
 
 
 class UnsupportedValue(Unsupported, ValueError):
@@ -55,7 +55,7 @@ def _check_features(tensors: Tensors, options: Options) -> None:
         raise ValueError(f"{names.leftpad} is given for packed keys; it is for keys in a cache")
     _check_bias(tensors, options, batch)
     if tensors.sinks is not None:
-        check_float(tensors.sinks, names.sinks, (q.shape[1],), q, (torch.float32, q.dtype))
+        check_argument(tensors.sinks, names.sinks, (q.shape[1],), q, (torch.float32, q.dtype))
         check_contiguous(tensors.sinks, names.sinks)
     check_table(tensors.prefix, names.prefix, (batch,), q)
     if tensors.prefix is not None and options.mask != "causal":
@@ -65,7 +65,7 @@ def _check_features(tensors: Tensors, options: Options) -> None:
             continue
         if k.dtype != E4M3:
             raise ValueError(f"{name} is given and {names.k} has dtype {k.dtype}; it is for {E4M3}")
-        check_float(scale, name, (batch, k.shape[1]), q, (torch.float32,))
+        check_argument(scale, name, (batch, k.shape[1]), q, (torch.float32,))
 
 
 def check_tensors(q: object, k: object, v: object, names: ArgNames) -> None:
@@ -181,28 +181,23 @@ def _check_bias(tensors: Tensors, options: Options, batch: int) -> None:
     if slopes is not None:
         if bias is not None:
             raise ValueError(f"{names.alibi_slopes} and {names.bias} are given; only one of them may be")
-        check_float(slopes, names.alibi_slopes, (batch, q.shape[1]), q, (torch.float32,))
+        check_argument(slopes, names.alibi_slopes, (batch, q.shape[1]), q, (torch.float32,))
         check_contiguous(slopes, names.alibi_slopes)
     if bias is not None:
         rows = q.shape[2] if tensors.cu_seqlens_q is None else options.max_seqlen_q
         shape = (batch, q.shape[1], rows, max_keys(tensors, options))
-        check_float(bias, names.bias, shape, q, (torch.bool, q.dtype))
+        check_argument(bias, names.bias, shape, q, (torch.bool, q.dtype))
 
 
 def check_table(table: torch.Tensor | None, name: str, shape: tuple[int | None, ...], q: torch.Tensor) -> None:
     """Raise unless ``table`` is None or int32 of that shape (None for any size), on Q's device, its last dimension contiguous.
     Raises TypeError: not a tensor, or not int32. Raises ValueError: another shape, device or stride."""
-    if table is None:
-        return
-    if not isinstance(table, torch.Tensor):
-        raise TypeError(f"{name} is a {type(table).__name__}; it must be a torch.Tensor or None")
-    if table.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {table.dtype}; it must be torch.int32")
-    _check_shape(table, name, shape, q)
-    check_contiguous(table, name)
+    if table is not None:
+        check_argument(table, name, shape, q, (torch.int32,))
+        check_contiguous(table, name)
 
 
-def check_float(
+def check_argument(
     tensor: object, name: str, shape: tuple[int | None, ...], q: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     """Raise unless it is a tensor of one of the dtypes and of that shape (None for any size), on Q's device."""
@@ -210,16 +205,12 @@ def check_float(
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor or None")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {tensor.dtype}; it must be {' or '.join(map(str, dict.fromkeys(dtypes)))}")
-    _check_shape(tensor, name, shape, q)
-
-
-def _check_shape(tensor: torch.Tensor, name: str, shape: tuple[int | None, ...], q: torch.Tensor) -> None:
     fits = tensor.dim() == len(shape) and all(
         want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
     )
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {_sizes(tensor)}; it must be ({wanted}{',' if len(shape) == 1 else ''})")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be ({wanted}{',' if len(shape) == 1 else ''})")
     check_device(name, tensor, "the queries", q)
 
 
@@ -228,10 +219,6 @@ def check_contiguous(tensor: torch.Tensor, name: str) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         have = f"{name} has stride {tensor.stride(-1)} in its last dimension"
         raise ValueError(f"{have}; it must be contiguous there: pass {name}.contiguous()")
-
-
-def _sizes(tensor: torch.Tensor) -> str:
-    return str(tuple(tensor.shape))
 
 
 def checked_scale(scale: object, name: str) -> float:

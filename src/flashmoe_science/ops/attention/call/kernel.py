@@ -1,4 +1,4 @@
-"""What an attention kernel takes and gives: AttentionInputs, AttentionOutput, and the Launcher that a plan is."""
+"""What an attention kernel takes and gives: AttentionInputs, AttentionOutput, and the Launcher that a plan returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # whoever lists the peers' kernels needs no torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """One call of an AttentionProblem. ``out``, where given, is written in place of a new tensor."""
+    """One call of an AttentionProblem. ``out``, if given, is written in place of a new tensor."""
 
     problem: AttentionProblem
     tensors: Tensors
@@ -56,19 +56,19 @@ class AttentionOutput:
 
 AttentionKernel = Kernel[AttentionProblem, AttentionInputs, AttentionOutput]
 
-# launch(tensors, softmax_scale, length, out, lse) -> (out, lse or None); None where a tensor is not aligned as the one that was
-# bound to. ``tensors`` are Tensors, or their first three where the rest is None, or those of the public function in the same
-# order: only their addresses are used. softmax_scale: None for the default. length: keys of each sequence where there are no
-# ``cache_seqlens``. out, lse: tensors to write, None for new ones.
+# launch(tensors, softmax_scale, length, out, lse) -> (out, lse or None); None if a tensor is not aligned as the one bound to.
+# ``tensors`` are Tensors, or the first three if the rest is None, or the public function's in the same order: only their
+# addresses are used. softmax_scale: None for the default. length: keys of each sequence without ``cache_seqlens``. out, lse:
+# tensors to write, None for new ones.
 AttentionLaunch = Callable[
     ["tuple[torch.Tensor | None, ...]", "float | None", int, "torch.Tensor | None", "torch.Tensor | None"], "Result | None"
 ]
 
 
 class Launcher(ABC):
-    """A kernel with a config, for tensors of any lengths, batch and strides; all else is as in the inputs it was planned for:
-    dtypes, head dimensions, features, alignment to 16 bytes, the kind of mask (the two causal ones are one where the lengths
-    are equal), whether the log-sum-exp is asked for, the sign of the scale. It holds no tensor.
+    """A kernel with a config, for any lengths, batch and strides; all else is as in the inputs it was planned for: dtypes, head
+    dimensions, features, alignment to 16 bytes, the kind of mask (equal lengths make the two causal ones one), whether the
+    log-sum-exp is asked for, the sign of the scale. It holds no tensor.
     """
 
     any_keys = False  # whether a launch without lengths serves other numbers of keys than the one that it was bound to
@@ -78,8 +78,8 @@ class Launcher(ABC):
 
     @abstractmethod
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
-        """The launch for tensors of these shapes and strides, whose numbers a later call need not work out again. It compiles
-        if need be, and raises CannotServe. ``out``: has the strides of outputs that later calls give."""
+        """The launch for tensors of these shapes and strides. It compiles if need be, and raises CannotServe. ``out``: has the
+        strides of the outputs that later calls pass."""
 
 
 Plan = Callable[[AttentionInputs, Config], Launcher]
@@ -135,7 +135,7 @@ def planned(plan: Plan, config: Config, like: AttentionInputs) -> Callable[[Atte
 
 
 def finish(inputs: AttentionInputs, out: torch.Tensor, lse: torch.Tensor | None = None) -> AttentionOutput:
-    """Copy into ``inputs.out`` where the caller gave one; the peers allocate their own outputs."""
+    """Copy into ``inputs.out`` if the caller gave one; peers allocate their own outputs."""
     if inputs.out is None:
         return AttentionOutput(out, lse)
     inputs.out.copy_(out)

@@ -27,8 +27,8 @@ class Lengths(NamedTuple):
     page_table: [batch, most pages], of ``caches`` pages of ``page`` rows. cache_batch_idx: [batch], of ``caches`` rows.
     rotary_seqlens: [batch], in place of ``cache_seqlens``; ``positions`` of the rotary tables, 0 without.
     longest_q, longest_k: no sequence is longer; None where unknown.
-    new: new keys of each sequence, or of all packed ones. queries: of each sequence, where they are not packed; all are rotated
-        by the first position where ``one_position``.
+    new: new keys of each sequence, or of all packed ones. queries: of each sequence, if not packed; ``one_position`` rotates
+        all of them by the first position.
     """
 
     cu_seqlens_q: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class Lengths(NamedTuple):
         return [one for one in self[:8] if isinstance(one, torch.Tensor)]
 
     def of(self, *tensors: torch.Tensor | None) -> Lengths:
-        """The same sizes with these tensors, None for those that are left out."""
+        """The same sizes with these tensors, None for the others."""
         return self._replace(**dict(zip_longest(self._fields[:8], tensors)))  # type: ignore[arg-type]
 
     def on_cpu(self) -> Lengths:
@@ -86,7 +86,7 @@ def lengths_of_append(a: Append) -> Lengths:
 
 
 def check_lengths(one: Lengths) -> None:
-    """Raise ValueError unless all sequences are within what there is. The tensors are on the CPU."""
+    """Raise ValueError unless all sequences are in bounds. The tensors are on the CPU."""
     names = one.names
     queries = _counts(one.cu_seqlens_q, names.cu_seqlens_q, one.tokens_q, "queries", one.longest_q, "max_seqlen_q")
     keys = _counts(one.cu_seqlens_k, names.cu_seqlens_k, one.tokens_k, "keys", one.longest_k, "max_seqlen_k")
@@ -100,7 +100,7 @@ def check_lengths(one: Lengths) -> None:
 
 
 def _check_cached(one: Lengths, used: _Counts, queries: _Counts | None, keys: _Counts | None, new: _Counts | None) -> None:
-    """Raise unless keys, those that are ``used`` and the new, are within what there is, their pages and their positions too."""
+    """Raise unless ``used`` and new keys are in bounds, and so are their pages and positions."""
     name, capacity = one.names.cache_seqlens, one.capacity
     if keys is not None:
         most, what = keys, f"what {one.names.cu_seqlens_k} gives it"

@@ -19,7 +19,7 @@ class TensorLike(NamedTuple):
 
 class Outputs(NamedTuple):
     """``out`` has the input dtype and the memory order of q: [B, S, H, D] stays so. ``lse`` is fp32 and contiguous, natural
-    logarithm, -inf for a row that sees neither a key nor a sink; None where it is not asked for."""
+    logarithm, -inf for a row that sees neither a key nor a sink; None if not asked for."""
 
     out: TensorLike
     lse: TensorLike | None
@@ -44,7 +44,7 @@ def outputs_of(tensors: Tensors, options: Options, strides: tuple[int, ...]) -> 
 
 
 def tokens_first(result: Result, packed: bool) -> Result:
-    """A result whose heads come first in the order of ``Options.tokens_first``."""
+    """A heads-first result in the order of ``Options.tokens_first``."""
     out, lse = result
     # Not out[0]: its gradient would be copied into zeros.
     out = out.squeeze(0).transpose(0, 1) if packed else out.transpose(1, 2)
@@ -52,7 +52,7 @@ def tokens_first(result: Result, packed: bool) -> Result:
 
 
 def out_strides(tensors: Tensors, out: torch.Tensor | None = None) -> tuple[int, ...]:
-    """Strides of the output as [batch, heads, seqlen_q, head_dim_v]: those of ``out`` where it is given."""
+    """Strides of the output as [batch, heads, seqlen_q, head_dim_v]: those of ``out`` if given."""
     return strides_like(tensors.q.shape, tensors.q.stride(), tensors.v.shape[3]) if out is None else out.stride()
 
 
@@ -65,6 +65,6 @@ def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -
 
 
 def in_order_of(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` in the memory order of ``q``: itself, or copied where a peer or PyTorch chose another order."""
+    """``out`` in the memory order of ``q``: itself, or a copy if a peer or PyTorch chose another order."""
     strides = strides_like(q.shape, q.stride(), out.shape[3])
     return out if out.stride() == strides else out.new_empty_strided(out.shape, strides).copy_(out)

@@ -20,10 +20,10 @@ def owners(cu_seqlens: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Te
 
 
 class UsedRows(NamedTuple):
-    """How packed rows of which each sequence uses the first few are packed without the rest.
+    """How to pack only the used rows, the first few of each packed sequence.
 
-    ``cu_seqlens`` int32 [batch + 1] is of the rows in use and ``source`` int64 [total] the row to take for each; the way back
-    is ``place`` int64 [total], for those where ``used`` bool [total].
+    ``cu_seqlens`` int32 [batch + 1] is of the used rows and ``source`` int64 [total] the row to take for each; ``place`` int64
+    [total] leads back, where ``used`` bool [total] is True.
     """
 
     cu_seqlens: torch.Tensor
@@ -54,8 +54,9 @@ def chunk_mask(
 ) -> torch.Tensor:
     """Which keys are in the chunk of each query's position: bool [batch or 1, 1, rows, columns].
 
-    Positions count from the first valid key, and chunks of ``chunk`` of them from 0 (the chunked attention of Llama 4). Query i
-    is at i + of_k - of_q; the lengths are of all sequences, or int32 [batch], and count what ``leftpad`` int32 [batch] hides.
+    Positions count from the first valid key, chunks of ``chunk`` positions from 0 (the chunked attention of Llama 4). Query i
+    is at i + of_k - of_q. The lengths are one for all sequences, or int32 [batch], and include what ``leftpad`` int32 [batch]
+    hides.
     """
     row, column = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
     of_q, of_k, pad = (

@@ -16,17 +16,17 @@ from flashmoe_science.problem import Dtype, ProblemError
 DTYPES: dict[torch.dtype, Dtype] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 E4M3 = torch.float8_e4m3fn
 MaybeTensor = torch.Tensor | None
-Given = tuple[MaybeTensor, ...]  # in the order of Tensors, or the first three where the rest is None
-ALL_KEYS = 2**31 - 1  # the length where no sequence ends before the keys do
+Given = tuple[MaybeTensor, ...]  # in the order of Tensors, or the first three if the rest is None
+ALL_KEYS = 2**31 - 1  # the length if no sequence ends before the keys
 
 
 class Tensors(NamedTuple):
     """The tensors of a call, None where one is absent.
 
-    q, k, v: [batch, heads, seqlen, head_dim] views of any strides with a contiguous last dimension; problem/features.py says
-        how keys and values are in a cache, in pages, and packed.
+    q, k, v: [batch, heads, seqlen, head_dim] views of any strides with a contiguous last dimension; problem/features.py
+        describes caches, pages and packed keys.
     cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins, and the total.
-    cache_seqlens: int32 [batch], keys of each sequence. Where the queries are packed, ``cu_seqlens_k`` or this is given.
+    cache_seqlens: int32 [batch], keys of each sequence. Packed queries need ``cu_seqlens_k`` or this.
     page_table: int32 [batch, max pages]; entries past a sequence's length are never read as addresses.
     cache_batch_idx: int32 [batch], the row of the cache of each sequence (not with pages).
     leftpad: int32 [batch], the first valid key of each sequence.
@@ -62,11 +62,11 @@ class Tensors(NamedTuple):
     rotary_seqlens: torch.Tensor | None = None
 
     def of_features(self) -> tuple[torch.Tensor | None, ...]:
-        """What features bring: all between q, k, v and what is appended, in the order in which kernels take it."""
+        """The tensors of features, between q, k, v and what is appended, in the order of the kernels' arguments."""
         return self[3:15]
 
     def appended(self) -> tuple[torch.Tensor | None, ...]:
-        """What is appended, and its rotary tables, in the order in which kernels take it."""
+        """What is appended, and its rotary tables, in the order of the kernels' arguments."""
         return self[15:]
 
     def needs_grad(self) -> bool:
@@ -78,8 +78,8 @@ NO_FEATURES = (None,) * (len(Tensors._fields) - 3)  # what follows q, k and v of
 
 
 class ArgNames:
-    """What a public function calls its arguments, for its messages: fields of Tensors, and ``scale``. Compared by identity, so
-    that a key with Options stays cheap."""
+    """A public function's names for fields of Tensors and ``scale``, for its messages. Compared by identity, so that a key with
+    Options stays cheap."""
 
     def __init__(self, **names: str) -> None:
         self._names = names
@@ -92,23 +92,23 @@ DEFAULT_NAMES = ArgNames()
 
 
 class Options(NamedTuple):
-    """All of a call that is no tensor and decides how it is served. Hashable.
+    """A call's arguments that are not tensors and decide how it is served. Hashable.
 
-    mask: of AttentionProblem; the causal ones are aligned in each sequence by itself.
+    mask: of AttentionProblem; causal masks are aligned in each sequence.
     return_lse: also return the log-sum-exp (sinks included), fp32, natural logarithm.
     kernel: serve by this kernel or raise; None for the automatic choice.
     window_left, window_right: of Features.
     softcap: the cap itself; 0.0 for none.
-    num_splits: into how many parts the keys of a sequence are split; 0 for the kernel's choice, 1 for a result that does not
-        depend on the batch.
-    max_seqlen_q, max_seqlen_k: of packed queries, and of keys of unequal lengths: no sequence is longer; 0 where not given.
-    deterministic: the backward too gives equal bits in equal calls, or is refused; the forward always does.
+    num_splits: the number of splits of a sequence's keys; 0 for the kernel's choice, 1 for a result that does not depend on the
+        batch.
+    max_seqlen_q, max_seqlen_k: of packed queries, and of keys of unequal lengths: no sequence is longer; 0 if not given.
+    deterministic: equal calls give equal bits in the backward too, or it is refused; the forward always does.
     gqa: whether K and V may have fewer heads than Q.
     allow_empty: whether a batch, head count or length of 0 is served (zeros, and -inf in the log-sum-exp).
     rotary_interleaved: pairs (0, 1), (2, 3)... of a head are rotated; else (i, i + half).
     rotary_per_query: each query is rotated by its own position; else all by the first new key's.
-    one_length: each call gives one length of all sequences in place of ``cache_seqlens``, to a kernel that takes it.
-    tokens_first: the output is [batch, seqlen_q, heads, head_dim_v], of packed queries [total_q, heads, head_dim_v] with a
+    one_length: each call gives one length for all sequences in place of ``cache_seqlens``, to a kernel that takes it.
+    tokens_first: the output is [batch, seqlen_q, heads, head_dim_v], for packed queries [total_q, heads, head_dim_v] with a
         log-sum-exp of [heads, total_q]; else heads come first and packed queries are a batch of one.
     """
 
@@ -148,7 +148,7 @@ def max_keys(tensors: Tensors, options: Options) -> int:
 
 
 def features_of(tensors: Tensors, options: Options) -> Features:
-    """The features that a call asks for: what is given is asked for."""
+    """The features that a call asks for."""
     bias: Bias = "none"
     if tensors.alibi_slopes is not None:
         bias = "alibi"

@@ -1,7 +1,7 @@
 """What serves an attention call: the kernel and config for its class, and the launch that its tensors are bound to.
 
-A class (``_class_and_kind``) holds no length but a rounded one, so that the choice depends on the class alone and not on which
-length came first. Plans are stored by class; a new length costs a ``bind``, in microseconds, and no choice, in milliseconds.
+A class (``_class_and_kind``) has rounded lengths, so that the choice depends on the class alone and not on which length came
+first. Plans are stored by class; a new length costs a ``bind`` (microseconds), not a choice (milliseconds).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from flashmoe_science.problem import ProblemError, rounded_up
 
 
 class Plan(NamedTuple):
-    """What serves the calls of one class, and why. ``launcher`` is our kernel's, None where a peer or PyTorch serves them;
+    """What serves the calls of one class, and why. ``launcher`` is our kernel's, None if a peer or PyTorch serves them;
     ``bind(tensors, options)`` makes the launch, and raises CannotServe."""
 
     decision: Decision
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
 
 
 class KeyLengths(NamedTuple):
-    """Numbers of keys that one launch serves: from ``first`` to ``last``, but those ``excluded``."""
+    """Numbers of keys that one launch serves: from ``first`` to ``last``, except ``excluded``."""
 
     first: int
     last: int
@@ -69,8 +69,8 @@ LAUNCHERS: Cache[Hashable, Launcher] = Cache(MAX_PLANS)
 
 def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
     """The plan for a call, and the launch bound to its tensors. A call that shares a stored plan's class is not checked again.
-    Raises TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for. Raises CannotServe:
-    the kernel asked for cannot serve the call; the message says why and what could."""
+    Raises TypeError, ValueError: what call/checks.py refuses; an unknown kernel. Raises CannotServe: the requested kernel
+    cannot serve the call; the message says why and what could."""
     positive, key = scale is None or scale > 0.0, None
     if tensors[3:] == NO_FEATURES and options.kernel != PYTORCH:
         try:
@@ -101,8 +101,8 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
 
 
 def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
-    """The plan for a call whose inputs require gradients, until PyTorch's switch for deterministic algorithms is turned. Its
-    decision is the forward's, the reason with what serves the backward."""
+    """The plan for a call whose inputs require gradients, valid until PyTorch's switch for deterministic algorithms changes.
+    Its decision is the forward's; the reason also says what serves the backward."""
     step, chosen = step_of(tensors, options)
     if step is None:
         assert chosen is not None
@@ -129,7 +129,7 @@ def plan_training(tensors: Tensors, options: Options, scale: float | None) -> tu
 
 
 def _until_switched(launch: AttentionLaunch) -> AttentionLaunch:
-    """The launch; None once PyTorch's switch for deterministic algorithms is turned, so that a call is planned anew."""
+    """The launch; it returns None once PyTorch's switch for deterministic algorithms has changed, and the call is replanned."""
     switch = torch.are_deterministic_algorithms_enabled()
 
     def guarded(*arguments: Any) -> Result | None:
@@ -139,7 +139,7 @@ def _until_switched(launch: AttentionLaunch) -> AttentionLaunch:
 
 
 def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
-    """Why PyTorch's operators must serve the call, whatever our kernels support; None where they need not."""
+    """Why PyTorch's operators must serve the call, whatever our kernels support; None if they need not."""
     q, k = tensors.q, tensors.k
     if 0 in q.shape or 0 in k.shape or sequences(tensors) == 0:
         return "a size is 0, so there is nothing to compute"
@@ -151,12 +151,12 @@ def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
 def _class_and_kind(
     tensors: Tensors, options: Options, positive: bool, checked: bool
 ) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]] | None:
-    """The class of a call, and all else that a choice or a launcher depends on; None where Q, K and V do not fit one another.
+    """The class of a call, and all else that a choice or a launcher depends on; None if Q, K and V do not fit each other.
 
-    Equal classes share a choice: their sizes are rounded, but those that were measured, for which their own record decides.
-    With features only keys of another number than the queries share one: they may grow by a token a call. ``checked``: the call
-    is right, which is not asked again; else it has no other tensor than Q, K and V. Raises AttributeError, ValueError,
-    RuntimeError: what is not checked is no tensor, has not four dimensions, or is nested.
+    Equal classes share a choice. Sizes are rounded, except measured ones, for which their own record decides. With features,
+    sizes are rounded only if keys and queries differ in number: keys may grow by a token a call. ``checked``: the call was
+    checked; else it has only Q, K and V. Raises AttributeError, ValueError, RuntimeError: something unchecked is not a tensor,
+    has not four dimensions, or is nested.
     """
     q, k, v = tensors[0], tensors[1], tensors[2]
     (batch, heads, queries, width), shape_k, (batch_v, heads_kv, keys, width_v) = q.shape, k.shape, v.shape
@@ -176,8 +176,8 @@ def _class_and_kind(
     plain = not checked and options.is_plain()
     features = PLAIN if plain else features_of(tensors, options)
     plain = plain or features == PLAIN
-    # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
-    # tiles depend on where the diagonal begins, and peers serve the bottom-right one by other kernels.
+    # Under a causal mask, equal numbers of keys and queries are a class of their own: both causal masks are one there, kernels'
+    # tiles depend on where the diagonal begins, and peers serve the bottom-right mask by other kernels.
     square = queries == keys and (options.mask != "full" or not plain)
     sizes: tuple[int, ...] = (batch, heads, heads_kv, queries, keys, width, width_v)
     if sizes not in _measured_sizes() if plain else features.lengths == "equal" and queries != keys:
@@ -200,7 +200,7 @@ def _measured_sizes() -> frozenset[tuple[int, ...]]:
 
 
 def _representative(problem: AttentionProblem) -> AttentionProblem:
-    """The problem that a choice is made for: with features, where keys may grow, the class's own."""
+    """The problem that a choice is made for: with features, if keys may grow, the class's own."""
     grows = problem.features != PLAIN and problem.features.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
     return problem.rounded() if grows else problem
 
@@ -290,9 +290,9 @@ def _launcher_for(
 def bind_append(
     tensors: Tensors, options: Options, scale: float | None
 ) -> tuple[Decision, AttentionLaunch] | tuple[None, None]:
-    """The launch that also appends to the cache first, and why it serves; None where an append must be a launch of its own.
+    """The launch that first appends to the cache, and why it serves; None if an append must be a separate launch.
 
-    Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
+    Records of attention alone do not choose it: a kernel that appends in its own launch saves one.
     """
     gpu = gpu_of(tensors.q)
     if gpu is None or tensors.needs_grad() or _why_pytorch(tensors, options) is not None:
@@ -315,7 +315,7 @@ def bind_append(
 
 
 def key_lengths(tensors: Tensors) -> KeyLengths | None:
-    """The numbers of keys that share a call's class; None where another tensor has a length too."""
+    """The numbers of keys that share a call's class; None if another tensor has a length too."""
     others = (one for one in tensors[3:] if one is not None and one is not tensors.sinks and one is not tensors.alibi_slopes)
     if next(others, None) is not None:
         return None
@@ -334,7 +334,7 @@ def lengths_of_class(keys: int) -> tuple[int, int]:
 
 
 def measured_lengths(tensors: Tensors) -> frozenset[tuple[int, int]]:
-    """Numbers of queries and keys that are a class of their own, with all other sizes as a call's."""
+    """Numbers of queries and keys that are classes of their own, with a call's other sizes."""
     (batch, heads, _, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
     others = batch, heads, heads_kv, width, width_v
     return frozenset(one[3:5] for one in _measured_sizes() if (*one[:3], *one[5:]) == others)  # type: ignore[misc]
@@ -367,7 +367,7 @@ def _bind_peer(kernel: AnyKernel, config: Config, tensors: Tensors, options: Opt
 
 
 def _finished(result: Result, packed: bool, options: Options, lse: torch.Tensor | None) -> Result:
-    """A result whose heads come first as the options want it, with the log-sum-exp in ``lse`` where that is given."""
+    """A heads-first result in the order of the options, with the log-sum-exp in ``lse`` if given."""
     out, new_lse = result
     if lse is not None and new_lse is not None:
         new_lse = lse.copy_(new_lse)

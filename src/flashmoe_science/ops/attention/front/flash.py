@@ -1,4 +1,4 @@
-"""FlashAttention's arguments in this package's terms: windows, lengths, tables and what is not supported."""
+"""FlashAttention's arguments in this package's terms: windows, lengths, tables, and what is not supported."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ USED_NAMES = ArgNames(cu_seqlens_k="cu_seqlens_q", cache_seqlens="seqused_q")  #
 
 
 def window_of(window_size: object, causal: bool) -> Window:
-    """(left, right) with None for no limit; a causal mask has a right of 0 by itself. ``window_size``: two integers, or a CPU
-    tensor of two; below 0 or None for no limit. Raises TypeError: something else."""
+    """(left, right), None for no limit, as right always is under a causal mask. ``window_size``: two integers, or a CPU tensor
+    of two; below 0 or None for no limit. Raises TypeError: something else."""
     if type(window_size) is tuple and window_size == (-1, -1):
         return NO_WINDOW
     sides: list[int | None] = []
@@ -76,10 +76,10 @@ def checked_cap(softcap: object) -> float:
 
 
 def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, k), where ``qv`` is given each with ``qv`` and v behind it: q k^T + qv v^T is one product of wider heads.
+    """(q, k); if ``qv`` is given, (q with qv, k with v), concatenated: q k^T + qv v^T is one product of wider heads.
 
     Args:
-        qv: in the shape of q with the width of v, or None. k and v are then copied beside each other.
+        qv: in the shape of q with the width of v, or None. k and v are then copied into one tensor.
 
     Raises:
         TypeError, ValueError: another shape, dtype or device.
@@ -101,15 +101,15 @@ def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> 
 
 
 def refuse_other_order(seqused_q: object) -> None:
-    """Raise TypeError where arguments stand in FlashAttention-2's order, in which a number is the eighth."""
+    """Raise TypeError for FlashAttention-2's order of arguments, in which the eighth is a number."""
     if isinstance(seqused_q, float | int):
         order = f"seqused_q is {seqused_q}, as dropout_p stands in FlashAttention-2's order"
         raise TypeError(f"{order}; from the eighth argument on they must be keywords")
 
 
 def max_seqlen(value: object, name: str, total: int) -> int:
-    """A ``max_seqlen`` as an integer. One that is on a GPU, or is traced, is not read: no sequence is longer than all together.
-    Raises TypeError, ValueError: not an integer of at least 0."""
+    """A ``max_seqlen`` as an integer. One on a GPU, or traced, is not read: ``total`` stands for it. Raises TypeError,
+    ValueError: not an integer of at least 0."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item() if value.device.type == "cpu" and not torch.compiler.is_compiling() else total
     check_count(value, name, 0)
@@ -117,8 +117,8 @@ def max_seqlen(value: object, name: str, total: int) -> int:
 
 
 def lengths_of(cache_seqlens: object, batch: int, name: str, q: torch.Tensor) -> torch.Tensor | None:
-    """``cache_seqlens`` as int32 [batch]: an integer is that of every sequence. Raises TypeError, ValueError: neither an
-    integer of at least 0 nor such a tensor."""
+    """``cache_seqlens`` as int32 [batch]; an integer holds for every sequence. Raises TypeError, ValueError: neither an integer
+    of at least 0 nor such a tensor."""
     if isinstance(cache_seqlens, torch.Tensor) or cache_seqlens is None:
         return cache_seqlens
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt):
@@ -155,7 +155,7 @@ def rows_of_table(page_table: torch.Tensor, cache_batch_idx: torch.Tensor, batch
 def dequantised_query(
     q: torch.Tensor, q_descale: torch.Tensor | None, k_descale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(q in bf16, the scale of K) of an e4m3 query, whose scale [batch, heads_kv] is moved to K: the scores are the same.
+    """(q in bf16, the scale of K) for an e4m3 query; its scale [batch, heads_kv] moves to K, which gives the same scores.
     Raises ValueError: a scale of a query that is not e4m3."""
     if not isinstance(q, torch.Tensor) or q.dtype != E4M3:
         if q_descale is not None:
@@ -169,8 +169,8 @@ def dequantised_query(
 def autocast_beside(
     k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, k: Any, v: Any, qv: Any
 ) -> tuple[Any, ...] | None:
-    """(q, k, v, qv) under torch.autocast: queries cast as PyTorch's own operators cast, new keys and values to the caches'
-    dtypes. None where nothing is to be cast, the caches neither: they grow in their own dtype, and are cast to be read."""
+    """(q, k, v, qv) under torch.autocast: queries cast as PyTorch casts them, new keys and values to the caches' dtypes. None
+    if nothing, caches included, is to be cast. Caches grow in their own dtype and are cast when read."""
     caches = [one for one in (k_cache, v_cache) if one.dtype != E4M3]
     if autocast((q, qv, k, v, *caches)) is None:
         return None
@@ -205,7 +205,7 @@ def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> 
 
 
 def whole_cache(k_cache: torch.Tensor, page_table: torch.Tensor | None, batch: int, k: torch.Tensor | None) -> torch.Tensor:
-    """int32 [batch], the capacity of each sequence's cache. Raises ValueError where new keys would go behind it."""
+    """int32 [batch], the capacity of each sequence's cache. Raises ValueError if there are new keys."""
     if k is not None:
         raise ValueError("k and v are given without cache_seqlens, which must say where they are appended")
     capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * k_cache.shape[1]
@@ -213,8 +213,8 @@ def whole_cache(k_cache: torch.Tensor, page_table: torch.Tensor | None, batch: i
 
 
 def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
-    """The most packed queries of a sequence, 0 where they are not packed. Raises TypeError, ValueError: none, or not an integer
-    of at least 0."""
+    """The most packed queries of a sequence, 0 if not packed. Raises TypeError, ValueError: None, or not an integer of at least
+    0."""
     if not packed:
         return 0
     if max_seqlen_q is None:
@@ -225,7 +225,7 @@ def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
 def new_keys(
     k: torch.Tensor | None, v: torch.Tensor | None, packed: bool, rotary_cos: torch.Tensor | None, rotary_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Views of k and v to append, heads before tokens; None where neither they nor rotary tables are given. Raises TypeError,
+    """Views of k and v to append, heads before tokens; None if neither they nor rotary tables are given. Raises TypeError,
     ValueError: k without v, rotary tables without both, other dimensions."""
     if k is v is rotary_cos is None:
         return None

@@ -1,5 +1,5 @@
-"""Where lengths, pages and rotary positions are refused by their values: on the CPU, where reading them costs nothing, and on a
-GPU with FLASHMOE_CHECK=1 in the environment, where it is a launch and a wait.
+"""Checks of the values of lengths, pages and rotary positions: on the CPU, where reading them costs nothing, and on a GPU with
+FLASHMOE_CHECK=1 in the environment, for a launch and a wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _are_on_gpu(tensors: Given) -> bool:
 
 
 def refuse_lengths(one: Lengths) -> None:
-    """Raise ValueError where a sequence does not lie within what there is, as far as that may be read. A call that a CUDA graph
-    captures cannot wait, and is not checked."""
+    """Raise ValueError if a sequence is out of bounds, as far as its lengths may be read. A call that a CUDA graph captures
+    cannot wait, and is not checked."""
     given = one.given()
     if not given or torch.compiler.is_compiling() or not is_plain(*given):
         return
@@ -49,8 +49,8 @@ def _is_wrong(one: Lengths) -> bool:
 
 
 def with_check(launch: AttentionLaunch, lengths: Callable[..., Lengths], *call: Any) -> AttentionLaunch:
-    """The launch, behind ``refuse_lengths`` of the tensors that each call gives; itself without FLASHMOE_CHECK=1. ``lengths``:
-    of ``call``, the call that the launch was bound to. Its tensors are not kept."""
+    """The launch, with ``refuse_lengths`` before it in each call; without FLASHMOE_CHECK=1 the launch itself. ``lengths`` takes
+    ``call``, the call that the launch was bound to, whose tensors are not kept."""
     if not CHECK:
         return launch
     like = lengths(*call)

@@ -1,4 +1,4 @@
-"""Attention to pieces of the keys, merged by PyTorch's operators."""
+"""Attention to parts of the keys, merged by PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashmoe_science.printable import shown
 
 def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
-    What lies where a part's log-sum-exp is -inf is not looked at; zeros and -inf where all are."""
+    A part is ignored where its log-sum-exp is -inf; zeros and -inf where all are."""
     every = torch.stack([*lses])
     keyless = every == -torch.inf
     # Of nothing but -inf logsumexp has no gradient, and of 0 * out neither has 0 where out is no number.
@@ -23,7 +23,7 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[
 
 
 def parts_of(name: str, parts: object) -> list[torch.Tensor]:
-    """The parts, checked no further. Raises TypeError unless they come in a sequence or in a tensor of them."""
+    """The parts, otherwise unchecked. Raises TypeError unless they are a sequence or one tensor."""
     if isinstance(parts, Sequence) or (isinstance(parts, torch.Tensor) and parts.dim()):
         return [*parts]
     raise TypeError(f"{name} is {shown(parts)}; it must be a sequence of tensors, or one tensor of all")

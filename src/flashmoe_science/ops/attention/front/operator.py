@@ -46,8 +46,8 @@ SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
 
 
 class Store(NamedTuple):
-    """What a launch is to be stored under: the key of a public call, its own tensors, and the one length of all sequences that
-    they have in place of ``cache_seqlens`` (ALL_KEYS for none)."""
+    """What a launch is stored under: a public call's key, its own tensors, and the one length of all sequences that replaces
+    ``cache_seqlens`` (ALL_KEYS for none)."""
 
     key: CallKey
     tensors: Given
@@ -70,10 +70,9 @@ def attend(
     Args:
         tensors: Tensors without anything to append, or their first three where the rest is None.
         softmax_scale: None for head_dim ** -0.5.
-        lse: where ``options.return_lse``, a contiguous, 16-byte aligned fp32 tensor to fill in place of a new one.
+        lse: with ``options.return_lse``, a contiguous, 16-byte aligned fp32 tensor to fill in place of a new one.
         store: what ``cached_call`` gave for the public function's own tensors; later calls like it find the launch.
-        out: a 16-byte aligned tensor with the strides that a new result would have; it is filled in place of a new one where a
-            kernel of ours serves the call.
+        out: a 16-byte aligned tensor with the strides that a new result would have; our kernels fill it in place of a new one.
 
     Returns:
         out in the memory order of ``q`` with the width of ``v``, zeros for a row that sees no key; and the log-sum-exp, or None
@@ -113,7 +112,7 @@ def attend(
 def attend_with_dropout(
     tensors: Given, options: Options, softmax_scale: float | None, dropout_p: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights left out, and the weights as of
+    """``attend`` by PyTorch's operators, with a share ``dropout_p`` of the weights dropped, and the weights of
     ``dropped_attention``. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
@@ -137,8 +136,8 @@ def attend_with_dropout(
 def append_and_attend(
     append: Append, tensors: Tensors, options: Options, softmax_scale: float | None, store: Store
 ) -> Result | None:
-    """``attend`` after an append to the cache, in one launch; None where no kernel of ours does both. ``tensors``: without what
-    is appended. ``store``: as of ``attend``."""
+    """``attend`` after an append to the cache, in one launch; None if no kernel of ours does both. ``tensors``: without what is
+    appended. ``store``: as of ``attend``."""
     if not is_plain(*store.tensors) and not is_explaining():
         return None
     check_call(tensors, options)
@@ -158,11 +157,11 @@ def append_and_attend(
 def cached_call(
     tensors: Given, length: int, options: tuple[Hashable, ...], softmax_scale: Any
 ) -> tuple[Result | None, Store | None]:
-    """The result of a call whose launch is stored under the public function's own arguments, else None; and what ``attend`` is
-    to store the call's launch under, None where it is not to.
+    """The result of a call whose launch is stored under the public function's arguments, else None; and the Store for
+    ``attend``, None if the launch is not to be stored.
 
     Args:
-        tensors: the public function's, in the order of Tensors, before any view is made; ``cache_seqlens`` None where it is an
+        tensors: the public function's, in the order of Tensors, before any view is made; ``cache_seqlens`` None if it is an
             integer.
         length: that integer, the keys of each sequence; ALL_KEYS without one. It is no part of the key.
         options: all other arguments that are no tensors, unchecked.
@@ -223,7 +222,7 @@ def _serve(
 
 
 def _seen_before(call: Hashable) -> bool:
-    """Whether such a call was new before: one whose lengths change from call to call is not worth its guards."""
+    """Whether such a call came before: one whose lengths change from call to call is not worth its guards."""
     if call in SEEN:
         return True
     SEEN[call] = True
@@ -237,8 +236,8 @@ def _class_key(key: CallKey) -> CallKey:
 
 
 def _binding(plan: Plan, options: Options, key: CallKey) -> AttentionLaunch:
-    """Binds a call of the plan's class, whose lengths are new, and launches it; stores the launch when the lengths come again.
-    It spares such calls the look-up of their plan, which takes as long as to bind them."""
+    """Binds and launches a call of the plan's class with new lengths; stores the launch when the lengths come again. This
+    spares such calls the look-up of their plan, which takes as long as binding."""
     seen: Cache[tuple[int, int], bool] = Cache(MAX_PLANS)
 
     def bind_and_launch(
@@ -259,8 +258,8 @@ def _binding(plan: Plan, options: Options, key: CallKey) -> AttentionLaunch:
 
 
 def _of_class(tensors: Tensors, options: Options) -> Callable[..., bool] | None:
-    """Whether other Q, K and V with the class key of a call are of its class and kind, by lengths and memory too; None where
-    its lengths are a class of their own, or its memory is not laid out as most is."""
+    """Whether other Q, K and V with a call's class key are of its class and kind, by lengths and memory too; None if its
+    lengths are a class of their own, or its memory layout is unusual."""
     measured, layout = measured_lengths(tensors), _layout(*tensors[:3])
     queries, keys = tensors.q.shape[2], tensors.k.shape[2]
     square = queries == keys
@@ -278,8 +277,8 @@ def _of_class(tensors: Tensors, options: Options) -> Callable[..., bool] | None:
 
 
 def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """1 where Q's heads come first in memory, 2 where its tokens do; 0 for tensors whose addresses are no multiples of 16 bytes
-    or whose strides are no multiples of 16 elements, or 0."""
+    """1 if Q's heads come first in memory, 2 if its tokens do; 0 if an address is not a multiple of 16 bytes, or a stride is 0
+    or not a multiple of 16 elements."""
     (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
     steps, places = qb | qh | qm | kb | kh | kn | vb | vh | vn, q.data_ptr() | k.data_ptr() | v.data_ptr()
     if (steps | places) & 15 or 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn):
@@ -293,7 +292,7 @@ def _launched(result: Result | None) -> Result:
 
 
 def _of_lengths(given: Sequence[torch.Tensor], lengths: KeyLengths, aligned: bool) -> Callable[..., bool]:
-    """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
+    """Whether other tensors are like a call's, whose K and V may have other ``lengths``."""
     guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, not aligned), lengths
 
     def matches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -304,7 +303,7 @@ def _of_lengths(given: Sequence[torch.Tensor], lengths: KeyLengths, aligned: boo
 
 
 def decide(tensors: Given, options: Options, softmax_scale: float | None = None) -> Decision:
-    """What ``attend`` would serve the call by, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
+    """What would serve the call, and why. Compiles the kernel; launches nothing. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
     check_call(every, options)
@@ -317,8 +316,8 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
 
 
 def _autocast(tensors: Tensors) -> Tensors | None:
-    """The tensors as PyTorch's own attention casts them under torch.autocast; None where nothing is to be cast. fp32 sinks go
-    with any dtype, and stay so."""
+    """The tensors as PyTorch's own attention casts them under torch.autocast; None if nothing is to be cast. fp32 sinks stay
+    fp32."""
     sinks = tensors.sinks if tensors.sinks is not None and tensors.sinks.dtype != torch.float32 else None
     cast = autocast((*tensors[:3], sinks, tensors.bias))
     if cast is None:

@@ -1,8 +1,8 @@
 """Attention of sequences that are padded to one length, by PyTorch's operators: every feature, without waiting for a device.
 
 Ragged, packed and paged tensors are gathered into [batch, heads, longest, head_dim] with zeros past each length, and one masked
-softmax serves all sequences: PyTorch's own attention on a CPU, where it takes the features; else scores in fp32, or fp64 for
-fp64. Entries of a page table past a length are replaced before they are used as an address.
+softmax serves all sequences: PyTorch's own attention on a CPU, if it takes the features; else scores in fp32, or fp64 for fp64.
+Page table entries past a length are replaced before they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Dense(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """What is done to the scores beside what ``Options`` and ``Tensors`` say."""
+    """What is done to the scores besides what ``Options`` and ``Tensors`` say."""
 
     scale: float
     dropout_p: float
@@ -146,9 +146,8 @@ def _in_parts(queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensor
 
 
 def _is_pytorchs_own(tensors: Tensors, options: Options) -> bool:
-    """Whether PyTorch's own attention takes the features as a mask, and is known to be the cheaper. It gives rows without a key
-    zeros and no NaN in gradients on a CPU, but no gradient of a mask, no
-    forward-mode gradient and no log-sum-exp."""
+    """Whether PyTorch's own attention takes the features as a mask, and is known to be cheaper. On a CPU it gives zeros and no
+    NaN gradients for rows without a key, but no gradient of a mask, no forward-mode gradient and no log-sum-exp."""
     return tensors.q.device.type == "cpu" and not (
         is_transformed()
         or options.return_lse
@@ -226,8 +225,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slopes(tensors: Tensors) -> torch.Tensor:
-    """[batch, heads, 1, 1], fp64 beside fp64: PyTorch's attention on a CPU reads an fp32 mask as one of fp64 there, and in fp32
-    beside any other dtype."""
+    """[batch, heads, 1, 1], fp64 for an fp64 call, in which PyTorch's attention on a CPU would read an fp32 mask as fp64; else
+    fp32."""
     assert tensors.alibi_slopes is not None
     return tensors.alibi_slopes.to(torch.promote_types(tensors.q.dtype, torch.float32))[:, :, None, None]
 

@@ -1,8 +1,8 @@
 """Attention by PyTorch's operators: differentiable, on any device, every feature, and without waiting for a GPU.
 
-It serves what our kernels do not: tensors on the CPU, inputs that need gradients, dropout, fp64, GPUs that are not NVIDIA's.
-Calls without features are PyTorch's own attention. Of sequences of other lengths each is such a call by itself where that is
-cheaper and their lengths may be read, on the CPU; else they are padded to one length (padded.py).
+It serves what our kernels do not: tensors on the CPU, inputs that need gradients, dropout, fp64, other GPUs than NVIDIA's.
+Calls without features are PyTorch's own attention. Sequences of unequal lengths are one such call each if that is cheaper and
+their lengths may be read, on the CPU; else they are padded to one length (padded.py).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
 
     Args:
         softmax_scale: None for head_dim ** -0.5.
-        dropout_p: the share of weights that are left out, the others so much larger. The log-sum-exp is of all.
+        dropout_p: the share of weights that are dropped; the others grow to match. The log-sum-exp covers all.
 
     Returns:
         out in the shape of ``q`` with the width of ``v`` and the dtype of ``q``; a row that sees no key gets zeros. lse as
-        ``out`` without its last dimension, fp32, natural log, -inf for a row that sees neither a key nor a sink; None where it
-        is not asked for.
+        ``out`` without its last dimension, fp32, natural log, -inf for a row that sees neither a key nor a sink; None if not
+        asked for.
     """
     features = features_of(tensors, options)
     with without_autocast(tensors.q):  # it would give an output of another dtype than the inputs'
@@ -55,8 +55,8 @@ def pytorch_attention(tensors: Tensors, options: Options, softmax_scale: float |
 
 
 def bind_pytorch(tensors: Tensors, options: Options) -> Callable[[Given, float | None], Result]:
-    """``pytorch_attention`` for tensors like these, called with tensors and a scale. Where PyTorch's own function computes all
-    of a call, it is called directly."""
+    """``pytorch_attention`` for tensors like these, called with tensors and a scale. If PyTorch's own function computes the
+    whole call, it is called directly."""
     (_, heads, rows, _), (_, heads_kv, keys, _) = tensors.q.shape, tensors.k.shape
     shifted = options.mask == "causal" and rows != keys  # PyTorch's diagonal begins at the first key
     more = options.return_lse or shifted or any_autocast() or 0 in (*tensors.q.shape, *tensors.k.shape)
@@ -74,7 +74,7 @@ def bind_pytorch(tensors: Tensors, options: Options) -> Callable[[Given, float |
 def dropped_attention(
     tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The results of ``pytorch_attention`` and, where the log-sum-exp is asked for, the weights before dropout, [batch, heads,
+    """The results of ``pytorch_attention`` and, if the log-sum-exp is asked for, the weights before dropout, [batch, heads,
     longest q, longest k], in the dtype of ``q``; dropped ones are negative."""
     if not (options.return_lse and dropout_p):
         return *pytorch_attention(tensors, options, softmax_scale, dropout_p), None
@@ -105,14 +105,14 @@ def _spans(tensors: Tensors) -> _Spans:
 
 
 def _is_cheaper_alone(spans: _Spans, heads: int) -> bool:
-    """Whether each sequence by itself costs less than all, padded to one length and with a mask, which doubles it."""
+    """Whether one call a sequence costs less than one padded call, whose mask doubles its cost."""
     batch, scores = len(spans.queries), sum(map(mul, spans.queries, spans.last))
     padded = batch * max(spans.queries) * max(spans.last)
     return bool(heads * scores + batch * _SCORES_OF_A_CALL < 2 * heads * padded)
 
 
 def _one_by_one(spans: _Spans, tensors: Tensors, options: Options, softmax_scale: float | None, dropout_p: float) -> Result:
-    """The results of ``pytorch_attention`` by a call for each sequence. Rows that belong to no sequence get zeros, and -inf."""
+    """The results of ``pytorch_attention``, one call a sequence. Rows of no sequence get zeros, and -inf."""
     packed, of_one = tensors.cu_seqlens_q is not None, options._replace(max_seqlen_q=0, max_seqlen_k=0)
     rows = _split(tensors.q, spans.queries) if packed else tensors.q.split(1)
     results = []
@@ -150,7 +150,7 @@ def _keys(tensors: Tensors, spans: _Spans) -> tuple[Sequence[torch.Tensor], Sequ
 
 
 def _split(packed: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    """[1, heads, total, width] by sequence, in one step, whose gradient is one too; what belongs to none is left out."""
+    """[1, heads, total, width] by sequence, in one differentiable step; rows of no sequence are left out."""
     parts: tuple[torch.Tensor, ...] = packed.split([*lengths, packed.shape[2] - sum(lengths)], 2)
     return parts[:-1]
 
@@ -171,7 +171,7 @@ def _plain(tensors: Tensors, options: Options, softmax_scale: float | None, drop
 
 
 def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> Result:
-    """The result where there is no query or no key: zeros and -inf, parts of the graph as any outputs are."""
+    """The result without queries or keys: zeros and -inf, part of the graph like any output."""
     group = q.shape[1] // max(1, k.shape[1])
     k, v = (tensor.repeat_interleave(group, 1)[:, :, :0] for tensor in (k, v))
     out = (q @ k.mT) @ v  # a sum over no keys
@@ -190,7 +190,7 @@ def _output(
     if mask == "causal-topleft" or queries == keys:
         return attend(q, k, v, is_causal=True)
     if queries > keys:
-        # The first queries see no key. The others are a square causal problem, which needs no mask tensor.
+        # The first queries see no key. The rest is a square causal problem, which needs no mask tensor.
         blind = queries - keys
         seeing = attend(q[:, :, blind:], k, v, is_causal=True)
         return F.pad(seeing, (0, 0, blind, 0))
@@ -219,7 +219,7 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
 
 
 class _LogSumExp(torch.autograd.Function):
-    """``_log_sum_exp``, whose scores are computed again for its gradients and not kept."""
+    """``_log_sum_exp``, whose backward recomputes the scores instead of keeping them."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | None) -> torch.Tensor:

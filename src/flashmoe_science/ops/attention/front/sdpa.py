@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` where it is more than a plain call: masks, and PyTorch's own function."""
+"""``scaled_dot_product_attention`` beyond plain calls: masks, and PyTorch's own function."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def masked(
     enable_gqa: bool,
     kernel: str | None,
 ) -> torch.Tensor | str:
-    """The call with a mask by our kernel; why not by one, in words, where PyTorch's own function serves it, or refuses it.
-    Raises CannotServe: ``kernel`` is one of ours, and cannot serve the call. Raises TypeError, ValueError: what else ``attend``
+    """The masked call's result by our kernel; if PyTorch's own function serves or refuses it instead, the reason, in words.
+    Raises CannotServe: ``kernel`` is ours and cannot serve the call. Raises TypeError, ValueError: what else ``attend``
     refuses."""
     store = None
     if not (torch.compiler.is_compiling() or is_causal):
@@ -111,8 +111,8 @@ class TorchCall(NamedTuple):
 
 
 def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
-    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong. ``why``: no kernel of ours
-    serves the call, in words or as it was refused; "" for dropout."""
+    """PyTorch's own function. What it refuses is refused in our words, if they say what is wrong. ``why``: why no kernel of
+    ours serves the call, as words or as the refusal; "" for dropout."""
     refusal = why if isinstance(why, Unsupported) else None
     if not is_explaining():
         return _by_pytorch(call, refusal)

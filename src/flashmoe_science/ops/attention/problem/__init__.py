@@ -57,9 +57,9 @@ class AttentionProblem(Problem):
 
     ``layout`` is the order in memory: "bhsd" or "bshd". It decides strides, not the result.
 
-    ``features`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
-    longest lengths (``sequence_lengths`` has each). A window whose right is 0 is a causal mask, and under one its right says
-    nothing: the problem is normalised to "causal" without a right. Raises ProblemError: a size below 1, a head_dim above 256,
+    ``features`` are windows, biases, caches and the like; for ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
+    longest lengths (``sequence_lengths`` has each). A window whose right is 0 is a causal mask, which makes any right
+    redundant: the problem is normalised to "causal" without a right. Raises ProblemError: a size below 1, a head_dim above 256,
     heads not divisible by heads_kv, an unknown word, features that cannot be combined.
     """
 
@@ -128,7 +128,7 @@ class AttentionProblem(Problem):
         return self.input_bytes() + self.queries() * self.heads * self.head_dim_v * DTYPE_BYTES[self.dtype]
 
     def input_bytes(self) -> int:
-        """Bytes of Q, K and V, of a bias where its query sees its key. Keys that a window or a padding hides are left out."""
+        """Bytes of Q, K, V and the visible part of a bias. Keys hidden by a window or padding are left out."""
         width, features = DTYPE_BYTES[self.dtype], self.features
         rows_k = self.batch * self.seqlen_k
         if features != PLAIN:
@@ -193,8 +193,8 @@ class AttentionProblem(Problem):
         return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0
 
     def _tile_rows(self) -> int:
-        """Rows of a tile that holds the few queries of all heads that share a key head: in lower ones keys are read anew for
-        each, and taller ones are another kernel's. Of many queries that of the tallest."""
+        """Rows of a tile that holds the few queries of all heads that share a key head: lower tiles read keys again for each,
+        taller ones are another kernel's. For many queries, the tallest."""
         queries = length_class(self.seqlen_q) if self.features == PLAIN else self.seqlen_q
         return tile_rows(queries * (self.heads // self.heads_kv) if queries <= _FEW_QUERIES else _TALLEST, _TALLEST)
 
@@ -212,7 +212,7 @@ class AttentionProblem(Problem):
         return max(abs(math.log2(a / b)) for a, b in pairs)
 
     def _features(self) -> tuple[object, ...]:
-        """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
+        """All that is neither a size nor a memory order. A new field counts unless it is named here."""
         others = [getattr(self, name) for name in _compared_alike(type(self))]  # type: ignore[arg-type]  # a class has a hash
         return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *others)
 
@@ -223,7 +223,7 @@ class AttentionProblem(Problem):
         return (*kept, self.heads // self.heads_kv, self.causal and self.seqlen_q != self.seqlen_k)
 
     def representative(self) -> AttentionProblem:
-        """``rounded``; with features the problem itself: such calls have choices of their own, but for caches that grow."""
+        """``rounded``; with features the problem itself: such calls have their own choices, except for growing caches."""
         return self.rounded() if self.features == PLAIN else self
 
     def rounded(self) -> AttentionProblem:
@@ -271,7 +271,7 @@ P = TypeVar("P", bound=AttentionProblem)
 
 @lru_cache(maxsize=4096)  # a judged run asks for the same problem's scores and bytes some ten times
 def _over_sequences(problem: AttentionProblem, count: Callable[[SequenceLengths, Features, bool, int], int]) -> int:
-    """The sum of what ``count`` says of each sequence; once of those that are alike."""
+    """The sum of ``count`` over the sequences; equal ones are counted once and multiplied."""
     alike_ones: Mapping[SequenceLengths, int] = {SequenceLengths(problem.seqlen_q, problem.seqlen_k): problem.batch}
     if problem.features.lengths != "equal":
         alike_ones = Counter(problem.sequence_lengths())
@@ -293,7 +293,7 @@ def tile_rows(rows: int, most: int) -> int:
 
 
 def length_class(length: int) -> int:
-    """The length that decides in place of ``length``: one query or key, then 16 (the least tile), then ``rounded_up``."""
+    """The length that stands for ``length``: one query or key, then 16 (the least tile), then ``rounded_up``."""
     return rounded_up(length) if length > 16 else 16 if length > 1 else length
 
 
@@ -303,7 +303,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def head_parts(head_dim: int) -> tuple[int, ...]:
-    """Widths of the one or two tiles that hold a head where tiles are powers of two, no less than 16: the least in sum."""
+    """Widths of the one or two tiles, powers of two of at least 16 with the least sum, that hold a head."""
     one = padded_head_dim(head_dim)
     rest = padded_head_dim(head_dim - one // 2)
     return (one // 2, rest) if one > 16 and rest < one // 2 else (one,)

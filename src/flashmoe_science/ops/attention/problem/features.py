@@ -1,7 +1,7 @@
 """What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
 
-``Features`` says which, without tensors: it is part of an AttentionProblem and decides what a kernel is built for. How the keys
-and values of a call are in memory follows from it (call/tensors.py has the tensors themselves):
+``Features`` says which, without tensors: it is part of an AttentionProblem and decides what a kernel is built for. The memory
+layout of keys and values follows from it (call/tensors.py has the tensors):
 
 - lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
 - lengths "ragged": as many queries in each sequence, keys in a cache: [caches, heads_kv, capacity, head_dim] views and
@@ -59,12 +59,12 @@ class Features:
     window_left, window_right: query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right,
         both included (FlashAttention's meaning); None for no limit. A causal mask has a right of 0 by itself.
     softcap: scores s become cap * tanh(s / cap) before the mask; 0 for none. A call's own value may be a fraction.
-    sinks: each query head has a learned logit that takes part in the softmax and has no value.
+    sinks: each query head has a learned logit in the softmax, without a value.
     bias: "alibi" adds -slope * |i + seqlen_k - seqlen_q - j|; "boolean" hides where False; "additive" adds a tensor.
     prefix: under a causal mask, keys before this one are seen by every query of their sequence, whatever the window.
     lengths: see the module.
     page: rows of a page of the key-value cache; 0 for a contiguous one.
-    leftpad: the first valid key of each cached sequence is given; keys are counted from the first all the same.
+    leftpad: the first valid key of each cached sequence is given; keys still count from the first.
     fp8_cache: K and V are e4m3 with a scale for each sequence and key head.
     """
 
@@ -80,7 +80,7 @@ class Features:
     fp8_cache: bool = False
 
     def check(self) -> None:
-        """Raise ProblemError unless the values can be, and go together. (Not when they are made: a compiler traces that.)"""
+        """Raise ProblemError unless the values are possible together. (Not at construction, which a compiler traces.)"""
         for field in ("window_left", "window_right"):
             if getattr(self, field) is not None:
                 check_extent(field, getattr(self, field), least=0)
@@ -105,7 +105,7 @@ class Features:
                 raise ProblemError(words)
 
     def check_problem(self, mask: str, square: bool, dtype: Dtype) -> None:
-        """Raise ProblemError unless a problem of that mask, of as many keys as queries where ``square``, can have them."""
+        """Raise ProblemError unless a problem of that mask, with as many keys as queries if ``square``, can have them."""
         aligned = self.window or self.bias == "alibi" or self.lengths != "equal"
         if mask == "causal-topleft" and aligned and (self.lengths == "ragged" or not square):
             words = "windows, ALiBi, ragged and packed sequences are aligned bottom-right"
@@ -165,6 +165,6 @@ PLAIN = Features()
 
 
 def unsupported(features: Features, served: Collection[str] = (), who: str = "it") -> str | None:
-    """Why ``who`` does not serve a problem of these features, in words; None where all of its kinds are among ``served``."""
+    """Why ``who`` does not serve a problem of these features, in words; None if all its kinds are in ``served``."""
     missing = [KINDS[kind] for kind in features.kinds() if kind not in served]
     return f"{who} does not serve {', '.join(missing)}" if missing else None

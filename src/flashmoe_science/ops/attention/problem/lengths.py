@@ -25,8 +25,8 @@ class SequenceLengths(NamedTuple):
 def sequence_lengths(features: Features, batch: int, seqlen_q: int, seqlen_k: int) -> tuple[SequenceLengths, ...]:
     """The lengths of a problem's sequences, in order: a fixed pattern, the longest first.
 
-    Of ragged sequences the keys differ. Of packed ones the queries do too, and the keys are as many as the queries where the
-    longest are, and else no fewer than them, if those of the longest are.
+    Ragged sequences differ in keys. Packed ones differ in queries too; each has as many keys as queries if the longest has, and
+    no fewer if the longest has no fewer.
     """
     if features.lengths == "equal":
         return (SequenceLengths(seqlen_q, seqlen_k),) * batch
@@ -49,7 +49,7 @@ def _part(parts: tuple[int, ...], index: int, longest: int) -> int:
 
 
 def visible_pairs(one: SequenceLengths, features: Features, causal: bool, offset: int) -> int:
-    """Query-key pairs of a sequence and a head that the mask leaves. ``offset``: query i stands at key i + offset."""
+    """Visible query-key pairs of a sequence and a head. ``offset``: query i stands at key i + offset."""
     after, before, seen_by_all = _ends(one, features, causal, offset)
     return _sum(one.queries, after, one) - _sum(one.queries, before, one) + one.queries * seen_by_all
 

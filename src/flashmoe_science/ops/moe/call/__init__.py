@@ -43,8 +43,8 @@ class Tensors(NamedTuple):
     """The tensors of ``fused_moe``, in one order from its arguments to the pointers of kernels.
 
     Kernels take x [T, H], w1 [E, 2I, H] ([E, I, H] without a gate), w2 [E, H, I] in any strides, the routing [T, K] and biases
-    [E, 2I] and [E, H]. Scales and zero points, those of weights in a format, and the weights' codes are as ``ops/formats.py``
-    has them; input scales are [E], of weights whose format is static.
+    [E, 2I] and [E, H]. Codes, scales and zero points of quantised weights are as ``ops/formats.py`` describes; input scales are
+    [E], for static formats.
     """
 
     x: torch.Tensor
@@ -62,7 +62,7 @@ class Tensors(NamedTuple):
     down_input_scale: torch.Tensor | None = None
 
     def in_format(self) -> tuple[Weights, Weights] | None:
-        """w1 and w2 with their scales and zero points; None of weights of the dtype of x."""
+        """w1 and w2 with their scales and zero points; None for weights of the dtype of x."""
         if self.gate_up_scale is None or self.down_scale is None:
             return None
         first = Weights(self.w1, self.gate_up_scale, self.gate_up_zero_point)
@@ -84,11 +84,11 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The epilogue of the first product, in fp32: ``function`` of the gate, times the up projection where ``gated``. ``w8a8``:
-    its result is quantised, and x, as ``formats.Format`` has it.
+    """The epilogue of the first product, in fp32: ``function`` of the gate, times the up projection if ``gated``. ``w8a8``: its
+    result and x are quantised, as ``formats.Format`` says.
 
     "clamped_silu" is gpt-oss's: the gate at most ``limit``, the up projection within ``limit`` of 0, then
-    ``(up + 1) * gate * sigmoid(alpha * gate)``. Rows of w1 are all gates, then all ups; where ``interleaved`` they alternate.
+    ``(up + 1) * gate * sigmoid(alpha * gate)``. Rows of w1 are all gates, then all ups; if ``interleaved`` they alternate.
     """
 
     function: Function = "silu"
@@ -128,8 +128,8 @@ class MoEInputs:
 
 
 class Rows(NamedTuple):
-    """What is not summed by token: rows of pairs [P, H], and the tables that have their places (``rows.py``), both as arguments
-    of a launch. ``memory`` holds them."""
+    """The unsummed result: rows of pairs [P, H], and the tables of their places (``rows.py``), both as arguments of a launch.
+    ``memory`` holds them."""
 
     memory: Any
     rows: Any
@@ -137,20 +137,20 @@ class Rows(NamedTuple):
 
 
 def check_sums_alone(inputs: MoEInputs) -> None:
-    """Raise CannotServe for inputs of which another result than the sums is asked."""
+    """Raise CannotServe if the inputs ask for another result than the sums."""
     if inputs.saves_z:
         raise CannotServe(NO_PRE_ACTIVATIONS)
     if not inputs.sums:
         raise CannotServe("it keeps no row of each pair of a token and an expert")
 
 
-# A call bound to shapes, strides and dtypes: of the ``Tensors``, whose addresses are all that it reads.
+# A call bound to shapes, strides and dtypes. It takes ``Tensors`` and uses only their addresses.
 MoELaunch = Callable[..., Any]  # the result, (out, z) or Rows
-# One of its kernels, bound to the same: of addresses, inputs first, then the output, then the tables of rows.
+# One of its kernels, bound to the same. It takes addresses: inputs, then the output, then the tables of rows.
 KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]
-# What a kernel's ``plan`` returns: bind(inputs, shape), the launch for inputs like those planned for, of any number of tokens
-# that the kernel supports, whose result has that shape. Neither keeps a tensor.
+# What a kernel's ``plan`` returns: bind(inputs, shape) makes the launch for inputs like those planned for, with any supported
+# number of tokens and a result of that shape. Neither keeps a tensor.
 Bind = Callable[[MoEInputs, Shape], MoELaunch]
 MoEKernel = Kernel[MoEProblem, MoEInputs, torch.Tensor]
 our_kernel = partial(MoEKernel, origin="ours", op="moe")
@@ -162,7 +162,7 @@ def run_of(plan: Callable[[MoEInputs, Config], Bind]) -> Callable[[MoEInputs, Co
 
 
 def why_no_format(problem: MoEProblem) -> str | None:
-    """Why a kernel of weights of the dtype of x does not support a problem; None where it may."""
+    """Why a kernel for unquantised weights does not support a problem; None if it may."""
     form = problem.weight_format
     return f"its weights are {problem.dtype}, and the problem's {form}" if form else None
 
@@ -184,7 +184,7 @@ def contiguous(shape: Shape, dtype: torch.dtype) -> tuple[Shape, Shape, torch.dt
 
 
 def checked(given: Tensors, options: Options) -> tuple[Tensors, Activation]:
-    """Views of the tensors as kernels take them (x is copied where its rows are not contiguous), and the activation. Raises
+    """Views of the tensors as kernels take them (x is copied if its rows are not contiguous), and the activation. Raises
     TypeError, ValueError: an argument of ``fused_moe`` that is not allowed."""
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, *biases = given[:7]
     if options.kernel is not None and not isinstance(options.kernel, str):
@@ -294,7 +294,7 @@ def _checked_activation(options: Options, w1: torch.Tensor, w2: torch.Tensor) ->
 def _checked_weights(
     hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, transposed: bool, form: Format | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights as [experts, out, in] views, of a format their codes."""
+    """The weights, or a format's codes, as [experts, out, in] views."""
     for name, tensor in (("hidden_states", hidden_states), ("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         check_tensor(name, tensor, "hidden_states", hidden_states)
         if tensor is hidden_states and tensor.device.type not in ("cpu", "cuda") and not is_assumed():

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: what ``fused_moe`` is given of them, checked."""
+"""Low-rank adapters of frozen weights: the checked arguments of ``fused_moe``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONCE = (
     "the derivative of the gradients of experts with adapters is asked for, which has none: differentiate such experts once, "
     "or use kernel='grouped_mm'"
 )
-_RANKS = 8  # of which a rank is made a multiple: PyTorch's grouped product takes rows of a multiple of 16 bytes
+_RANKS = 8  # ranks are padded to a multiple: PyTorch's grouped product takes rows of a multiple of 16 bytes
 
 
 class LowRank(NamedTuple):
@@ -27,7 +27,7 @@ class LowRank(NamedTuple):
     scaling: float
 
     def transposed(self) -> LowRank:
-        """The same beside weights [E, in, out]."""
+        """The same for weights [E, in, out]."""
         return LowRank(self.b.mT, self.a.mT, self.scaling)
 
 
@@ -41,7 +41,7 @@ def parts_of(adapters: Adapters) -> tuple[torch.Tensor | None, ...]:
 
 
 def scalings_of(adapters: Adapters) -> tuple[float, float]:
-    """0 of no adapter."""
+    """Both scalings, 0 without an adapter."""
     first, second = (0.0 if low is None else low.scaling for low in adapters)
     return first, second
 
@@ -55,8 +55,8 @@ def adapters_of(parts: Any, scalings: tuple[float, float]) -> Adapters:
 
 
 def checked_adapters(adapters: Any, tensors: Tensors) -> Adapters:
-    """The adapters beside weights as kernels take them: of the dtype of x, contiguous, the rank filled up with zeros. Raises
-    TypeError, ValueError: ``adapters`` of ``fused_moe`` that are not allowed."""
+    """The adapters as kernels take them: in the dtype of x, contiguous, the rank padded with zeros. Raises TypeError,
+    ValueError: ``adapters`` of ``fused_moe`` that are not allowed."""
     if not isinstance(adapters, tuple | list) or len(adapters) != 2:
         raise TypeError("adapters must be a pair, for gate_up_proj and down_proj; None for one without an adapter")
     first, second = (

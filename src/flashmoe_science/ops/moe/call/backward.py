@@ -19,12 +19,11 @@ Output = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides,
 
 
 class BackwardTensors(NamedTuple):
-    """The ``Tensors`` of the call, then what the backward is given besides.
+    """The ``Tensors`` of the call, then the backward's other arguments.
 
     z: [T * K, rows of w1] in the dtype of x, contiguous: the first product and its bias before the activation. Rows are pairs
     of a token and a choice, sorted by expert, those of one expert in the order of the pairs; pairs without an expert here come
-    last, and what z has for them is not read. None, which kernels are not given: to be computed again.
-    dout: [T, H] in the dtype of x.
+    last, and z is not read for them. None (never in a kernel): recompute it. dout: [T, H] in the dtype of x.
     """
 
     x: torch.Tensor
@@ -47,11 +46,11 @@ class BackwardTensors(NamedTuple):
         return Tensors(*self[:13])
 
 
-INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # that have gradients, in the order of the gradients
+INPUTS = ("x", "w1", "w2", "topk_weights", "gate_up_bias", "down_bias")  # those with gradients, in the gradients' order
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for. One of a bias that there is not is not computed."""
+    """Which gradients are asked for. That of an absent bias is not computed."""
 
     dx: bool = True
     dw1: bool = True
@@ -62,7 +61,7 @@ class Wanted(NamedTuple):
 
 
 class ByInput(NamedTuple, Generic[T]):
-    """The gradients, or what is to be allocated for them: each like what it is the gradient of; None where it is not asked for.
+    """The gradients, or what is to be allocated for them: each like its input; None if not asked for.
 
     dW1 and dW2 have the memory order of the weights, and are 0 for an expert without tokens.
     """
@@ -76,7 +75,7 @@ class ByInput(NamedTuple, Generic[T]):
 
 
 class Sums(NamedTuple):
-    """Tensors of w1's and w2's shapes that dW1 and dW2 are added to, in place of new ones; fp32 or of the weights' dtype."""
+    """Tensors of w1's and w2's shapes to which dW1 and dW2 are added, in place of new ones; fp32 or the weights' dtype."""
 
     dw1: torch.Tensor | None = None
     dw2: torch.Tensor | None = None
@@ -115,7 +114,7 @@ Outputs = ByInput[Output]
 
 
 def gradients_like(tensors: BackwardTensors, wanted: Wanted, sums: Sums = NEW) -> Outputs:
-    """Shapes, strides and dtypes of the gradients of a call, those aside that are added to tensors."""
+    """Shapes, strides and dtypes of a call's gradients, except those that are added to tensors."""
     made: list[Output | None] = []
     for name, needed in zip(INPUTS, wanted, strict=True):
         one, total = getattr(tensors, name), getattr(sums, f"d{name}", None)
@@ -166,12 +165,12 @@ class StepInputs:
     activation: Activation = SWIGLU
 
     def routed(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Tensors:
-        """The tensors of the experts when these have been chosen."""
+        """The tensors of the experts, with this routing."""
         return Tensors(self.x, self.w1, self.w2, topk_weights, topk_ids, self.gate_up_bias, self.down_bias)
 
 
-# A backward bound to shapes, strides and dtypes, to the gradients that are wanted and the tensors that are added to. It uses
-# nothing of its arguments but their addresses.
+# A backward bound to shapes, strides and dtypes, to the wanted gradients and the tensors that are added to. It uses only its
+# arguments' addresses.
 BackwardLaunch = Callable[[BackwardTensors, Sums], Gradients]
 # What a kernel's ``plan`` returns: the launch for inputs like those planned for, of any number of tokens. It keeps no tensor.
 BackwardBind = Callable[[BackwardInputs], BackwardLaunch]

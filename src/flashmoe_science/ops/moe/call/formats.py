@@ -1,8 +1,8 @@
 """Experts' weights in a format, as a call is given them: the checks that refuse bad ones, and the views that kernels take.
 
-A checkpoint's tensors stay as they lie. Codes of mxfp4 may be bytes of either sign, and split into blocks of 16 as gpt-oss has
-them; e8m0 scales may be given as such or as bytes, those of channels with a last dimension of 1 or without, one of a matrix
-too. Zero points lie as compressed-tensors packs them, along the rows.
+A checkpoint's tensors are taken as they are. mxfp4 codes may be signed or unsigned bytes, also in blocks of 16 as in gpt-oss;
+e8m0 scales may be e8m0 or bytes; scales of channels and of a matrix may end in a dimension of 1 or not. Zero points are packed
+along the rows, as in compressed-tensors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _OF_BLOCKS = tuple(name for name, form in FORMATS.items() if form.in_blocks)
 _CODES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(FORMATS, _E4M3) | dict.fromkeys(_OF_INT4, _INT4) | {"mxfp4": _BYTES}
 _SCALES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(FORMATS, _FLOATS) | {"mxfp4": _E8M0}
 _SCALES |= dict.fromkeys(_OF_BLOCKS, (*_FLOATS, *_E8M0))
-OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has beside codes
-OF_FORMAT = (*OF_WEIGHTS, "gate_up_input_scale", "down_input_scale")  # and beside weights, of what they are multiplied by
+OF_WEIGHTS = ("gate_up_scale", "down_scale", "gate_up_zero_point", "down_zero_point")  # what a format has besides codes
+OF_FORMAT = (*OF_WEIGHTS, "gate_up_input_scale", "down_input_scale")  # and the scales of what weights are multiplied by
 _IN_BLOCKS = 16  # bytes of a block of mxfp4, gpt-oss's last dimension
 
 
 def format_named(name: object, none: str = "") -> Format:
-    """The format; ``none`` says what else is allowed. Raises ValueError where none has the name."""
+    """The format; ``none`` says what else is allowed. Raises ValueError: an unknown name."""
     if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"weight_format is {shown(name)}; it must be {none}one of {', '.join(map(repr, FORMATS))}")
     return FORMATS[name]
 
 
 def checked_format(weight_format: object, of_weights: Mapping[str, object], transposed: bool) -> Format | None:
-    """The format of a call's weights; None of weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS or
-    OF_FORMAT. Raises ValueError: no format, one without both scales or for weights that are ``transposed``, scales without a
-    format; zero points or input scales of a format that has none, a format that has them and to which they are not given."""
+    """The format of a call's weights; None for weights of the dtype of x. ``of_weights``: the arguments of OF_WEIGHTS or
+    OF_FORMAT. Raises ValueError: an unknown format, ``transposed`` weights; scales, zero points or input scales that the format
+    lacks, or needs and are not given."""
     form = None if weight_format is None else format_named(weight_format, "None or ")
     for name, one in of_weights.items():
         given, words = one is not None, "scales"
@@ -68,7 +68,7 @@ def check_flags(**flags: object) -> None:
 
 
 def check_projections(gate_up: tuple[int, int, int], down: tuple[int, int, int]) -> None:
-    """Raise ValueError unless (experts, rows, columns) of both are of one layer."""
+    """Raise ValueError unless both (experts, rows, columns) fit one layer."""
     (experts, rows, taken), (others, given, width) = gate_up, down
     if experts != others:
         raise ValueError(f"gate_up_proj has {experts} experts and down_proj {others}; they must have as many")
@@ -109,7 +109,7 @@ def check_codes(name: str, codes: torch.Tensor, form: Format) -> None:
 
 
 def check_scale(name: str, scale: torch.Tensor, codes: torch.Tensor, form: Format, halves: bool) -> None:
-    """Raise unless it is the scales of codes [E, N, K], as ``codes_of`` gives them. ``halves``: of gates, then ups."""
+    """Raise unless they are scales of codes [E, N, K] of ``codes_of``. ``halves``: gates, then ups."""
     if scale.dtype not in _SCALES[form.name]:
         raise TypeError(f"{name} has dtype {scale.dtype} and weight_format is {form.name!r}; it must be {_any(_SCALES, form)}")
     allowed = _shapes(codes, form, halves)
@@ -120,7 +120,7 @@ def check_scale(name: str, scale: torch.Tensor, codes: torch.Tensor, form: Forma
 
 
 def check_zero_point(name: str, zero_point: torch.Tensor, codes: torch.Tensor, form: Format) -> None:
-    """Raise unless it is the zero points of codes [E, N, K]."""
+    """Raise unless they are zero points of codes [E, N, K]."""
     if zero_point.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {zero_point.dtype}; it must be int32, eight zero points each")
     (experts, rows), group = codes.shape[:2], form.group
@@ -160,20 +160,20 @@ def _shapes(codes: torch.Tensor, form: Format, halves: bool) -> list[tuple[int, 
 
 
 def codes_of(codes: torch.Tensor) -> torch.Tensor:
-    """Codes that have been checked as ``ops.formats`` takes them: no copy."""
+    """Checked codes as ``ops.formats`` takes them: no copy."""
     codes = codes.flatten(2) if codes.dim() == 4 else codes
     return codes.view(torch.uint8) if codes.dtype in _BYTES else codes
 
 
 def scale_of(scale: torch.Tensor, weight_format: str | None) -> torch.Tensor:
-    """Scales that have been checked as ``ops.formats`` takes them: no copy."""
+    """Checked scales as ``ops.formats`` takes them: no copy."""
     if weight_format is not None and FORMATS[weight_format].in_channels:
         return scale.squeeze(2) if scale.dim() == 3 else scale[:, None] if scale.dim() == 1 else scale
     return scale.view(torch.uint8) if scale.dtype in _E8M0 else scale
 
 
 def input_scale_of(scale: torch.Tensor, experts: int) -> torch.Tensor:
-    """Input scales that have been checked as [E], whose stride is 0 where all experts have one: no copy."""
+    """Checked input scales as [E], with stride 0 if all experts share one: no copy."""
     return scale.view(-1).expand(experts) if scale.numel() == 1 else scale.view(experts)
 
 

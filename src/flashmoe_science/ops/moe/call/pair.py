@@ -1,4 +1,4 @@
-"""Gates and ups that are two tensors, as torchtitan keeps them, and the one tensor of both that kernels take."""
+"""Gates and ups as two tensors, as in torchtitan, and the joined tensor that kernels take."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # all gates, all ups, each [E, I, H]
 
 
 def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: object) -> Pair:
-    """The gates and the ups, as they are given. Raises TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is no
-    pair of tensors alike, or not as wide as ``down_proj``, and ``interleaved``."""
+    """The gates and the ups, as given. Raises TypeError, ValueError: a ``gate_up_proj`` of ``fused_moe`` that is not a pair of
+    like tensors, or not as wide as ``down_proj``; ``interleaved``."""
     if len(pair) != 2:
         raise ValueError(f"gate_up_proj has {len(pair)} tensors; it must be one tensor, or a pair of gates and of ups")
     for nth, one in enumerate(pair):
@@ -37,14 +37,14 @@ def checked_pair(pair: Any, down_proj: object, transposed: object, interleaved: 
 
 
 def follow(gate: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether an expert's ups [I, H] follow its gates in one memory, so that no copy joins them."""
+    """Whether each expert's ups [I, H] follow its gates in memory, so that joining needs no copy."""
     if gate.stride() != up.stride() or gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr():
         return False
     return up.storage_offset() - gate.storage_offset() == gate.shape[1] * gate.stride(1)
 
 
 def joined(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, H] of gates and ups that need no gradient: a view where they follow each other, else a copy."""
+    """[E, 2I, H] of gates and ups that need no gradient: a view if ups follow gates, else a copy."""
     experts, width, dim = gate.shape
     return gate.as_strided((experts, 2 * width, dim), gate.stride()) if follow(gate, up) else copied(gate, up)
 

@@ -1,7 +1,8 @@
-"""Experts of frozen weights with low-rank adapters beside them (LoRA), by PyTorch's grouped products, forward and backward.
+"""Frozen experts with low-rank adapters (LoRA), by PyTorch's grouped products, forward and backward.
 
-W + scaling b a is never formed, nor a gradient of W: a projection of a row x is W x + scaling b (a x), and by the gradient g of
-that db = scaling g^T (a x) and da = scaling (g b)^T x. Saved are the call's own tensors, the adapters and the pre-activations.
+Neither W + scaling b a nor a gradient of W is formed: a projection of a row x is W x + scaling b (a x); from its gradient g
+follow db = scaling g^T (a x) and da = scaling (g b)^T x. The call's own tensors, the adapters and the pre-activations are
+saved.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _decide(tensors: Tensors, activation: Activation, options: Options, adapters
 
 
 class _Adapted(torch.autograd.Function):
-    """The experts, whose gradients of "w1" and "w2" are those of the adapters beside them."""
+    """The experts; the gradients of "w1" and "w2" are those of their adapters."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, recompute: bool, scalings: tuple[float, float], *given: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Experts with low-rank adapters by our kernels for Hopper, as part of PyTorch's graph.
 
-Saved between the passes are the call's own tensors, the adapters, the pre-activations and two rows of a rank a pair.
+The call's own tensors, the adapters, the pre-activations and two rows of rank width a pair are saved between the passes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INPUTS = 5  # of Tensors, those that such a call has
 def why_not(
     tensors: Tensors, activation: Activation, options: Options, adapters: Adapters, by_name: bool = True
 ) -> str | None:  # fmt: skip
-    """Why these kernels do not serve a call, in words; None where they may. Not ``by_name`` they serve many rows alone."""
+    """Why these kernels do not serve a call, in words; None if they may. Unless ``by_name`` they serve only many rows."""
     if TRITON_MISSING:
         return TRITON_MISSING
     if torch.compiler.is_compiling() or not (is_plain(*tensors, *parts_of(adapters)) or is_explaining()):
@@ -57,7 +57,7 @@ def why_not(
 
 
 def experts(tensors: Tensors, activation: Activation, adapters: Adapters) -> torch.Tensor:
-    """The experts of a call that ``why_not`` has nothing against."""
+    """The experts of a call that ``why_not`` allows."""
     parts = parts_of(adapters)
     if not needs_grad(*tensors, *parts):
         out: torch.Tensor = _forward(tensors, activation, adapters, saves_z=False)[0]

@@ -1,7 +1,7 @@
 """The choice of a kernel and config for the class of a mixture-of-experts call, and the launch bound to its tensors.
 
-A plan is found by all that a kernel is specialised on, and by the class of the number of tokens, on which the choice rests.
-It keeps no tensor.
+A plan is found by all that a kernel is specialised on, and by the class of the number of tokens, which decides the choice. It
+keeps no tensor.
 """
 
 from __future__ import annotations
@@ -59,15 +59,14 @@ class Plan(NamedTuple):
 
 
 PLANS: Cache[Hashable, Plan] = Cache(MAX_PLANS)
-# Of the tensors of a call, what its backward adds to, and the gates and the ups where w1 was joined of them.
+# Takes a call's tensors, what its backward adds to, and the gates and ups if w1 joins them.
 TrainingLaunch = Callable[..., torch.Tensor]
 
 
 def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoELaunch:
-    """The launch for arguments of ``fused_moe`` like these, which takes the tensors as they are given. Raises as it does.
+    """The launch for arguments of ``fused_moe`` like these; it takes the tensors as given. Raises as ``fused_moe``.
 
-    ``saves_z``: it returns the pre-activations too, of tensors that have been checked, for the backward of that name if
-    ``options.kernel`` is one's.
+    ``saves_z``: it also returns the pre-activations, from checked tensors, for the backward that ``options.kernel`` may name.
     """
     (views, activation), shape = checked(tensors, options), tensors.x.shape
     if needs_grad(*tensors) and not saves_z:
@@ -92,8 +91,8 @@ def bind_call(tensors: Tensors, options: Options, saves_z: bool = False) -> MoEL
 
 
 def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:
-    """The launch for arguments like these of which gradients may be asked for, but by FALLBACK: bound anew when PyTorch's
-    switch for deterministic algorithms is turned. Raises as ``fused_moe``."""
+    """The launch for arguments like these with gradients, not by FALLBACK: bound again when PyTorch's switch for deterministic
+    algorithms changes. Raises as ``fused_moe``."""
     steps = {torch.are_deterministic_algorithms_enabled(): _bind_step(tensors, options)}
     as_given = all(map(is_, views_of(tensors, options), tensors))
 
@@ -109,7 +108,7 @@ def bind_training(tensors: Tensors, options: Options) -> TrainingLaunch:
 
 
 def _bind_step(tensors: Tensors, options: Options) -> Step:
-    """The step of a call, its forward bound where the call may go around PyTorch's dispatcher."""
+    """The step of a call, its forward bound if the call may bypass PyTorch's dispatcher."""
     views, activation = checked(tensors, options)
     decide_training(views, activation, options)
     step = Step(activation, *names_of(options.kernel), options.recompute)
@@ -121,8 +120,8 @@ def _bind_step(tensors: Tensors, options: Options) -> Step:
 
 
 def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
-    """The launch of a call like this up to its last, which returns the rows in place of their sums; None where what serves
-    ``fused_moe`` keeps no rows. Raises as it does."""
+    """The launch of a call like this without its last kernel: it returns the rows instead of their sums, or None if what serves
+    ``fused_moe`` keeps no rows. Raises as ``fused_moe``."""
     (views, activation), shape = checked(tensors, options), tensors.x.shape
     if not views.x.shape[0] or decide_by_dtype(views.x, options.kernel) is not None:
         return lambda *given: None
@@ -141,8 +140,8 @@ def bind_rows(tensors: Tensors, options: Options) -> Callable[..., Rows | None]:
 
 
 def decide_training(tensors: Tensors, activation: Activation, options: Options) -> Decision:
-    """What serves the forward of such a call, of which gradients may be asked for, its reason with what serves the backward.
-    Raises as ``fused_moe``."""
+    """What serves the forward of a call with gradients; the reason also says what serves the backward. Raises as
+    ``fused_moe``."""
     if options.kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     if not tensors.x.shape[0]:
@@ -166,14 +165,14 @@ def trains_by_pytorch(tensors: Tensors, activation: Activation, options: Options
 
 
 def decide_by_dtype(x: torch.Tensor, kernel: str | None) -> Decision | None:
-    """The decision for PyTorch's operators where no kernel of ours takes the dtype, None elsewhere. Raises as ``fused_moe``."""
+    """The decision for PyTorch's operators if no kernel of ours takes the dtype, else None. Raises as ``fused_moe``."""
     if x.dtype in DTYPES:
         return None
     return choose_fallback(MoEProblem.op, kernel, f"hidden_states has dtype {x.dtype}, which no kernel of ours takes")
 
 
 def with_dequantising(decision: Decision, form: str | None) -> Decision:
-    """The decision, whose reason says so where weights in a format are dequantised first."""
+    """The decision; its reason says so if quantised weights are dequantised first."""
     if form is None or decision.kernel != FALLBACK:
         return decision
     return replace(decision, reason=f"{decision.reason}; weights in {form} are dequantised before each product")
@@ -202,7 +201,7 @@ def plan_of(inputs: MoEInputs, kernel: str | None) -> Plan:
 
 @cache
 def _measured() -> frozenset[MoEProblem]:
-    """Problems of the dispatch table: each is a class of its own, for which its own record decides."""
+    """Problems of the dispatch table: each is a class of its own, decided by its own record."""
     return frozenset(one.problem for one in known_table().entries if type(one.problem) is MoEProblem)
 
 
@@ -227,7 +226,7 @@ def _make_plan(inputs: MoEInputs, kernel: str | None) -> Plan:
 
 
 def by_pytorch(activation: Activation, saves_z: bool) -> MoELaunch:
-    """The experts by PyTorch's operators, of the tensors of kernels."""
+    """The experts by PyTorch's operators, from the tensors of kernels."""
     compute: Callable[..., Any] = saving_moe if saves_z else pytorch_moe
     return lambda *tensors: compute(Tensors(*tensors), activation)
 

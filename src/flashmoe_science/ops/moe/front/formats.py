@@ -1,4 +1,4 @@
-"""Experts' weights into a format and out of it, gates and ups as ``fused_moe`` has them; and from GPTQ's and AWQ's layouts."""
+"""Experts' weights into a format and out of it, laid out as ``fused_moe`` takes them; and from GPTQ's and AWQ's layouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from flashmoe_science.ops.moe.call.formats import (
 
 Layout = Literal["gptq", "gptq_v2", "awq"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LESS_ONE = 0x11111111  # what GPTQ's first version subtracts of eight zero points
-_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of AWQ's words, the places of columns one after another
+_LESS_ONE = 0x11111111  # what GPTQ's first version subtracts from eight zero points
+_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each column in AWQ's words
 
 
 def in_format(
@@ -138,7 +138,7 @@ def _checked_layout(name: str, layout: Layout, given: tuple[Any, ...]) -> tuple[
 
 
 def _repacked(layout: Layout, parts: int, qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> Weights:
-    """Codes, scales and zero points along the rows of [E, N, K], an expert at a time; each group as so many."""
+    """Codes, scales and zero points along the rows of [E, N, K], by expert; each group becomes ``parts``."""
     codes = qweight.new_empty(qweight.shape[0], scales.shape[2], qweight.numel() // qweight.shape[0] // scales.shape[2])
     for made, words in zip(codes, qweight, strict=True):
         made.copy_(packed(_of_awq(words).mT) if layout == "awq" else words.mT)

@@ -11,9 +11,9 @@ from flashmoe_science.ops.checks import check_device, checked_tensor
 
 
 def routing_of_rows(hidden_states: object, offsets: object, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The routing weights, all one, and the ids [rows, 1] of rows of which expert e has those from ``offsets[e - 1]`` to
-    ``offsets[e]``. Rows past the last have the id of no expert. Raises TypeError, ValueError: an argument of ``grouped_moe``
-    that is not allowed. Values of offsets are read on the CPU alone."""
+    """The routing weights, all one, and the ids [rows, 1]: expert e has the rows from ``offsets[e - 1]`` to ``offsets[e]``.
+    Rows past the last have no expert's id. Raises TypeError, ValueError: an argument of ``grouped_moe`` that is not allowed.
+    Values of offsets are read on the CPU alone."""
     hidden_states, offsets = checked_tensor("hidden_states", hidden_states), checked_tensor("offsets", offsets)
     if hidden_states.dim() != 2:
         raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be [rows, H]")

@@ -43,7 +43,7 @@ _PLAIN = (True,) * (_COUNT - 5)
 
 
 def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
-    """``fused_moe``, whose arguments these are. Raises TypeError, ValueError: one that is not allowed, an unknown kernel, a
+    """``fused_moe`` of its arguments. Raises TypeError, ValueError: an argument that is not allowed, an unknown kernel, a
     kernel that cannot serve the call."""
     if torch.compiler.is_compiling():
         return _through_operator(Tensors(*(_autocast(tensors) or tensors)), Options(*options))
@@ -60,7 +60,7 @@ def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
 
 
 def experts_of_pair(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
-    """``fused_moe`` of gates and ups that are two tensors. Raises as ``experts_forward``."""
+    """``fused_moe`` with gates and ups as two tensors. Raises as ``experts_forward``."""
     x, pair, w2, *rest = tensors
     how = Options(*options)
     if how.weight_format is not None:
@@ -81,8 +81,8 @@ def experts_of_pair(tensors: Given, options: Given, weight_grads: Any) -> torch.
 
 
 def experts_rows(tensors: Given, options: Given) -> Rows | None:
-    """The rows of a call that ``fused_moe`` would sum by token; None where the kernel that serves it keeps none. Eager, without
-    gradients. Raises as ``experts_forward``."""
+    """The rows that ``fused_moe`` would sum by token; None if the kernel that serves it keeps none. Eager, without gradients.
+    Raises as ``experts_forward``."""
     launch, key = _find(tensors, options, _ROWS)
     if launch is None:
         if not is_plain(*tensors):
@@ -95,7 +95,7 @@ def experts_rows(tensors: Given, options: Given) -> Rows | None:
 
 
 def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.Tensor:
-    """``fused_moe`` whose backward adds the gradients of weights to tensors that are given. Raises as ``experts_forward``."""
+    """``fused_moe`` whose backward adds the weights' gradients to given tensors. Raises as ``experts_forward``."""
     if torch.compiler.is_compiling() or is_transformed():
         raise ValueError("weight_grads is given under torch.compile or a transform of torch.func; it must be None there")
     if is_explaining() or not needs_grad(*tensors):
@@ -104,8 +104,8 @@ def experts_adding(tensors: Given, options: Given, weight_grads: Any) -> torch.T
 
 
 def _experts_once(tensors: Given, options: Given, weight_grads: Any, pair: Pair | None = None) -> torch.Tensor:
-    """Experts that are part of PyTorch's graph, whose gradients of weights are added to tensors, or are of gates and ups that
-    are two tensors. Raises as ``experts_forward``."""
+    """Experts in PyTorch's graph whose weight gradients are added to tensors, or go to gates and ups as two tensors. Raises as
+    ``experts_forward``."""
     given, how, sums = Tensors(*tensors), Options(*options), NEW
     train, key = _find(tensors, options, _TRAINING)
     if train is None:
@@ -120,8 +120,8 @@ def _experts_once(tensors: Given, options: Given, weight_grads: Any, pair: Pair 
 
 
 def _autocast(tensors: Given) -> Given | None:
-    """The tensors as PyTorch's own products cast them under torch.autocast, None where nothing is to be cast. The routing and
-    biases may be of any dtype, and stay so."""
+    """The tensors as PyTorch's own products cast them under torch.autocast, None if nothing is to be cast. The routing and
+    biases keep their dtypes."""
     cast = autocast(tensors[:3])
     return None if cast is None else cast + tensors[3:]
 
@@ -148,8 +148,8 @@ def _serve(tensors: Tensors, options: Options, key: Hashable, saves_z: bool = Fa
 
 
 def _refusing_scales(launch: Launch, tensors: Tensors) -> Launch:
-    """The launch, behind a check of the input scales of each call, on the CPU and with FLASHMOE_CHECK=1 on a GPU, for which the
-    host then waits; itself elsewhere."""
+    """The launch, with a check of each call's input scales before it: on the CPU, and on a GPU with FLASHMOE_CHECK=1, where the
+    host waits; else the launch itself."""
     on_gpu = tensors.x.is_cuda
     if tensors.gate_up_input_scale is None or (on_gpu and not CHECK):
         return launch
@@ -241,5 +241,5 @@ _SCHEMA = (
 )
 _FORWARD = f"moe_forward{_SCHEMA}, bool recompute=False) -> Tensor"
 _OPERATOR = register(_FORWARD, _forward, _fake, _differentiable, _flops)
-# What the autograd rule calls in its place: the pre-activations too.
+# What the autograd rule calls instead; it returns the pre-activations too.
 register(f"moe_forward_saving{_SCHEMA}) -> (Tensor out, Tensor z)", _saving, _fake_saving, None, _flops)

@@ -60,16 +60,16 @@ class MoEProblem(Problem):
 
     ``routing``, what a call starts from:
 
-    - "ids": weights [tokens, top_k] fp32 and ids [tokens, top_k] int32, the ids of a token all different. The routing that is
-      measured touches every expert that it can: ``experts``, or tokens * top_k where those are fewer.
-    - "logits": router logits [tokens, experts] fp32. The ids of a token are those of its ``top_k`` largest logits, of equals
-      the lowest; its weights the softmax over them (which is the softmax over all experts, renormalised). Routing is uniform
+    - "ids": weights [tokens, top_k] fp32 and ids [tokens, top_k] int32, the ids of a token all different. The measured routing
+    touches as many experts as possible: ``experts``, or tokens * top_k if fewer. - "logits": router logits [tokens, experts]
+    fp32. The ids of a token are those of its ``top_k`` largest logits, the lowest among equals; its weights are the softmax
+    over them (the softmax over all experts, renormalised). Routing is uniform
       at random, and an expert that no token chose is not touched.
     - "zipf": the same, skewed: the expert of rank r is chosen in proportion to 1 / r.
 
-    ``top_k`` may exceed ``experts`` only where some ids are of experts that other ranks hold; the text form has no such
-    problem. Raises ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a
-    gate, weights in a format that are ``transposed``, or rows that no groups of one scale divide.
+    ``top_k`` may exceed ``experts`` only if some ids are of other ranks' experts; the text form has no such problem. Raises
+    ProblemError: a size below 1, an unknown dtype, activation, routing or format, ``interleaved`` without a gate, weights in a
+    format that are ``transposed``, or rows that no groups of one scale divide.
     """
 
     tokens: int
@@ -141,8 +141,8 @@ class MoEProblem(Problem):
         return round(sum(1 - (1 - chance) ** self.tokens for chance in chances))
 
     def rows_per_expert(self) -> float:
-        """Rows an expert, on average, where every expert that can be is touched: about the rows of a tile. It is the same from
-        ids and from logits, so that both get the same tiles."""
+        """Rows an expert, on average, if as many experts as possible are touched: about the rows of a tile. Ids and logits give
+        the same number, so that both get the same tiles."""
         return self.pairs() / min(self.experts, self.pairs())
 
     def flops(self) -> int:
@@ -192,8 +192,8 @@ class MoEProblem(Problem):
         return (self.op, self.dtype, *sizes, routing, " ".join(self.words()), self.tokens)
 
     def tile_key(self) -> Hashable:
-        """The rows of an expert in powers of two, the sizes of a model and the layout of its weights; where these are in a
-        format also whether one token is all, for which kernels of a few have configs of their own."""
+        """The rows of an expert in powers of two, the sizes of a model and the layout of its weights; for quantised weights
+        also whether there is only one token, for which some kernels have configs of their own."""
         layout = self.gated, self.interleaved, self.transposed, self.weight_format, self.weight_format and self.tokens == 1
         return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.rows_per_expert())), *layout
 

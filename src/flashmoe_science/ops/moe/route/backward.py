@@ -1,7 +1,7 @@
-"""The router's autograd rule, and ``flashmoe::moe_route_backward``: of the weights of the experts that were chosen, in fp32.
+"""The router's autograd rule, and ``flashmoe::moe_route_backward``: gradients of the chosen experts' weights, in fp32.
 
-Kept between the passes are the logits and the ids, of a router with its losses the load of the experts too. Choosing has no
-gradient, nor has the selection bias. On CUDA one launch (``backward_triton.py``), else PyTorch's operators.
+The logits and the ids are kept between the passes, for a router with losses also the experts' load. Neither the choice nor the
+selection bias has a gradient. On CUDA one launch (``backward_triton.py``), else PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def launched(
 
 
 def weights_of(logits: torch.Tensor, ids: torch.Tensor, options: Options) -> torch.Tensor:
-    """The weights of the experts that were chosen. The softmax over all of them, renormalised, is that over the chosen."""
+    """The chosen experts' weights. The softmax over all experts, renormalised, is that over the chosen."""
     if options.scoring == "softmax" and options.normalize == "none":
         return torch.softmax(logits, -1).gather(-1, ids) * options.scaling_factor
     chosen = logits.gather(-1, ids)

@@ -1,4 +1,4 @@
-"""How evenly experts are loaded, and the losses that train a router: computed in fp32, in fp64 for fp64; differentiable.
+"""The experts' load, and the losses that train a router: computed in fp32, in fp64 for fp64; differentiable.
 
 Without coefficients: Switch Transformers (arXiv 2101.03961), equation 4, and ST-MoE (arXiv 2202.08906), equation 5.
 """
@@ -13,11 +13,10 @@ from flashmoe_science.ops.moe.route.spec import LossesLaunch, Options, RouterSum
 
 
 def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.Tensor:
-    """The auxiliary loss that evens out the experts' load: top_k where it is even, more where it is not.
+    """The auxiliary loss that balances the experts' load: top_k if the load is even, else more.
 
-    experts * sum over experts of (assignments a token) * (mean softmax): Switch's for top_k 1, for more as
-    ``load_balancing_loss_func`` of transformers without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 where
-    there is no token.
+    experts * sum over experts of (assignments a token) * (mean softmax): Switch's for top_k 1, for more as transformers'
+    ``load_balancing_loss_func`` without a mask. Differentiable in ``router_logits`` ([..., experts]); 0 without tokens.
     """
     experts = check_logits(router_logits)
     check_ids(top_k_ids, experts, router_logits)
@@ -30,7 +29,7 @@ def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.
 def z_loss(router_logits: torch.Tensor) -> torch.Tensor:
     """The auxiliary loss that keeps logits small (ST-MoE's): the mean over tokens of the square of their log-sum-exp.
 
-    Differentiable in ``router_logits`` ([..., experts]); 0 where there is no token.
+    Differentiable in ``router_logits`` ([..., experts]); 0 without tokens.
     """
     experts = check_logits(router_logits)
     wide = torch.promote_types(router_logits.dtype, torch.float32)

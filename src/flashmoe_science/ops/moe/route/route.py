@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts a token goes to and with which weights.
 
-On CUDA one kernel launch (``triton.py``); on a CPU and for what the kernel does not take, PyTorch's operators compute the same.
-Gradients are those of the chosen experts' weights (``backward.py``). Nothing waits for the device.
+On CUDA it is one launch (``triton.py``); PyTorch's operators compute the same on a CPU and for what the kernel does not take.
+Gradients flow through the chosen experts' weights (``backward.py``). Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def route(
 ) -> Routed:
     """The ``top_k`` best experts of each token, the best first, and their weights. All is computed in fp32, in fp64 for fp64.
 
-    Without a bias experts are compared by their logits, exactly, as each scoring rises with the logit. Of equal scores the
-    lowest index comes first, of groups too; -0.0 equals 0.0; NaN comes after -inf, and no expert is chosen twice.
+    Without a bias experts are compared by their logits, exactly, as each scoring rises with the logit. Among equal scores, of
+    groups too, the lowest index comes first; -0.0 equals 0.0; NaN comes after -inf, and no expert is chosen twice.
 
     Args:
-        router_logits: [..., experts] in fp32, bf16, fp16 or fp64; there may be no token.
+        router_logits: [..., experts] in fp32, bf16, fp16 or fp64, also of no tokens.
         top_k: how many experts a token goes to.
         scoring: "softmax" over all experts (Mixtral, Qwen3, OLMoE), "softmax_topk" over the chosen (gpt-oss) or "sigmoid"
             (DeepSeek-V3, GLM-4.5, Kimi-K2).
         normalize: "sum" divides the weights of a token by their sum, plus 1e-20.
-        selection_bias: [experts] fp32, added to the sigmoids for choosing only; no gradient flows to it. For "sigmoid".
-        groups: above 1, a token goes to experts of its ``top_k_groups`` best groups only. The score of a group, experts that
-            follow each other, is the sum of its two best. For "sigmoid".
-        top_k_groups: how many groups are kept; needed where there are groups.
-        scaling_factor: what the weights are multiplied by at last.
+        selection_bias: [experts] fp32, added to the sigmoids only for choosing; no gradient flows to it. For "sigmoid".
+        groups: above 1, a token goes only to experts of its ``top_k_groups`` best groups. A group is consecutive experts; its
+            score is the sum of its two best. For "sigmoid".
+        top_k_groups: how many groups are kept; needed if there are groups.
+        scaling_factor: multiplies the weights at the end.
 
     Returns:
         top_k_weights [..., top_k] fp32 (fp64 for fp64) and top_k_ids [..., top_k] int32.
@@ -69,7 +69,7 @@ def route(
 def _called(
     bind: Bind, operator: Any, by_pytorch: Any, logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]
 ) -> Any:
-    """A call of unchecked arguments: by the stored launch of ``bind``, by a new one, through the operator where something must
+    """A call with unchecked arguments: by the stored launch of ``bind``, by a new one, through the operator if something must
     see it, or by PyTorch's operators within a transform of torch.func."""
     if not torch.compiler.is_compiling():
         launch, key = _find(bind, logits, bias, options)
@@ -87,7 +87,7 @@ def _called(
 
 
 def bind_route(like: Tensors, options: Options) -> RouteLaunch:
-    """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
+    """``route`` for tensors like these and checked options: it only allocates the results and launches."""
     if needs_grad(like.router_logits):
         return _trained(bind_route, like, options)
     if why_pytorch(like.router_logits, options) is not None:
@@ -97,7 +97,7 @@ def bind_route(like: Tensors, options: Options) -> RouteLaunch:
 
 
 def _trained(bind: Bind, like: Tensors, options: Options) -> Callable[..., Any]:
-    """What ``bind`` binds as a part of PyTorch's graph."""
+    """What ``bind`` binds, as part of PyTorch's graph."""
     with torch.no_grad():
         forward = bind(like, options)
     return lambda logits, bias: launched(forward, options, logits, None if bias is None else bias.detach())
@@ -227,7 +227,7 @@ def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: O
 
 
 def _keys(scores: torch.Tensor) -> torch.Tensor:
-    """Integers as wide as the scores, in their order; the zeros are one, NaN comes last, and the least integer is below all."""
+    """Integers as wide as the scores, in their order; both zeros are equal, NaN comes last, the least integer is below all."""
     bits = scores.view(torch.int32 if scores.dtype == torch.float32 else torch.int64)
     limits = torch.iinfo(bits.dtype)
     magnitude = bits & limits.max
@@ -235,12 +235,12 @@ def _keys(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _descending(keys: torch.Tensor) -> torch.Tensor:
-    """Indices of the keys from the largest to the smallest, of equals the lowest first, which torch.topk does not specify."""
+    """Indices of the keys in descending order, the lowest first among equals, which torch.topk does not specify."""
     return torch.sort(keys, dim=-1, descending=True, stable=True).indices
 
 
 def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, options: Options) -> torch.Tensor:
-    """The keys, the least integer outside of the groups of the largest sums of their two best scores."""
+    """The keys, with the least integer outside the groups whose two best scores have the largest sums."""
     grouped = keys.unflatten(-1, (options.groups, -1))
     best_two = _descending(grouped)[..., :2]
     sums = scores.unflatten(-1, (options.groups, -1)).gather(-1, best_two).sum(-1)

@@ -30,8 +30,8 @@ _GRADIENTS = tuple(map(Tensors._fields.index, ("q", "k", "v", "sinks", "bias")))
 class Step:
     """How a call whose inputs require gradients is served, and its gradients. Compared by identity, as a part of keys.
 
-    options: of the forward. ``kernel``: of the backward, None where there is none and ``refusal`` says why.
-    launch: the forward bound to tensors like the call's, for calls that may go around PyTorch's dispatcher; None: through it.
+    options: of the forward. ``kernel``: of the backward; None if there is none, and ``refusal`` says why.
+    launch: the forward bound to tensors like the call's, for calls that may bypass PyTorch's dispatcher; None for others.
     """
 
     options: Options
@@ -52,16 +52,15 @@ class Step:
 
 
 def differentiable(tensors: Tensors, options: Options, softmax_scale: float | None) -> Result:
-    """Attention that is part of PyTorch's graph, for a call that has been checked; heads come first. Raises CannotServe,
-    ValueError as ``step_of``."""
+    """Attention as part of PyTorch's graph, for a checked call; heads come first. Raises CannotServe, ValueError as
+    ``step_of``."""
     step = step_of(tensors, options)[0]
     return pytorch_attention(tensors, options, softmax_scale) if step is None else step.served(tensors, softmax_scale)
 
 
 def step_of(tensors: Tensors, options: Options) -> tuple[Step | None, Decision | None]:
-    """How a checked call is served, None where PyTorch's operators serve the forward and the backward; and the decision for the
-    backward, None where there is none. Raises CannotServe, ValueError as ``choose_backward``; ALiBi slopes that require
-    gradients."""
+    """How a checked call is served, None if PyTorch's operators serve both passes; and the decision for the backward, None if
+    there is none. Raises CannotServe, ValueError as ``choose_backward``; ALiBi slopes that require gradients."""
     check_gradients(tensors, options)
     refusal = why_no_backward(tensors, options)
     if refusal is not None:
@@ -73,14 +72,14 @@ def step_of(tensors: Tensors, options: Options) -> tuple[Step | None, Decision |
 
 
 def _forward_kernel(options: Options) -> str | None:
-    """The kernel asked for, if it is one of the forward; None leaves the choice."""
+    """The requested kernel, if it is a forward's; None leaves the choice."""
     names = {one.name for one in operation(AttentionBackwardProblem.op).kernels()}
     return None if options.kernel in names else options.kernel
 
 
 class _Attention(torch.autograd.Function):
-    """The forward and the backward of a Step: their operators, or around them their launches. ``shape``: of the bias, which
-    comes without what it is expanded by."""
+    """The forward and the backward of a Step: by their operators, or by their launches. ``shape``: of the bias, which comes
+    unexpanded."""
 
     @staticmethod
     def forward(ctx: Any, step: Step, scale: float | None, shape: Any, *given: Any) -> Any:
@@ -119,7 +118,7 @@ class _Attention(torch.autograd.Function):
 def _gradients(
     step: Step, tensors: Tensors, saved: Saved, scale: float | None, wanted: Wanted
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients by a launch that is stored under the step, or through PyTorch's dispatcher where something may see it."""
+    """The gradients, by a launch stored under the step, or through PyTorch's dispatcher if something may see the call."""
     if not torch.is_grad_enabled():
         key, given = (step, wanted, saved.dlse is None), [one for one in (*tensors, *saved) if one is not None]
         launch: BackwardLaunch | None = find_launch(key, given)

@@ -1,8 +1,8 @@
 """Which backward serves a call whose inputs require gradients, and why.
 
-PyTorch's operators serve the forward and the backward while no record says that a backward of ours is as fast on the GPU, but
-for what they hold all scores of: windows, packed sequences and the like. Ours serve where they are asked for: by a kernel's
-name, by ``deterministic``, by PyTorch's switch for deterministic algorithms.
+PyTorch's operators serve the forward and the backward unless a record says that our backward is as fast on the GPU, or they
+would hold all scores: for windows, packed sequences and the like. Ours serve if asked for: by a kernel's name, by
+``deterministic``, or by PyTorch's switch for deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
 def why_no_backward(tensors: Tensors, options: Options) -> str | None:
-    """Why no backward at all serves a call, which its forward computes all the same; None where one does."""
+    """Why no backward serves a call whose forward is served; None if one does."""
     for one, what in (
         (tensors.page_table, options.names.page_table),
         (tensors.k_scale, options.names.k_scale),
@@ -46,7 +46,7 @@ def why_no_backward(tensors: Tensors, options: Options) -> str | None:
 
 
 def check_gradients(tensors: Tensors, options: Options) -> None:
-    """Raise ValueError where a gradient is asked for that does not exist."""
+    """Raise ValueError if a gradient is asked for that does not exist."""
     slopes = tensors.alibi_slopes
     if slopes is not None and slopes.requires_grad:
         name = options.names.alibi_slopes
@@ -54,13 +54,13 @@ def check_gradients(tensors: Tensors, options: Options) -> None:
 
 
 def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -> Decision:
-    """The decision for a call that has been checked: FALLBACK where PyTorch's operators serve it, the forward too.
+    """The decision for a checked call: FALLBACK if PyTorch's operators serve it, and the forward.
 
     Args:
-        rival: which of PyTorch's serves then, that records have to have no faster.
+        rival: PyTorch's kernel that then serves; ours must be no slower on record.
 
     Raises:
-        CannotServe: a kernel, or the same bits, were asked for by name, and nothing can serve the call so.
+        CannotServe: a kernel or equal bits were asked for, and nothing can serve the call so.
         ValueError: no kernel has the name.
     """
     kernel, named = _requested(options)
@@ -99,8 +99,8 @@ def choose_backward(tensors: Tensors, options: Options, rival: str = FALLBACK) -
 
 
 def _is_faster_split(tensors: Tensors) -> bool:
-    """Whether the split kernel takes less for the gradients that are asked for than the fused one, which computes all three:
-    for those without dQ, and for dQ alone of more than 64 columns (docs/notes/backward.md)."""
+    """Whether the split kernel is faster for the wanted gradients than the fused one, which computes all three: without dQ, and
+    for dQ alone of more than 64 columns (docs/notes/backward.md)."""
     of_queries, *of_keys = (one.requires_grad for one in tensors[:3])
     if of_queries:
         return not any(of_keys) and tensors.q.shape[-1] > _NARROW
@@ -108,7 +108,7 @@ def _is_faster_split(tensors: Tensors) -> bool:
 
 
 def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Device) -> Decision:
-    """The decision for the split kernel in place of the fused one, which would compute the other side too."""
+    """The decision for the split kernel instead of the fused one, which would compute the other side too."""
     if decision.kernel != FUSED:
         return decision
     config = asked_backward(problem, gpu, SPLIT, "").config
@@ -117,8 +117,8 @@ def _of_one_side(decision: Decision, problem: AttentionBackwardProblem, gpu: Dev
 
 
 def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> Decision:
-    """The decision for one of ours where the nearest record, of like tiles, does not have the rival faster, and without one
-    where PyTorch's operators hold all scores in fp32; else FALLBACK."""
+    """The decision for our kernel if the nearest record with the same tiles shows the rival no faster, or, without a record, if
+    PyTorch's operators hold all scores in fp32; else FALLBACK."""
     decision, by_record = backward_by_record(problem, gpu, rival)
     if by_record is not None:
         return by_record
@@ -131,8 +131,8 @@ def _by_record(problem: AttentionBackwardProblem, gpu: Device, rival: str) -> De
 
 def _requested(options: Options) -> tuple[str | None, str]:
     """The backward that a kernel's name asks for, FALLBACK for PyTorch's, None for any of ours; and the words for it, empty
-    where no name is given. A forward of ours asks for a backward of ours. Raises CannotServe: a peer's name. Raises ValueError:
-    no kernel has the name."""
+    without a name. A forward of ours asks for a backward of ours. Raises CannotServe: a peer's name. Raises ValueError: no
+    kernel has the name."""
     if options.kernel is None:
         return None, ""
     if options.kernel in (PYTORCH, FALLBACK):

@@ -20,8 +20,8 @@ PEERS: tuple[BackwardKernel, ...] = (*sdpa_backward.KERNELS, *fa4_backward.KERNE
 
 @cache
 def ours() -> tuple[BackwardKernel, ...]:
-    """Our kernels, the preferred first, the portable one, which takes the most, last; none where Triton is missing: PyTorch
-    serves every call then."""
+    """Our kernels, the preferred first, the portable one, which takes the most, last; none if Triton is missing: PyTorch then
+    serves every call."""
     if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.attention.backward.fused_sm90 import kernel as bwd_fused_gluon_sm90

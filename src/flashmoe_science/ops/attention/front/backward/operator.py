@@ -1,6 +1,6 @@
-"""The operator ``flashmoe::attention_backward``: the gradients of one call from its results, in one order of all sums by ours.
+"""The operator ``flashmoe::attention_backward``: the gradients of one call from its results; our sums have a fixed order.
 
-It is called by the autograd rule of ``flashmoe::attention_forward`` (autograd.py), and may be by a rule of one's own.
+The autograd rule of ``flashmoe::attention_forward`` (autograd.py) calls it, and a user's rule may.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def backward(
     tensors: Tensors, saved: Saved, options: Options, softmax_scale: float, wanted: Wanted, decision: Decision | None = None,
     key: Hashable = None,
 ) -> Gradients:  # fmt: skip
-    """The gradients of a call that has been checked. ``decision``: None for the automatic one. ``key``: under which its launch
-    is stored, of all but the tensors' shapes, strides and dtypes; None makes one."""
+    """The gradients of a checked call. ``decision``: None for the automatic one. ``key``: its launch is stored under it, with
+    the tensors' shapes, strides and dtypes; None makes one."""
     given = [one for one in (*tensors, *saved) if one is not None]
     if key is None:
         absent, switch = tuple([one is None for one in (*tensors, *saved)]), torch.are_deterministic_algorithms_enabled()
@@ -60,7 +60,7 @@ def backward(
 def _bound(
     tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted, decision: Decision
 ) -> BackwardLaunch:
-    """The launch of the kernel that was decided for."""
+    """The launch of the chosen kernel."""
     if decision.kernel == FALLBACK:
         return lambda tensors, saved, scale: _by_pytorch(Tensors(*tensors), Saved(*saved), options, scale, wanted)  # type: ignore[arg-type]
     problem = backward_problem_of(tensors, options)
@@ -85,7 +85,7 @@ def _launcher(name: str, config: Config, inputs: BackwardInputs) -> BackwardLaun
 
 
 def _by_pytorch(tensors: Tensors, saved: Saved, options: Options, scale: float, wanted: Wanted) -> Gradients:
-    """The gradients by autograd of PyTorch's operators, with the forward computed again."""
+    """The gradients by autograd of PyTorch's operators, which recompute the forward."""
     bias = None if tensors.bias is None else unexpanded(tensors.bias)
     every = [None if one is None else one.detach() for one in (tensors.q, tensors.k, tensors.v, tensors.sinks, bias)]
     asked = [needed and one is not None for one, needed in zip(every, wanted, strict=True)]
@@ -168,14 +168,14 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
 def by_kernel(
     tensors: Tensors, saved: Saved, options: Options, softmax_scale: float | None, wanted: Wanted, key: Hashable = None
 ) -> Gradients:
-    """``backward`` of what autograd gives: O, dO and sums of rows of any strides; a scale of None is the usual one."""
+    """``backward`` with what autograd gives: O, dO and row sums of any strides; scale None for the default."""
     scale = tensors.q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     return backward(tensors, _as_kernels_take(saved), options, scale, wanted, key=key)
 
 
 def _as_kernels_take(saved: Saved) -> Saved:
-    """O and dO with a contiguous last dimension, which an expanded gradient lacks, and sums of rows that are contiguous and
-    aligned to 16 bytes."""
+    """O and dO with a contiguous last dimension, which an expanded gradient lacks; row sums contiguous and aligned to 16
+    bytes."""
     out, dout = (one if one.stride(3) == 1 or one.shape[3] == 1 else one.contiguous() for one in (saved.out, saved.dout))
     return Saved(out, _aligned(saved.lse), dout, None if saved.dlse is None else _aligned(saved.dlse))
 

@@ -1,7 +1,7 @@
-"""The autograd rule of ``flashmoe::moe_forward``: gradients by ``flashmoe::moe_backward``, or around both by their launches.
+"""The autograd rule of ``flashmoe::moe_forward``: gradients by ``flashmoe::moe_backward``, or by the launches of both.
 
-Saved between the passes are the call's own tensors and the pre-activations, which ``recompute`` leaves out: no copy of a
-weight, as FSDP2 frees the memory of weights and gathers them again. Gates and ups that are two tensors are joined in each pass.
+The call's own tensors and, without ``recompute``, the pre-activations are saved between the passes, and no copy of a weight:
+FSDP2 frees weights and gathers them again. Gates and ups as two tensors are joined in each pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _GRADIENTS = tuple(map(Tensors._fields.index, INPUTS))  # of Wanted, in its orde
 class Step(NamedTuple):
     """How experts whose inputs require gradients are served, and their gradients.
 
-    kernel, backward: the names that are asked for, of the forward and of the backward; None leaves the choice.
-    launch: the forward bound to tensors like the call's, for calls that may go around PyTorch's dispatcher; None: through it.
-    It returns the pre-activations too unless ``recompute``.
+    kernel, backward: the requested names of the forward and the backward; None leaves the choice.
+    launch: the forward bound to tensors like the call's, for calls that may bypass PyTorch's dispatcher; None for others. It
+        returns the pre-activations too unless ``recompute``.
     """
 
     activation: Activation
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     launch: MoELaunch | None = None
 
     def served(self, tensors: Tensors, sums: Sums = NEW, pair: Pair | None = None) -> torch.Tensor:
-        """A call as a part of PyTorch's graph. ``pair``: the gates and the ups, [E, I, H] each, where w1 was joined of them."""
+        """A call as part of PyTorch's graph. ``pair``: the gates and the ups, [E, I, H] each, if w1 joins them."""
         count = len(tensors)
         while tensors[count - 1] is None:  # an argument of the rule that is None takes time all the same
             count -= 1
@@ -48,10 +48,10 @@ class Step(NamedTuple):
 
 
 def differentiable(tensors: Tensors, activation: Activation, kernel: str | None, recompute: bool) -> torch.Tensor:
-    """Experts that are part of PyTorch's graph, of tensors that have been checked, by the operators.
+    """Experts as part of PyTorch's graph, of checked tensors, by the operators.
 
-    By PyTorch's operators and their own derivatives, of any order, where they are asked for by name, and under a transform of
-    torch.func or forward-mode gradients. Raises CannotServe: as ``names_of``. Raises ValueError: no kernel has the name.
+    PyTorch's operators and their own derivatives, of any order, serve if requested by name, and under a transform of torch.func
+    or forward-mode gradients. Raises CannotServe: as ``names_of``. Raises ValueError: no kernel has the name.
     """
     if kernel == FALLBACK:
         return pytorch_moe(tensors, activation)
@@ -60,13 +60,13 @@ def differentiable(tensors: Tensors, activation: Activation, kernel: str | None,
 
 
 def unviewed(out: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The result in that shape, as no view: an operation in place on a view of it would take FSDP2's hooks away."""
+    """The result in that shape, not as a view: an in-place operation on a view would remove FSDP2's hooks."""
     shaped: torch.Tensor = torch.ops.aten._unsafe_view(out, shape)
     return shaped
 
 
 class _Experts(torch.autograd.Function):
-    """The forward and the backward of a Step: their operators, or around them their launches."""
+    """The forward and the backward of a Step: by their operators, or by their launches."""
 
     @staticmethod
     def forward(

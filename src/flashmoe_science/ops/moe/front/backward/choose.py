@@ -1,7 +1,7 @@
 """Which backward serves experts whose inputs require gradients, and why.
 
-Ours serve by the nearest record, where none is near by all records on the GPU's architecture, by name, and by PyTorch's switch
-for deterministic algorithms; else PyTorch's grouped products, the forward too.
+Ours serve by the nearest record; if none is near, by all records on the GPU's architecture; by name; and by PyTorch's switch
+for deterministic algorithms. Else PyTorch's grouped products serve both passes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 
 def names_of(kernel: str | None) -> tuple[str | None, str | None]:
-    """The forward's kernel and the backward's that a name asks for; None leaves the choice. Raises CannotServe: the name of a
-    peer's backward, which only a measurement calls; one of ours, for gradients that it lacks. Raises ValueError: no kernel has
-    the name, as far as that is seen here."""
+    """The forward's and the backward's kernel that a name asks for; None leaves the choice. Raises CannotServe: a peer's
+    backward, which only a measurement calls; one of ours, for gradients that it lacks. Raises ValueError: an unknown name, as
+    far as that is seen here."""
     backward = next((one for one in operation(_OP).kernels() if one.name == kernel), None)
     if kernel not in (None, FALLBACK) and is_transformed():
         name = (backward or kernel_named(kernel, MoEProblem.op)).name
@@ -47,7 +47,7 @@ def names_of(kernel: str | None) -> tuple[str | None, str | None]:
 
 
 def why_pytorch(tensors: Tensors, w8a8: bool = False) -> str | None:
-    """Why PyTorch's operators must serve the backward, in words; None where ours may."""
+    """Why PyTorch's operators must serve the backward, in words; None if ours may."""
     x, form = tensors.x, format_in(tensors, w8a8)
     if form is not None:
         return f"weights are in {form.name}, which PyTorch's operators dequantise for the gradients of all but the weights"
@@ -60,8 +60,8 @@ def choose_backward(
     tensors: Tensors, activation: Activation, kernel: str | None, unable: Mapping[str, str] | None = None
 ) -> Decision:
     """The decision for the backward of a call. ``kernel``: the name of one, None for an automatic choice. ``unable``: kernels
-    found unable to serve the tensors at hand, with the reason. Raises CannotServe: the kernel asked for cannot serve the call.
-    Raises ValueError: no kernel has the name."""
+    that cannot take the call's tensors, with the reason. Raises CannotServe: the requested kernel cannot serve the call. Raises
+    ValueError: no kernel has the name."""
     if kernel == FALLBACK:
         return Decision(FALLBACK, Config(), "asked for by name", "requested")
     if (required := why_pytorch(tensors, activation.w8a8)) is not None:
@@ -78,10 +78,10 @@ def choose_backward(
 
 
 def _by_record(problem: MoEBackwardProblem, gpu: Device, unable: Mapping[str, str] | None) -> Decision:
-    """The decision for one of ours where the nearest record does not have PyTorch's faster, and where none is near for a kernel
-    that no record on the GPU's architecture has slower than PyTorch's; else FALLBACK.
+    """The decision for our kernel if the nearest record shows PyTorch's no faster, or, with none near, if no record on the
+    GPU's architecture shows the kernel slower than PyTorch's; else FALLBACK.
 
-    Of like tiles or not: PyTorch's products move several times the bytes, and no record has them near ours.
+    Tiles need not match: PyTorch's products move several times the bytes, and no record has them near ours.
     """
     ours, by_record = backward_by_record(problem, gpu, FALLBACK, any_tiles=True, unable=unable)
     if by_record is not None:

@@ -1,6 +1,6 @@
 """The operator ``flashmoe::moe_backward``: the gradients of one call of experts, each sum in one order.
 
-It is called by the autograd rule of ``flashmoe::moe_forward`` (autograd.py), and may be by a rule of one's own.
+The autograd rule of ``flashmoe::moe_forward`` (autograd.py) calls it, and a user's rule may.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BINDS: Cache[Hashable, BackwardBind] = Cache(MAX_PLANS)
 def gradients_of(
     tensors: BackwardTensors, activation: Activation, wanted: Wanted, kernel: str | None, sums: Sums = NEW
 ) -> Gradients:
-    """The gradients of a call whose forward was checked, without autocast; what is added to tensors is those tensors."""
+    """The gradients of a call whose forward was checked, without autocast; those added to tensors are these tensors."""
     if not tensors.x.shape[0]:
         return Gradients(*(None if one is None else one.zero_() for one in _empty(tensors, wanted, sums)))
     with without_autocast(tensors.x):
@@ -85,7 +85,7 @@ def _bound(tensors: BackwardTensors, activation: Activation, wanted: Wanted, ker
 
 
 def _with_z(tensors: BackwardTensors, activation: Activation) -> BackwardTensors:
-    """The tensors with the pre-activations, which kernels are given."""
+    """The tensors with the pre-activations, as kernels take them."""
     return tensors if tensors.z is not None else tensors._replace(z=pre_activations(tensors.of_call(), activation))
 
 
@@ -175,6 +175,6 @@ _ONCE = (
     "kernel='grouped_mm'"
 )
 OPERATOR = register(f"moe_backward{_SCHEMA}=None, bool w8a8=False) -> ({_RESULTS})", _backward, _fake, _ONCE, _flops)
-# The same, which adds dW1 and dW2 to tensors that are given; what it returns of them is empty.
+# The same, but it adds dW1 and dW2 to given tensors and returns empty ones for them.
 _ADDING = f"moe_backward_adding{_SCHEMA}, bool w8a8, Tensor(a!)? sum_w1, Tensor(b!)? sum_w2) -> ({_RESULTS})"
 ADDING = register(_ADDING, _backward, _fake, _ONCE, _flops)
