@@ -84,10 +84,10 @@ def build_key(job: CompileJob, gpu: Gpu) -> Hashable:
 
 
 def hash_callees_first(function: Any) -> None:
-    """Have Triton hash what a kernel calls before the kernel, whose key on disk is the same in every process then.
+    """Have Triton hash what a kernel calls before the kernel: then its key on disk is the same in every process.
 
     Triton adds the globals of a called function to its caller's hash only where the called one was hashed before, by another
-    kernel (``DependenciesFinder._update_hash`` of 3.6 to 3.9): what one process built another did not find.
+    kernel (``DependenciesFinder._update_hash`` of 3.6 to 3.9): processes missed each other's builds.
     """
     if id(function) in _HASHED or not (hasattr(function, "parse") and hasattr(type(function), "cache_key")):
         return

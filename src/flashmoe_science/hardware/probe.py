@@ -63,7 +63,7 @@ def is_assumed() -> bool:
 
 
 def place_of(device: torch.device) -> Hashable:
-    """What plans for a device are kept by: itself, or the context in which a GPU is assumed, as they serve nothing else."""
+    """The key of a device's plans: the device, or the context in which a GPU is assumed, as they serve nothing else."""
     return _ASSUMED.get() or device
 
 

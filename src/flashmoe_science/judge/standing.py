@@ -64,7 +64,7 @@ class JudgedRun:
         return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
-        """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
+        """The correctness row of a verdict's kernel and config; for a kernel refused before it had one its worst."""
         return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:

@@ -33,13 +33,13 @@ class Verdict:
     """The verdict on one kernel under one set of conditions.
 
     ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
-    A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
-    1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
+    A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps`` 1e9
+    bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
     ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
     ``unmeasured`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
     kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
     ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``efficiency``, of a kernel on N
-    GPUs, is the time of one GPU's call of the whole problem over N times its own. ``remarks`` are all three in words.
+    GPUs, is the time of one GPU's call of the whole problem over N times its own. ``remarks`` has the last three in words.
     """
 
     problem: str

@@ -272,8 +272,8 @@ class Sweep:
 
 
 def _representative(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problem, which is the plainest, the first of one query or token, and of each kind of word the last that has it:
-    the last of all, and those of features."""
+    """The first problem, which is the plainest, the first of one query or token, and for each word, numbers apart, the last
+    problem with it."""
     of_word = {word.rstrip("0123456789"): one for one in problems for word in str(one).split()}
     return list(dict.fromkeys((*_plainest(problems), *of_word.values())))
 

@@ -103,8 +103,8 @@ def random_scale() -> float:
 
 
 def input_sets(device: Device, input_bytes: int, read_bytes: int) -> tuple[int, Cache]:
-    """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here). Of a cache that a window
-    hides the most of, a call reads few of its bytes."""
+    """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here). Where a window hides most
+    of a cache, a call reads few of its bytes."""
     if device is None:
         return max(2, min(_CPU_SETS, _CPU_POOL // max(1, input_bytes))), "warm"
     wanted = sets_beyond(device.l2_bytes, max(1, read_bytes))

@@ -129,8 +129,8 @@ class Exam:
         return found
 
     def is_right_again(self) -> bool:
-        """Whether what was wrong with NaN around its inputs is right so in one of two more calls: then NaN are not the reason,
-        but what is kept between calls, or chance."""
+        """Whether a kernel that was wrong with NaN around its inputs is right in one of two more such calls: then state between
+        calls, or chance, is the reason."""
         return not all(self._call(self._case(0), guard=True).reasons for _ in range(2))
 
     def as_called(self) -> list[str]:

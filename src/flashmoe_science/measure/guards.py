@@ -76,8 +76,8 @@ class GuardedAllocation(TorchDispatchMode):
 
 
 class _WithoutCompiler(GuardedAllocation):
-    """The same where PyTorch's compiler is not loaded: the other would load it, a second of every process's time, to keep it
-    from compiling the lines of this file."""
+    """The same where PyTorch's compiler is not loaded: the other class would load it, a second in every process, only to keep
+    it from compiling this file."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

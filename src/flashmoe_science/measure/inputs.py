@@ -1,5 +1,5 @@
-"""Inputs of one call, the same from the same Case in every process, the worker's and the oracle's; and how tensors get from the
-one to the other: as bytes in a file between processes, as themselves within one.
+"""Inputs of one call: the same Case gives the same ones in every process, the worker's and the oracle's. Tensors go from one to
+the other as bytes in a file between processes, as themselves within one.
 """
 
 from __future__ import annotations

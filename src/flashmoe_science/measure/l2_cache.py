@@ -1,7 +1,7 @@
 """The part of the L2 cache that is set aside for persisting lines: a kernel with such lines is timed warm on any inputs.
 
 CUDA lets a program keep up to three quarters of the L2 for its own lines, over launches and over other data. It outlasts the
-rotation of inputs that makes a cache cold, so nothing may be set aside when a pair is timed. Endpoint of the driver itself, for
+rotation of inputs that makes a cache cold, so nothing may be set aside when a pair is timed. The driver itself is asked, as
 PyTorch does not show it.
 """
 

@@ -146,8 +146,8 @@ class OnProblem:
         return reason is None
 
     def runs(self, entry: Entry, where: Channel | None = None, examined_later: bool = False) -> bool:
-        """Whether one call of the entry is right and launched what was promised; if not, the reason is recorded. One that is
-        right has no row of this call where it ``examined_later`` later."""
+        """Whether one call of the entry is right and launched what was promised; if not, the reason is recorded. A right one
+        gets no row of this call if it is ``examined_later``."""
         self.step(f"checking {entry}")
         try:
             found = self.exam(entry, where).one_call()

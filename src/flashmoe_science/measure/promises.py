@@ -79,7 +79,7 @@ def broken_launches(
     promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
 ) -> list[str]:
     """The broken promises, as text; empty where all are kept. ``seen`` are the launches of a planned call and, where a user
-    calls it otherwise, of that call too. ``families`` are patterns of kernel names by whose they are."""
+    calls it otherwise, of that call too. ``families`` are patterns of kernel names by library."""
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)
     for launches in by_user:

@@ -31,9 +31,9 @@ def promote(rows: Iterable[Verdict], cards: Cards, faster: Peers = lambda row: [
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
     problem, the run that counts is used, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. Nor does a problem on which the kernel was never measured that is chosen where there is no record: it may be
-    newer than the record, or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None
-    where it was paired with none."""
+    them again. Nor does a problem where the kernel chosen without a record was never measured: it may be newer than the record,
+    or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None where it was paired with
+    none."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in cards and not is_drawn(row.suite))
     able = (row for row in able if is_operation(row.op))  # of one GPU
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))

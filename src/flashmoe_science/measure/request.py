@@ -1,5 +1,5 @@
-"""What a run measures, the words of a caller made definite or an error in one line; and the implementations that it times:
-kernels of the package, peers, and functions that a user brought."""
+"""What a run measures: a caller's words made definite, or an error in one line; and the implementations that it times: kernels
+of the package, peers, and functions that a user brought."""
 
 from __future__ import annotations
 

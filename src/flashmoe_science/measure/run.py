@@ -37,8 +37,7 @@ class Plan:
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
-        """Every stage in order; after one that fails, none further, and none of which ``earlier`` left nothing to do. Raises
-        StoreError."""
+        """Every stage in order until one fails, without those that ``earlier`` finished. Raises StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         if self.request.functions:
             if self.problems and not any(earlier.remaining(spec, self.problems) for spec in self.request.functions):

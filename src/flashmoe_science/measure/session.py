@@ -179,8 +179,8 @@ class Session:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
     def examined(self, problem: Problem, entry: Entry, found: Finding, rank: int = 0, voids: bool = False) -> bool:
-        """Write the result of an exam, of several ranks of one's part: a row, and a refusal where something is wrong. Returns
-        whether nothing is. Where what came back was no tensor of the right kind, there is no error to record, and no row."""
+        """Write the result of an exam (of several ranks: one's part) as a row, and a refusal if something is wrong. Returns
+        whether nothing is. If no tensor of the right kind came back, there is no error to record, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}
@@ -192,8 +192,8 @@ class Session:
     def refuse(
         self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
     ) -> None:
-        """Record a refusal. A subject's also decides the exit code; a peer's does not. ``voids``: what was
-        sampled of it on the problem is no number either."""
+        """Record a refusal. A subject's also decides the exit code; a peer's does not. ``voids``: its samples on the problem
+        give no number either."""
         row = self.record(RefusalRow, problem, entry, stage=stage, reason=reason, codes=list(codes), voids=voids)
         self._refused(row, entry.origin != "peer")
 

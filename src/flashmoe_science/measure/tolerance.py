@@ -8,18 +8,18 @@ An output passes when each of its maximum, RMS and mean absolute error against t
    result may be off by (``u`` is the unit roundoff; without it the floor of a few elements is zero by luck), **and**
 2. under an absolute cap, because a poor plain result would loosen the first.
 
-To both fp32's smallest normal number is added: GPUs' exponentials give 0 below it.
+fp32's smallest normal number is added to both: GPUs' exponentials give 0 below it.
 
 A contract may give a cap of its own (``Contract.cap``); without one it is ``general_cap``, sixteen roundings of the largest
 result. Where the plain result is not finite (scores that overflow fp16), the cap alone decides.
 
 **Chance.** The plain maths is one draw of rounding errors, and a kernel another. A maximum is decided by a few elements, and so
 are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
-often more than twice the other. What chance makes of the plain error is the quantile of Gumbel's law, which maxima of many
-errors approach, that one question in ten million exceeds (``by_chance``). Its two parameters come from the moments of the plain
-errors on the same inputs, a little disturbed (``inputs.disturb``), which draws all roundings anew. A run asks a hundred to a
-thousand questions: of ten thousand runs about one is condemned by chance. An RMS over many errors hardly varies from draw to
-draw: twice the plain error is more, and decides. docs/design/0015 derives it.
+often more than twice the other. So chance is allowed a quantile of Gumbel's law, which maxima of many errors approach: one
+question in ten million exceeds it (``by_chance``). Its two parameters come from the moments of the plain errors on the same
+inputs, a little disturbed (``inputs.disturb``), which draws all roundings anew. A run asks a hundred to a thousand questions:
+chance condemns about one of ten thousand runs. An RMS over many errors hardly varies from draw to draw: twice the plain error
+is more, and decides. docs/design/0015 derives it.
 """
 
 from __future__ import annotations

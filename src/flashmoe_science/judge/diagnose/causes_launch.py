@@ -40,8 +40,8 @@ def small_grid(facts: Facts) -> Hypothesis | None:
 
 
 def _row_parts(facts: Facts, blocks: int, sms: int) -> float:
-    """Into how many blocks the rows of one can go, until every SM has one or a block has the rows of a tensor core's tile (one
-    row, where it uses none)."""
+    """Into how many blocks one block's rows can be split, until every SM has one or a block has a tensor core tile's rows (or
+    one, without it)."""
     if facts.rows_per_block is None:
         return sms / blocks
     plain = no_tensor_cores(facts)

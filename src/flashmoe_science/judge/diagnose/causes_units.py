@@ -1,8 +1,8 @@
 """Causes in memory and in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
 
-By counters where they were read. Without them, what a problem must move or compute is the least that memory or a pipe did, and
-what the blocks of its launch can ask for the most; where that does not decide, a hypothesis stays untested. Each function
-returns a Hypothesis, or None where the cause has no meaning.
+By counters where they were read. Without them, memory or a pipe did at least what the problem must move or compute, and at most
+what the launch's blocks can ask for; where that does not decide, a hypothesis stays untested. Each function returns a
+Hypothesis, or None where the cause has no meaning.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
 
 
 def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
-    """The products cannot have more of the time than what is left when everything else issues without a pause."""
+    """The products take at most the time that is left when everything else issues without a pause."""
     tensor, fma, issued = facts.ceilings.get("tensor"), facts.ceilings.get("fma"), facts.counter("issue")
     if tensor is None or fma is None or fma_share is None or issued is None:
         return None
@@ -231,7 +231,7 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
 
 
 def _hide_latency(facts: Facts, shares: Mapping[str, float]) -> Change | None:
-    """More warps or loads in flight give at the most what it takes to make the busiest unit busy."""
+    """More warps or loads in flight gain at most until the busiest unit is busy."""
     busiest = max(shares.values(), default=0.0)
     if not 0 < busiest < 1:
         return None

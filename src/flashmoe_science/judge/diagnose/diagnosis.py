@@ -1,5 +1,5 @@
 """Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and
-the gain of the changes whose causes an earlier version had and this one has not."""
+the gain of the changes whose causes an earlier version had and this one lacks."""
 
 from __future__ import annotations
 
@@ -162,6 +162,6 @@ def _source(run: Run, facts: Facts) -> str | None:
 
 
 def _verdict(run: Run, facts: Facts, time: Time) -> Verdict | None:
-    """The run's verdict that the time is of."""
+    """The run's verdict with that time."""
     wanted = str(facts.problem), facts.kernel, time.config, time.clock
     return next((row for row in JudgedRun(run).verdicts if (row.problem, row.kernel, row.config, row.clock) == wanted), None)

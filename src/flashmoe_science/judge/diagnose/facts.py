@@ -40,7 +40,7 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """None, or empty, is what no record has. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
+    """A field that no record has is None or empty. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
     lacks it; ``counters`` are of ``launch``, the call's longest."""
 
     problem: Problem
@@ -110,7 +110,7 @@ class Facts:
     def pipe_share(self, pipe: Level) -> float | None:
         """The share of a pipe's peak, on the SMs that have a block, that the problem's own work needs.
 
-        The FLOPs of matrix products are asked of the tensor and of the FMA pipe, though only one of them does each.
+        FLOPs of matrix products count for the tensor and the FMA pipe, though only one of them does each.
         """
         ceiling = self.ceilings.get(pipe)
         if ceiling is None or not self.blocks or not self.sm_count or not self.time_ns:
@@ -209,8 +209,8 @@ def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
 
 
 def _seen(rows: Sequence[_KernelRow], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
-    """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
-    changed since it was profiled, or before."""
+    """The call's most important launch, its counters, and why the timed kernel has none: it may have changed after it was
+    profiled, or before."""
     profiles = [row for row in rows if isinstance(row, ProfileRow) and row.config == config]
     profiles = [row for row in profiles if row.run == profiles[0].run]
     launches = next((row.launches for row in rows if isinstance(row, CallPathRow) and row.config == config), [])

@@ -87,10 +87,10 @@ def shares_words(shares: Mapping[str, float]) -> str:
 
 
 def plan(found: Iterable[Hypothesis], device: Clock, roof: float) -> tuple[Hypothesis, ...]:
-    """The supported hypotheses that call for a change worth a step, what gives most first, each change with what it gives.
+    """The supported hypotheses that call for a change worth a step, the largest gain first, each change with its gain.
 
-    ``device`` is the clock of the device's time, of which the machine allows a speed-up of ``roof`` at the most. What is a part
-    of a caller's time comes last: that ceiling is not the caller's."""
+    ``device`` is the clock of the device's time, of which the machine allows a speed-up of ``roof`` at the most. Changes of a
+    caller's time come last: that ceiling is not the caller's."""
     calling = [
         (one, _with_gain(one.change, device, roof)) for one in found if one.status == "supported" and one.change is not None
     ]

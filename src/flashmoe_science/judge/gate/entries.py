@@ -17,7 +17,7 @@ _MOST_SHOWN = 60  # characters of a wrong value
 
 
 class Entry(BaseModel):
-    """What a file of a gate holds: no field but its own, none of another type."""
+    """An entry of a gate's file: its own fields alone, each of its type."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

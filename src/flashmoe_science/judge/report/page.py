@@ -73,7 +73,7 @@ class Contents:
 
 
 def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Verdict]) -> list[Diagnosis]:
-    """Why a candidate is as slow as it is, and ours where it loses, the worst first, or where it never does, wins least."""
+    """Why a candidate is as slow as it is; of ours the worst losses first, or, where there are none, the least win."""
     chosen: list[Verdict] = []
     for group in found:
         if group.clock == "graph" or group.gpu == "cpu":

@@ -223,7 +223,7 @@ def _request_ns(channel: Channel, do: str, **what: float) -> int:
 
 
 def _hidden(took: float, without: float, worth: float) -> bool:
-    """Whether a message took longer than without the function, and by more than it is worth."""
+    """Whether a message took longer than without the function, and by more than ``worth``."""
     return took > _MORE * without and took - without > worth
 
 

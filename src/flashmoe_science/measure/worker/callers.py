@@ -83,8 +83,8 @@ T = TypeVar("T")
 
 
 def _by_kernel(call: Callable[..., T], *given: Any) -> T:
-    """The result of a kernel's own code; that memory ran out in it, and not in the harness's, is noted on the error. No timed
-    call takes this way."""
+    """The result of a kernel's own code. If memory runs out there, not in the harness, the error says so. No timed call comes
+    through here."""
     try:
         return call(*given)
     except torch.OutOfMemoryError as error:

@@ -233,7 +233,7 @@ class Calls:
 
 
 def _within(under: Under) -> AbstractContextManager[Any]:
-    """The mode or stream of a call, for all that is done with its tensors: those made for inference change under it only."""
+    """The mode or stream of a call, for all work on its tensors: those made for inference change only under it."""
     if under == "inference":
         return torch.inference_mode()
     if under == "no_grad":

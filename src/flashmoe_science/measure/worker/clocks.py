@@ -1,9 +1,9 @@
 """Samplers where a kernel lives, on input sets that all samplers of a problem share, and whose values can be changed.
 
-They are changed (``refresh``) without a trace in PyTorch's version counters. A sample can be cut, at a call that nobody could
-foresee, in place of being timed, and that call's output is handed over: a kernel that computes only when it is looked at is
-looked at when it is timed. Of a function that is not trusted a sample of the wall clock also keeps a few results, each chosen
-after its call returned, to be looked at (``show``) later.
+``refresh`` changes the values without a trace in PyTorch's version counters. A sample can be cut at an unforeseeable call in
+place of being timed, and that call's output is handed over: this catches a kernel that computes only when it is checked. For an
+untrusted function a sample of the wall clock also keeps a few results, each chosen after its call returned, to be checked
+(``show``) later.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Clocks:
 
 
 def _room(outputs: Sequence[Any]) -> int:
-    """How many results of a timed sample are kept, by the outputs of a call. As many of a function's, from the first sample on,
-    as of its rival's: results that are kept leave a call other memory, which took 3% of 45 us on a CPU."""
+    """How many results of a timed sample are kept, by the outputs of a call. As many for a function, from the first sample on,
+    as for its rival: kept results change a call's memory, which cost 3% of 45 us on a CPU."""
     size: int = sum(output.nbytes for output in outputs if kind_of(output) == "Tensor")
     return max(1, min(_SHOWN, _SHOWN_BYTES // max(1, size)))

@@ -72,8 +72,8 @@ class Timing:
     def _sampled(self, ready: Sequence[Ready], clock: Clock, rounds: int) -> list[Ready]:
         """Sample all in each round, the first of ours twice: the control. Then compare their results.
 
-        The order of a round is drawn, alike on all ranks: what ran before a sample decides on the clock that the power limit
-        leaves it, and there and back each would follow the same two.
+        The order of a round is drawn, alike on all ranks: what ran before a sample sets the clock that the power limit leaves
+        it, and in an alternating order each would follow the same two.
         """
         first = next((one for one in ready if one.implementation.origin == "ours"), None)
         every = [*ready, *([replace(first, is_control=True)] if first else [])]
