@@ -98,8 +98,8 @@ def select(
 
 
 def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Decision | None:
-    """The decision that records support among the kernels in ``able``: by the ``nearest`` one, which gives its config where the
-    tiles are the same."""
+    """The decision that records support among the kernels in ``able``: by the ``nearest`` one. It gives its config where the
+    tiles are the same, unless it only confirms the kernel's own rule, which then decides here too."""
     entry = nearest(problem, gpu, table, able)
     if entry is None:
         return None
@@ -110,13 +110,16 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     else:
         problem = problem.representative()
         reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
-    if not entry.tuned and entry.config not in kernel.configs(entry.problem, gpu_named(entry.gpu)):
+    config = kernel.configs(problem, gpu)[0]
+    offered = None if entry.tuned else kernel.configs(entry.problem, gpu_named(entry.gpu))
+    if offered is not None and entry.config not in offered:
         own = "that of the record is not offered any more"
     elif not exact and entry.problem.tile_key() != problem.tile_key():
         own = "the tiles differ"
+    elif offered is not None and not exact and entry.config == offered[0] != config:
+        own = "that of the record is its first one there"
     else:
         return Decision(entry.kernel, entry.config, reason, "measured" if exact else "modelled", entry.run)
-    config = kernel.configs(problem, gpu)[0]
     return Decision(entry.kernel, config, f"{reason}; its own first config, as {own}", "modelled", entry.run)
 
 

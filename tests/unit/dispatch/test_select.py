@@ -113,6 +113,19 @@ def test_with_other_tiles_a_kernel_is_lent_only_where_it_suits(row: str, kernel:
     assert (decision.kernel, decision.record) == (kernel, record)
 
 
+@pytest.mark.parametrize(("measured", "config"), [("m=2", Config(m=1)), ("m=7", Config(m=7))])
+def test_a_record_that_confirms_a_kernels_rule_leaves_near_problems_to_it(measured: str, config: Config) -> None:
+    """The kernel's own guess is m=2 for many queries and m=1 for few. A record of another config goes before the rule."""
+
+    def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+        return Config(m=2 if problem.seqlen_q >= 1000 else 1), Config(m=7)
+
+    ruled = dataclasses.replace(PORTABLE, configs=configs)
+    rows = table(("h200", "attn b1 h8 q1024 d64", "portable", measured))
+    decision = select(parse_problem("attn b1 h8 q600 d64"), gpu_named("h200"), rows, (ruled,), "sdpa")
+    assert (decision.config, decision.record) == (config, "run0")
+
+
 def test_under_a_causal_mask_unequal_lengths_lend_no_config_to_equal_ones_nor_take_theirs() -> None:
     """A tile of queries meets the diagonal at one place where the lengths are equal, and anywhere else where they are not."""
     rows = table(("h200", "attn b4 h32 q4096 d64 causal", "portable", "m=7"))
