@@ -138,9 +138,10 @@ def positions(
         TypeError, ValueError: as ``shard``; on the CPU also documents that do not fill ``seqlen`` tokens.
     """
     check_count(seqlen, "seqlen", 0)
-    check_table(cu_seqlens, "cu_seqlens", (None,), cu_seqlens)
-    if cu_seqlens is not None and compares(cu_seqlens) and not cu_seqlens.is_meta:
-        check_documents(cu_seqlens, seqlen)
+    if cu_seqlens is not None:
+        check_table(cu_seqlens, "cu_seqlens", (None,), cu_seqlens)
+        if compares(cu_seqlens) and not cu_seqlens.is_meta:
+            check_documents(cu_seqlens, seqlen)
     own = shard(torch.arange(seqlen, device=device if cu_seqlens is None else cu_seqlens.device), 0, group, layout)
     if cu_seqlens is not None:
         own = own - cu_seqlens[torch.searchsorted(cu_seqlens, own, right=True) - 1]
