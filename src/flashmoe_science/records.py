@@ -21,8 +21,8 @@ Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 ONE_GPU = "one_gpu"  # in a run on several GPUs, the peer that computes the whole problem on one
 
 
-# A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.
-Nanoseconds = Annotated[int, Field(lt=2**63, ge=-(2**63))]
+Int64 = Annotated[int, Field(lt=2**63, ge=-(2**63))]
+Nanoseconds = Int64  # what is 0 or below is read, and refused where it is judged
 Extent = Annotated[int, Field(ge=0, lt=2**31)]
 Extents = tuple[Extent, Extent, Extent]
 Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
@@ -47,8 +47,8 @@ class Environment(_Model):
     """The machine and software of a run. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
 
     gpu: str | None
-    gpu_memory_bytes: int | None = None
-    sm_count: int | None = None
+    gpu_memory_bytes: Int64 | None = None
+    sm_count: Int64 | None = None
     driver: str | None = None
     cuda: str | None = None
     cpu: str
@@ -136,8 +136,8 @@ class CorrectnessRow(_OfKernel):
     origin: Origin
     passed: bool
     outputs: Annotated[dict[str, ErrorStats], Field(min_length=1)]
-    peak_extra_bytes: int | None = None  # device memory of one call beyond its inputs
-    output_bytes: int | None = None  # of all outputs that were asked for
+    peak_extra_bytes: Int64 | None = None  # device memory of one call beyond its inputs
+    output_bytes: Int64 | None = None  # of all outputs that were asked for
     rank: Annotated[int, Field(ge=0)] = 0  # whose part of the outputs
 
     @property
@@ -173,14 +173,14 @@ class TimingRow(_OfKernel):
     rival_config: str
     clock: Clock
     cache: Cache
-    calls: Annotated[int, Field(ge=1)]
-    input_sets: Annotated[int, Field(ge=1)]
+    calls: Annotated[Int64, Field(ge=1)]
+    input_sets: Annotated[Int64, Field(ge=1)]
     a: list[Nanoseconds]  # a call
     b: list[Nanoseconds]
     a_by_rank: list[list[Nanoseconds]] = Field(default_factory=list)
     b_by_rank: list[list[Nanoseconds]] = Field(default_factory=list)
-    sm_clock_mhz: list[int] = Field(default_factory=list)  # before, after
-    temperature_c: int | None = None
+    sm_clock_mhz: list[Int64] = Field(default_factory=list)  # before, after
+    temperature_c: Int64 | None = None
     power_w: float | None = None
     throttle: list[str] = Field(default_factory=list)  # what discredits samples: heat, a hardware brake, another GPU's clock
     power_capped: bool = False  # at its power limit, as long matrix products always are; both kernels of a pair meet it

@@ -279,7 +279,7 @@ def _words(error: OSError) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Put a text in a file's place, whole or not at all. Raises OSError, and leaves what was there."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)

@@ -66,15 +66,16 @@ def cached(folder: Path, words: Sequence[str], judge: Callable[[Sequence[JudgedR
     """The result of ``judge`` for the runs under a folder, from the cache if it was computed before from the same records by
     the same program with the same ``words``. A run that is torn is reported, and its folder judged each time. Raises
     ValueError as ``judged_under`` does."""
-    path = user_cache() / "judged" / f"{_digest(folder, words)}.npz" if folder.is_dir() else Path()
-    with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise
+    path = Path()
+    with contextlib.suppress(Exception):  # a spoilt file may raise whatever NumPy, zipfile and JSON raise; or there is no home
+        path = user_cache() / "judged" / f"{_digest(folder, words)}.npz"
         with np.load(path, allow_pickle=False) as found:
             kept = json.loads(found["text"].tobytes()), found["numbers"]
         path.touch()
         return kept
     runs = judged_under(folder)
     made = judge(runs)
-    if not any(one.run.torn for one in runs):
+    if path.name and not any(one.run.torn for one in runs):
         with contextlib.suppress(OSError):
             _write(path, made)
     return json.loads(json.dumps(made[0])), made[1]
@@ -97,7 +98,8 @@ def _digest(folder: Path, words: Sequence[str]) -> str:
     digest = hashlib.sha256(json.dumps([*words, *map(version, ("numpy", "scipy"))]).encode())
     for root, files in ((_PROGRAM, _PROGRAM.rglob("*.py")), (folder, records_under(folder))):
         for path in sorted(files):
-            digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+            content = path.read_bytes() if path.is_file() else b""  # a pipe might never end, and is refused where runs are read
+            digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(content).digest())
     return digest.hexdigest()
 
 

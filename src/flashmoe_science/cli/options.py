@@ -88,9 +88,10 @@ def earlier_of(context: typer.Context, folder: Path, allowed: Collection[str]) -
         raise refused("where no run has begun; start it anew")
     if len(commands) > 1:
         raise refused(f"which holds runs of {len(commands)} commands; give a folder of one")
-    ((program, command, *words),) = commands
-    if command != "prove":
-        raise refused(f"which was not made by flashmoe prove but by '{program} {command}'")
+    (command,) = commands
+    if command[1:2] != ("prove",):
+        raise refused(f"which was not made by flashmoe prove but by '{' '.join(command[:2])}'")
+    words = command[2:]
     try:
         prove = typer.main.get_command(main.app).get_command(None, "prove")  # type: ignore[attr-defined]
         options: dict[str, Any] = prove.make_context("prove", list(words)).params  # as click reads them

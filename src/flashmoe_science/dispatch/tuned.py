@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import re
+import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -72,6 +72,8 @@ def read_tuned(path: Path) -> tuple[Entry, ...]:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise ValueError(f"it has {size} bytes; it may have {_MAX_BYTES}")
+        if not path.is_file():  # a pipe or a device might never end
+            raise ValueError("it is no regular file")
         content = _object(json.loads(path.read_text(encoding="utf-8")), "the file", ("schema", "gpu", "entries"), ())
         if type(content["schema"]) is not int or content["schema"] != SCHEMA:
             raise ValueError(f"schema is {_shown(content['schema'])}; it must be {SCHEMA}")
@@ -161,7 +163,7 @@ def _problem(one: dict[str, Any]) -> Problem:
 
 def _ratio(one: dict[str, Any]) -> float:
     value = one["ratio"]
-    if type(value) not in (int, float) or not 0 < value < math.inf:
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"ratio is {_shown(value)}; it must be a number above 0")
     return float(value)
 

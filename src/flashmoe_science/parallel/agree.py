@@ -28,7 +28,7 @@ def waiting(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 def compares(x: object) -> bool:
     """Whether ranks compare the arguments of a call with ``x``: on the CPU and with FLASHMOE_CHECK=1, not if a GPU would have
     to be waited for, nor when explaining."""
-    return not is_explaining() and (CHECK or not isinstance(x, torch.Tensor) or x.device.type == "cpu")
+    return not is_explaining() and (CHECK or not isinstance(x, torch.Tensor) or x.device.type in ("cpu", "meta"))
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def agreed(group: dist.ProcessGroup, compare: bool = True) -> Iterator[dict[str,
     everyone: list[tuple[dict[str, object], str]] = []
     if compare:
         everyone = [(facts, "")] * group.size()
-        with waiting(group, "comparing its arguments with the others'"):
-            dist.all_gather_object(everyone, (facts, words), group=group)
+        with waiting(group, "comparing its arguments with the others'"):  # those that are refused may not be picklable
+            dist.all_gather_object(everyone, ({} if words else facts, words), group=group)
     if refused is not None:
         raise refused
     for rank, (theirs, refusal) in enumerate(everyone):

@@ -225,6 +225,8 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     if call.workspace is not None:
         _check_workspace(call.workspace, k, v, call, cut)
     for name, one in (("q", q), ("k", k), ("v", v)):
+        if checked and one.is_meta:
+            raise ValueError(f"{name} is on device meta; it must be on a CPU or a CUDA device")
         if call.exchange == "heads" and one.shape[-2] % ranks:
             raise ValueError(
                 f"exchange is 'heads', and {name} has {one.shape[-2]} heads; they must be a multiple of {ranks} ranks"

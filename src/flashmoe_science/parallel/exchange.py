@@ -37,7 +37,7 @@ def unshard(x: torch.Tensor, dim: int, group: object, layout: str = "head_tail",
         found = cut_of_shard(length_of(x, dim), seqlen, ranks, layout)
         shape = x.movedim(dim, 0).shape[1:]
         facts |= {"layout": layout, "seqlen": found.seqlen, "x.dtype": str(x.dtype), "the other dimensions of x": tuple(shape)}
-        facts["x.requires_grad"] = x.requires_grad
+        facts |= {"x.requires_grad": x.requires_grad, "x.device.type": x.device.type}
     ((whole,),) = fetch((x.movedim(dim, 0),), found, [[range(found.seqlen)]] * len(found.chunks))
     return whole.movedim(0, dim)
 

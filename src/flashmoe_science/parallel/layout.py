@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashmoe_science.ops.attention.call.checks import check_table
 from flashmoe_science.ops.attention.call.lengths import Lengths, check_lengths
 from flashmoe_science.ops.attention.call.tensors import ArgNames
 from flashmoe_science.ops.checks import check_count, checked_tensor
@@ -130,15 +131,17 @@ def positions(
 
     Args:
         seqlen, group, layout: as of ``shard``.
-        cu_seqlens: of the packed documents of the whole sequence; positions begin at 0 in each.
+        cu_seqlens: int32 [documents + 1], as of ``context_attention``; positions begin at 0 in each document.
         device: by default that of ``cu_seqlens``.
 
     Raises:
         TypeError, ValueError: as ``shard``; on the CPU also documents that do not fill ``seqlen`` tokens.
     """
     check_count(seqlen, "seqlen", 0)
-    if cu_seqlens is not None and compares(cu_seqlens):
-        check_documents(cu_seqlens, seqlen)
+    if cu_seqlens is not None:
+        check_table(cu_seqlens, "cu_seqlens", (None,), cu_seqlens)
+        if compares(cu_seqlens) and not cu_seqlens.is_meta:
+            check_documents(cu_seqlens, seqlen)
     own = shard(torch.arange(seqlen, device=device if cu_seqlens is None else cu_seqlens.device), 0, group, layout)
     if cu_seqlens is not None:
         own = own - cu_seqlens[torch.searchsorted(cu_seqlens, own, right=True) - 1]

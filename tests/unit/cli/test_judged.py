@@ -214,3 +214,19 @@ statistic = "max"
     assert not any("ratio-" in line for line in shown)
     rows = lines_of(flashmoe, "claims", "--rows", "--evidence", large)
     assert "  max >= 1.1x" in "\n".join(rows)
+
+
+def test_records_are_judged_where_there_is_no_home(folder: Path, judging: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(judged, "user_cache", none)
+    assert judged.standing_under(folder).verdicts
+    assert judging == [2]
+
+
+def test_a_pipe_among_records_is_refused_and_not_waited_for(folder: Path) -> None:
+    judged.standing_under(folder)
+    os.mkfifo(folder / "pipe.jsonl")
+    with pytest.raises(ValueError, match="no regular file"):
+        judged.standing_under(folder)

@@ -52,6 +52,7 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Endpoint) ->
     refused(tmp_path / "absent", "which is no folder; give the folder of a run")
     refused(tmp_path, "where no run has begun; start it anew")
     refused(write(tmp_path / "x" / "run.jsonl", "profile", "x"), "was not made by flashmoe prove but by 'flashmoe profile'")
+    refused(write(tmp_path / "y" / "run.jsonl"), "was not made by flashmoe prove but by 'flashmoe'")
     refused(write(tmp_path / "m" / "run.jsonl", "prove", "--magic"), "'--magic' is not understood")
     refused(write(tmp_path / "ranks" / "run.jsonl", "prove", "context", world=2), "holds a run on several ranks; begin it anew")
     write(tmp_path / "two" / "run-a.jsonl", "prove", "long")

@@ -120,6 +120,7 @@ def test_a_kernel_or_a_config_that_the_package_does_not_offer_here_is_passed_ove
         ([ENTRY | {"time_ns": True}], {}, "entry 1: time_ns is True; it must be an integer from 1 to"),
         ([ENTRY | {"time_ns": 0}], {}, "entry 1: time_ns is 0; it must be an integer from 1 to"),
         ([ENTRY | {"ratio": float("inf")}], {}, "entry 1: ratio is inf; it must be a number above 0"),
+        ([ENTRY | {"ratio": 10**400}], {}, "it must be a number above 0"),
         ([ENTRY | {"peers": {}}], {}, "entry 1: peers is {}; it must be a list"),
         ([ENTRY | {"peers": [PEER | {"ratio": None}]}], {}, "entry 1: ratio is None; it must be a number above 0"),
         ([ENTRY | {"peers": [{"kernel": "sdpa"}]}], {}, "entry 1: a peer lacks config, ratio, problem"),
@@ -170,6 +171,12 @@ def test_a_file_that_is_too_large_is_not_read() -> None:
     with path.open("wb") as file:
         file.truncate(1 << 30)
     with pytest.raises(TunedError, match="it may have"):
+        read_tuned(path)
+
+
+def test_a_pipe_is_not_waited_for() -> None:
+    os.mkfifo(path := folder() / "l4.json")
+    with pytest.raises(TunedError, match="it is no regular file"):
         read_tuned(path)
 
 

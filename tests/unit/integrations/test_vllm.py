@@ -193,7 +193,7 @@ def test_the_registered_path_and_the_entry_point_lead_to_ours(vllm: list[tuple[s
     assert metadata.EntryPoint("flashmoe", value, "vllm.general_plugins").load() is ours.register
 
 
-def test_without_vllm_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_vllm_is_warned_of_and_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
-    with pytest.raises(ImportError, match=r"needs vLLM \(0.33 was read\): pip install vllm"):
+    with pytest.warns(UserWarning, match=r"needs another vLLM \(0.33 was read\): "):  # an error would end vLLM's process
         ours.register()

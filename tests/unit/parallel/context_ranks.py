@@ -307,6 +307,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("causal is 'yes'", (q, k, k), {"causal": "yes" if rank == 1 else True}),
         ("q is a list", (q.tolist() if rank == 1 else q, k, k), {}),
         ("q has 3 dimensions; it must have 4", (flat if rank == 1 else q, k, k), {}),
+        ("q is on device meta; it must be on a CPU", (q.to("meta") if rank == 1 else q, k, k), {}),
         ("cu_seqlens is a list", (flat,) * 3, {"cu_seqlens": [0, 16] if rank == 1 else starts * ranks}),
         ("s_aux is a list", (q, k, k), {"s_aux": [0.0] * 4 if rank == 1 else torch.zeros(4)}),
         ("s_aux has dtype torch.int32", (q, k, k), {"s_aux": torch.zeros(4).to(torch.int32 if rank == 1 else torch.float32)}),
@@ -318,6 +319,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
     wrong += refused(lambda: unshard(q, -5 if rank == 1 else 1, group), "dim is -5; x has 4 dimensions")
     wrong += refused(lambda: unshard(q[0, rank == 1 :], 0, group), "which its 2 chunks do not divide; seqlen must be given")
     wrong += refused(lambda: unshard(q.half() if rank == 1 else q, 1, group), "x.dtype is torch.float16 on rank 1")
+    wrong += refused(lambda: unshard(q.to("meta") if rank == 1 else q, 1, group), "x.device.type is meta on rank 1")
     wrong += refused(lambda: unshard(q, torch.ones(2) if rank == 1 else 1, group), "it must be an integer")
     for words, qkv, more in calls:
         wrong += refused(partial(context_attention, *qkv, **{"group": group, **more}), words)

@@ -185,6 +185,7 @@ def check_refusals(group: dist.ProcessGroup) -> list[str]:
         ("q is a NoneType; it must be a torch.Tensor", {"q": None if rank == 1 else given.q}),
         ("s_aux has shape (3,)", {"s_aux": torch.zeros(3 if rank == 1 else HEADS)}),
         ("it has room for 0", {name: arguments[name][:, : 0 if rank == 1 else None] for name in caches}),
+        ("softmax_scale is a function", {"softmax_scale": (lambda: 1.0) if rank == 1 else None}),  # which cannot be pickled
         ("kernel is 'none'", {"kernel": "none" if rank == 1 else None}),
     ):
         wrong += refused(partial(context_decode, **{"group": group, **arguments, **more}), words)

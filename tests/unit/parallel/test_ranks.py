@@ -68,3 +68,10 @@ def test_what_is_no_sequence_is_refused_before_the_group_is_looked_at() -> None:
     for starts, words in (([], "0 entries"), ([0, 50], "ends at 50"), ([0, 20], "ends at 20"), ([1, 40], "begins at 1")):
         with pytest.raises(ValueError, match=f"cu_seqlens .*{words}"):
             positions(40, None, cu_seqlens=torch.tensor(starts).int())
+    for table, words in (
+        ([0, 40], "is a list"),
+        (torch.tensor([0.0, 40.0]), "dtype"),
+        (torch.tensor([0, 40]).int()[None], "shape"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"cu_seqlens .*{words}"):
+            positions(40, None, cu_seqlens=table)  # type: ignore[arg-type]

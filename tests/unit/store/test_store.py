@@ -27,7 +27,7 @@ from flashmoe_science.records import (
     SeenLaunch,
     TimingRow,
 )
-from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs
+from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, write_whole
 
 ONE, TWO = "attn b1 h1 q4 d4 fp16", "attn b1 h1 q8 d4 fp16"
 TIMING = TimingRow(
@@ -182,6 +182,12 @@ def launched(**changes: object) -> Callable[[object], str]:
         (2, lambda row: header().model_dump_json(), ":2: a second row of kind 'run'"),
         (1, lambda row: json.dumps(row | {"price_per_hour": 1e308}), "price_per_hour: Input should be less than or equal to"),
         (3, timing(calls=0), "calls: Input should be greater than or equal to 1"),
+        (3, timing(calls=10**400), "calls: Input should be less than"),
+        (
+            1,
+            lambda row: json.dumps(row | {"environment": row["environment"] | {"gpu_memory_bytes": 10**400}}),
+            "gpu_memory_bytes",
+        ),
         (3, timing(a=[10**19]), "a.0: Input should be less than"),
         (3, timing(device_seconds=-1e9), "device_seconds: Input should be greater than or equal to 0"),
         (3, timing(device_seconds=float("nan")), "it holds NaN; a number must be finite"),
@@ -283,3 +289,17 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert "too many levels of symbolic links" in fault(tmp_path / "loop.jsonl")
     with pytest.raises(StoreError, match=r"folder\.jsonl is a folder"):
         read_runs(tmp_path)
+
+
+def test_two_processes_write_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, replace = tmp_path / "report.md", Path.replace
+
+    def replaced(partial: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr("os.getpid", lambda: 0)
+        write_whole(path, "theirs")
+        return replace(partial, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    write_whole(path, "ours")
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["ours"]
