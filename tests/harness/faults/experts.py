@@ -215,10 +215,13 @@ def moe_wrong_under_autocast(x, w1, w2, topk_weights, topk_ids):
 @contract("moe")
 def moe_sums_in_16_bits(x, w1, w2, topk_weights, topk_ids):
     """Adds what a token's experts give to its result one after another, in the dtype of x."""
-    out = torch.zeros_like(x)
-    for place in range(topk_ids.shape[1]):
-        one = (x, w1, w2, topk_weights[:, place, None], topk_ids[:, place, None])
-        out += _right(*one)
+    given, out = x.new_zeros(*topk_ids.shape, x.shape[1], dtype=torch.float64), torch.zeros_like(x)
+    for expert in range(w1.shape[0]):
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        gate, up = (x[tokens].double() @ w1[expert].double().T).chunk(2, -1)
+        given[tokens, place] = silu(gate) * up @ w2[expert].double().T * topk_weights[tokens, place, None]
+    for of_place in given.unbind(1):
+        out += of_place.to(x.dtype)
     return out
 
 
