@@ -92,8 +92,8 @@ class Model(NamedTuple):
         check_extent("max_seqlen", self.max_seqlen)
         for of, names in _PARTS.items():
             for name in names:
-                if getattr(self, of) is None and getattr(self, name) is not None:
-                    raise ValueError(f"{of} is None and {name} is given; it must be given too")
+                if getattr(self, name) is not None:
+                    _given(of, getattr(self, of), name)
         for name in ("sinks", "append", "rotary_interleaved", "expert_bias"):
             check_flag(getattr(self, name), name)
         check_count(self.rotary_dim, "rotary_dim", 0)

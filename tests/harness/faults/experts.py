@@ -7,14 +7,19 @@ from flashmoe_science.contract import contract
 from flashmoe_science.moe import dequantize_experts
 
 
-def _mixture(x, w1, w2, topk_weights, topk_ids, room=None, swapped=False, product=torch.matmul):
-    """The mixture [tokens, hidden], of the first ``room`` tokens of each expert, gate and factor ``swapped`` or not."""
-    out = torch.zeros_like(x)
+def _results(x, w1, w2, topk_weights, topk_ids, room=None, swapped=False, product=torch.matmul):
+    """Of each expert its tokens, their places among the token's experts, and the weighted results [tokens, hidden]."""
     for expert in range(w1.shape[0]):
         tokens, place = (found[:room] for found in torch.nonzero(topk_ids == expert, as_tuple=True))
         gate, up = product(x[tokens], w1[expert].T).chunk(2, -1)
         gate, up = (up, gate) if swapped else (gate, up)
-        down = product(silu(gate) * up, w2[expert].T) * topk_weights[tokens, place, None]
+        yield tokens, place, product(silu(gate) * up, w2[expert].T) * topk_weights[tokens, place, None]
+
+
+def _mixture(x, w1, w2, topk_weights, topk_ids, **how):
+    """The mixture [tokens, hidden], of the first ``room`` tokens of each expert, gate and factor ``swapped`` or not."""
+    out = torch.zeros_like(x)
+    for tokens, _, down in _results(x, w1, w2, topk_weights, topk_ids, **how):
         out.index_add_(0, tokens, down.to(x.dtype))
     return out
 
@@ -216,10 +221,8 @@ def moe_wrong_under_autocast(x, w1, w2, topk_weights, topk_ids):
 def moe_sums_in_16_bits(x, w1, w2, topk_weights, topk_ids):
     """Adds what a token's experts give to its result one after another, in the dtype of x."""
     given, out = x.new_zeros(*topk_ids.shape, x.shape[1], dtype=torch.float64), torch.zeros_like(x)
-    for expert in range(w1.shape[0]):
-        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        gate, up = (x[tokens].double() @ w1[expert].double().T).chunk(2, -1)
-        given[tokens, place] = silu(gate) * up @ w2[expert].double().T * topk_weights[tokens, place, None]
+    for tokens, place, down in _results(*(one.double() for one in (x, w1, w2, topk_weights)), topk_ids):
+        given[tokens, place] = down
     for of_place in given.unbind(1):
         out += of_place.to(x.dtype)
     return out

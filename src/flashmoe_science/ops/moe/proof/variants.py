@@ -94,16 +94,19 @@ def scales_between_two_of_bf16(made: Made) -> Made:
     return made | codes | scales | {"x": (x.abs() * less).to(x.dtype)}
 
 
+def _of_tokens(made: Made) -> Made:
+    """The tensors with a row a token."""
+    return {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
+
+
 def _sliced(made: Made) -> Made:
     """All but the weights of the experts as the first columns of tensors twice as wide."""
-    given = {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
-    return made | {name: torch.cat((one, one.flip(0)), -1)[:, : one.shape[1]] for name, one in given.items()}
+    return made | {name: torch.cat((one, one.flip(0)), -1)[:, : one.shape[1]] for name, one in _of_tokens(made).items()}
 
 
 def _in_columns(made: Made) -> Made:
     """Tokens as columns in memory, and with them their routing."""
-    given = {name: made[name] for name in ("x", "topk_weights", "topk_ids", "router_logits") if name in made}
-    return made | {name: one.T.contiguous().T for name, one in given.items()}
+    return made | {name: one.T.contiguous().T for name, one in _of_tokens(made).items()}
 
 
 def _of_larger_weights(made: Made) -> Made:
