@@ -98,6 +98,7 @@ def implementations(
         made("context_attention", "messages", _ours(problem, inputs, group, exchange="keys")),
         made("context_attention", "copies", _ours(problem, inputs, group, copies=on_gpu), no_gpu),
         made("context_attention", "heads", _ours(problem, inputs, group, exchange="heads"), no_heads),
+        made("context_attention", "ring", _ours(problem, inputs, group, exchange="ring")),
         made(ONE_GPU, "flash_attn_func", _whole(problem, inputs, "flash_attn_func"), single_gpu=True),
         made(ONE_GPU, "fa3", _whole(problem, inputs, "fa3"), no_fa3, single_gpu=True),
         made("all_gather", best, _gathered(problem, inputs, group, best), uneven or no_backward, launches="nccl"),
