@@ -55,6 +55,14 @@ def problem(text: str) -> AttentionProblem:
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
+        ("attn b4 h16 q4097 d128 bf16 causal", 0),
+        *(
+            pytest.param(f"attn {sizes} bf16", 0, marks=REDUNDANT)
+            for sizes in ("b34 h24 q908 d128", "b2 h32 hk4 q5656 k7948 d72", "b1 h28 q6684 d80", "b4 h21 q3420 d96")
+        ),
+        pytest.param("attn b1 h10 q14766 k15802 d96 bf16 causal", 0, marks=REDUNDANT),
+        pytest.param("attn b55 h16 q577 d96 bf16 causal", 0, marks=REDUNDANT),
+        pytest.param("attn b1 h28 q6684 d80 bf16 causal", 0, marks=REDUNDANT),
         pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 8, marks=(*REDUNDANT, NEWER)),
         pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 56, marks=REDUNDANT),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 40, marks=REDUNDANT),
@@ -66,7 +74,7 @@ def problem(text: str) -> AttentionProblem:
 )
 def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     one, gpu = problem(text), gpu_named("h200")
-    config = host.configs(one, gpu)[0]
+    config = host.fitted(one, one, host.configs(one, gpu)[0], gpu)
     build = built(compile_jobs(kernel.KERNEL, one, config, gpu)[0], gpu, kernel.NAME, one, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import accumulate
+from random import Random
 from typing import Any
 
 import pytest
@@ -64,7 +65,18 @@ def test_wide_heads_have_128_keys_a_tile_from_a_thousand_on(sizes: str, consumer
         ("attn b10 h32 q1500 d64 bf16", 3),
         ("attn b32 h8 q256 d64 bf16", 1),  # short
         ("attn b4 h4 q2048 d64 bf16", 1),  # 176 tiles of three: two rounds, the second for a third of the processors
-        ("attn b1 h16 q20536 d128 bf16", 2),
+        ("attn b1 h16 q20536 d128 bf16", 3),
+        ("attn b34 h24 q908 d128 bf16", 3),  # 31 rounds of tiles of 192 rows, 50 of 128
+        ("attn b1 h6 q12730 d128 bf16", 2),  # 4 rounds, 5
+        ("attn b4 h16 q4097 d128 bf16 causal", 3),
+        ("attn b68 h24 q1220 d128 bf16 causal", 2),
+        ("attn b4 h16 q4097 d128 bf16 causal softcap50", 2),
+        ("attn b1 h16 q16384 d128 bf16 causal", 2),  # which 128 divides
+        ("attn b8 h8 q701 d80 bf16 causal", 2),  # too few for pairs of tiles
+        ("attn b55 h16 q577 d96 bf16 causal", 1),
+        ("attn b142 h32 q326 d96 bf16 causal", 3),
+        ("attn b257 h28 q326 d112 bf16 causal bshd", 3),  # rows of 224 bytes: one consumer takes 1.75 times as long
+        ("attn b1600 h8 q94 k260 d128 bf16 causal", 2),
         ("attn b1 h2 q1272 k2098 d128 bf16", 1),
         ("attn b1 h48 hk6 q22832 d40 bf16 causal", 3),
         ("attn b8 h16 q1886 k13432 d64 bf16 causal", 3),
@@ -76,7 +88,55 @@ def test_wide_heads_have_128_keys_a_tile_from_a_thousand_on(sizes: str, consumer
 def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consumers: int) -> None:
     one, h200 = parse_problem(text), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    assert host.configs(one, h200)[0]["consumers"] == consumers
+    assert host.fitted(one, one, host.configs(one, h200)[0], h200)["consumers"] == consumers
+
+
+@pytest.mark.parametrize("mask", ["", " causal"])
+def test_the_work_of_tiles_is_counted_as_they_are(mask: str) -> None:
+    chance, gpu = Random(3), gpu_named("h200")
+    for _ in range(60):
+        queries, heads = chance.randrange(1, 3000), chance.randrange(1, 600)
+        keys = queries + (chance.randrange(3000) if chance.random() < 0.5 else 0)
+        one = parse_problem(f"attn b1 h{heads} q{queries} k{keys} d128 bf16{mask}")
+        assert isinstance(one, AttentionProblem)
+        for shape in (host.shape_of(1, 64, 2, 2), host.shape_of(2, 128, 2, 2), host.shape_of(3, 64, 2, 3)):
+            rows, block = 64 * shape["consumers"], shape["block_n"]
+            ends = [min(keys, first + rows + keys - queries) if mask else keys for first in range(0, queries, rows)]
+            diagonal = host.DIAGONAL_KEYS if mask else 0
+            of_head = [rows * (block * math.ceil(end / block) + diagonal) for end in ends]
+            counted = host._pairs_of_busiest(one, gpu, shape)
+            busiest = math.ceil(heads * len(ends) / gpu.sm_count) * of_head[0]
+            assert counted == pytest.approx(sum(of_head) * heads / gpu.sm_count if mask else busiest)
+
+
+def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    class Recorded:
+        def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+            self.consumers = arguments[function.arg_names.index("CONSUMERS")]
+
+        def encoder(self, *args: Any) -> Any:
+            return lambda tensor: ()
+
+        def launch(self, grid: Any, *args: Any) -> None:
+            launched.append(self.consumers)
+
+    monkeypatch.setattr(fwd_launcher, "Build", Recorded)
+    monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
+    monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
+    one = parse_problem("attn b1 h64 q4096 d128 bf16 causal")
+    assert isinstance(one, AttentionProblem)
+
+    def inputs(length: int) -> AttentionInputs:
+        q = torch.empty(1, 64, length, 128, dtype=torch.bfloat16)
+        return call_of(one, q, q, q, 0.1)
+
+    launcher = kernel.plan(inputs(4096), host.configs(one, gpu_named("h200"))[0])
+    for length in (4096, 4097, 1220, 4097):
+        call = inputs(length)
+        launcher.bind(call.tensors, call.options)(call.tensors, None, ALL_KEYS, None, None)
+    assert launched == [2, 3, 2, 3]
 
 
 def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:

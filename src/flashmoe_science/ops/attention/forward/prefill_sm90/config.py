@@ -6,6 +6,7 @@ from math import ceil
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.kernel import ProblemShape
 from flashmoe_science.ops.attention.device.bias import EXCHANGE_BYTES
 from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES
 from flashmoe_science.ops.attention.device.tma import fills_tiles, why_not_on_sm90
@@ -17,7 +18,7 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     tiles_of_head,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unsupported
+from flashmoe_science.ops.attention.problem.features import PLAIN, unsupported
 from flashmoe_science.ops.launch import cdiv
 
 SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed", "page")
@@ -29,6 +30,10 @@ MANY_KEYS, MANY_ROUNDS = 3072, 8
 DUO_GAIN, TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.03, 1.1, 1.15, 1.3, 1.5
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on more stages are worth their memory
 SOME_KEYS = 768  # in a window, up to which small tiles are faster
+# The speed of other tiles by that of two consumers of 128 keys where both compute as much (docs/notes/fwd-gluon-sm90.md): of
+# three consumers of 64 keys, full and causal, to a head's width; and of one, causal, at a width.
+TRIO_GAINS, LONE_GAINS = {80: (1.04, 1.05), 96: (1.01, 1.15), 128: (1.01, 1.1)}, {96: 0.94, 128: 0.92}
+DIAGONAL_KEYS, LONE_KEYS = 64, 256  # keys that a diagonal costs a tile of queries; up to which one consumer is no faster
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -88,17 +93,58 @@ def _narrow_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[Shape, ...]:
 
 
 def _middle_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[Shape, ...]:
-    pair, lone = shape_of(2, 128, 2, 2), shape_of(1, 64, 2, 2, occupancy=2)
-    parts, causal = head_parts(problem.head_dim), problem.causal
+    pair, lone = _pair(problem), _lone(problem)
+    same, causal, keys = head_parts(problem.head_dim) == head_parts(problem.head_dim_v), problem.causal, problem.seqlen_k
     few = _rows_ratio(problem, gpu, pair, lone) > (CAUSAL_PAIR_GAIN if causal else PAIR_GAIN)
-    if parts == head_parts(problem.head_dim_v) == (64, 16):
-        return shape_of(2, 128, 2, 2, stages_v=3), lone
-    if parts == head_parts(problem.head_dim_v) == (64, 32):
-        thin = shape_of(1, 64, 1, 2, occupancy=3, own_out=0)
-        few |= problem.seqlen_k < (1600 if causal else 1024)
-        return (thin, pair) if few and not _ragged(problem) else (pair, thin)
-    few |= problem.seqlen_k < 768 and causal
-    return (lone, pair) if few and not _ragged(problem) else (pair, lone)
+    ragged = problem.head_dim % 32 or problem.head_dim_v % 32  # rows of no whole 64 bytes: copies cost more
+    if same and problem.features == PLAIN:
+        return (lone, FITTED) if few and not ragged else (FITTED,)
+    if ragged:
+        return pair, lone
+    few |= keys < ((1600 if causal else 1024) if same and problem.head_dim == 96 else 768 * causal)
+    return (lone, pair) if few else (pair, lone)
+
+
+def _pair(problem: AttentionProblem) -> Shape:
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 80 and min(problem.head_dim, problem.head_dim_v) > 64
+    return shape_of(2, 128, 2, 2, stages_v=3 if narrow else 2)
+
+
+def _lone(problem: AttentionProblem) -> Shape:
+    if head_parts(problem.head_dim) == head_parts(problem.head_dim_v) == (64, 32):
+        return shape_of(1, 64, 1, 2, occupancy=3, own_out=0)
+    return shape_of(1, 64, 2, 2, occupancy=2)
+
+
+def fitted(problem: AttentionProblem, sizes: AttentionProblem | ProblemShape, config: Config, gpu: Gpu) -> Config:
+    """The config; for FITTED the one with the least to compute at these sizes of the problem: its tiles fill the processors,
+    and cover queries and keys, better than those of the others.
+
+    Lengths that 128 divides have two consumers or one, so that parts of a sequence are computed as the whole is.
+    """
+    if config["consumers"]:
+        return config
+    shapes, width = [(1.0, _pair(problem))], next(width for width in TRIO_GAINS if problem.head_dim <= width)
+    if sizes.seqlen_q % 128 or sizes.seqlen_k % 128:
+        deep = width < 128 or sizes.causal
+        trio = shape_of(3, 64, 2, 3 if deep else 2, own_out=int(width < 128 or not deep))
+        if not sizes.causal or _persistent(sizes, gpu, trio)["persistent"]:
+            shapes.append((TRIO_GAINS[width][sizes.causal], trio))
+    if problem.head_dim in LONE_GAINS and sizes.causal and sizes.causal_offset == 0 and sizes.seqlen_k > LONE_KEYS:
+        shapes.append((LONE_GAINS[problem.head_dim], _lone(problem)))
+    return _persistent(sizes, gpu, min(shapes, key=lambda one: _pairs_of_busiest(sizes, gpu, one[1]) / one[0])[1])
+
+
+def _pairs_of_busiest(sizes: AttentionProblem | ProblemShape, gpu: Gpu, shape: Shape) -> float:
+    """Pairs of a row and a key that the busiest processor computes, masked ones of a tile too. Under a causal mask, where tiles
+    of different cost even each other out, those of the average one, and what a diagonal costs."""
+    rows, keys = shape["consumers"] * ROWS, shape["block_n"]
+    tiles, heads, last = cdiv(sizes.seqlen_q, rows), sizes.batch * sizes.heads, cdiv(sizes.seqlen_k, keys)
+    if not sizes.causal:
+        return cdiv(tiles * heads, gpu.sm_count) * rows * last * keys
+    before = max(0, cdiv(sizes.causal_offset, keys))  # tiles of keys that all queries see
+    of_head = ((tiles - 1) * (before + tiles * (rows // keys) / 2) + last) * keys + tiles * DIAGONAL_KEYS
+    return of_head * heads / gpu.sm_count * rows
 
 
 def _tiles_each(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> float:
@@ -121,8 +167,8 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[Shape, ...]:
     if few_out and not problem.features.window and tile_bytes(problem, long) <= SHARED_BYTES:
         if tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
-        few_keys = 1280 if problem.causal_offset == 0 and not is_packed(problem) else 1024
-        return (lone, long) if problem.causal and problem.seqlen_k < few_keys and not _ragged(problem) else (long, lone)
+        few = problem.causal and problem.seqlen_k <= 1024 - is_packed(problem)
+        return (lone, long) if few and not _ragged(problem) else (long, lone)
     return (deep, short) if tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
 
@@ -197,11 +243,19 @@ def tile_bytes(problem: AttentionProblem, shape: Shape) -> int:
     return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out)) + exchanged
 
 
+# Two consumers of 128 keys, or one or three of 64, by the lengths of a call (``fitted``).
+FITTED = shape_of(0, 0, 0, 0, own_out=0, occupancy=0)
+
+
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> Config:
-    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program. Packed
-    sequences, and tiles of queries that a window makes about equal, are scheduled one by one."""
-    if is_packed(problem) or problem.features.window:
-        return Config(**shape, persistent=1, paired=0)
+    """Packed sequences, and tiles of queries that a window makes about equal, are scheduled one by one."""
+    if is_packed(problem) or problem.features.window or shape is FITTED:
+        return Config(**shape, persistent=int(shape is not FITTED), paired=0)
+    return _persistent(problem, gpu, shape)
+
+
+def _persistent(problem: AttentionProblem | ProblemShape, gpu: Gpu, shape: Shape) -> Config:
+    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(tiles_of_head(problem, config), 2)
     if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.ops.attention.call.kernel import AttentionInputs, our_kernel, run_planned
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Launcher, our_kernel, run_planned
 from flashmoe_science.ops.attention.device.bias import Bias
 from flashmoe_science.ops.attention.device.bias_args import STRIDES
 from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers, Descriptors
@@ -42,9 +42,9 @@ from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied
 from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Output, Pages, Sizes, Traits, Work
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, suits, supports
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import configs, fitted, suits, supports
 from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
-from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
+from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FittedLauncher, FwdLauncher, PackedLauncher
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
 from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
@@ -133,13 +133,13 @@ def flashmoe_fwd_gluon_sm90(
         )
 
 
-def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
     tensors = inputs.tensors
     dtypes = [None if one is None else one.dtype for one in (tensors.sinks, tensors.alibi_slopes, tensors.bias)]
-    kind = PackedLauncher if is_packed(inputs.problem) else FwdLauncher
+    kind = PackedLauncher if is_packed(inputs.problem) else FwdLauncher if config["consumers"] else FittedLauncher
     early = can_start_early(inputs.q.device)
     return kind(flashmoe_fwd_gluon_sm90, inputs.problem, config, gpu, inputs.return_lse, early, dtypes)
 
@@ -147,6 +147,7 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
     if not is_packed(problem):
+        config = fitted(problem, problem, config, gpu)
         return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
     tiles = max_listed(problem, config) * problem.heads // heads_of_tile(problem)
     main = Launch(name, packed_grid(tiles, config, gpu), threads(config))

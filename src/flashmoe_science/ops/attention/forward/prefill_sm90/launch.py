@@ -15,6 +15,7 @@ from flashmoe_science.ops.attention.call.tensors import Given, MaybeTensor, Opti
 from flashmoe_science.ops.attention.device.bias_args import bias_of, placeholders
 from flashmoe_science.ops.attention.device.sm90 import ROWS, registers, window_of
 from flashmoe_science.ops.attention.device.tma import Parts, cached_descriptors, copied_strides, encoders_of
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import fitted
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import list_of_tiles, max_tiles, numbers
 from flashmoe_science.ops.attention.forward.prefill_sm90.variant import (
     EVEN,
@@ -135,6 +136,21 @@ class FwdLauncher(Launcher):
         arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, left, *cache, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(self._function, arguments, **self._options), constexprs
         return made
+
+
+class FittedLauncher(Launcher):
+    """The launchers of the configs that ``fitted`` chooses from: each call is bound to its own."""
+
+    def __init__(self, function: Any, problem: AttentionProblem, config: Config, gpu: Gpu, *rest: Any) -> None:
+        self._problem, self._config, self._gpu, self._made = problem, config, gpu, dict[Config, FwdLauncher]()
+        self._of = lambda chosen: FwdLauncher(function, problem, chosen, gpu, *rest)
+
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        chosen = fitted(self._problem, shape_of(tensors, self._problem.mask), self._config, self._gpu)
+        launcher = self._made.get(chosen)
+        if launcher is None:
+            launcher = self._made[chosen] = self._of(chosen)
+        return launcher.bind(tensors, options, out)
 
 
 class PackedLauncher(FwdLauncher):
