@@ -87,7 +87,7 @@ class Request:
     @property
     def as_dispatched(self) -> bool:
         """Whether of ours only what the automatic choice runs is measured: drawn problems show what a user gets."""
-        return self.draw is not None and self.kernel is None
+        return self.draw is not None and not self.kernel
 
 
 @dataclass(frozen=True, slots=True)
