@@ -20,8 +20,8 @@ class Comparison:
 
     ``times`` and ``rival_times`` are the samples, ns a call, good to ``resolution`` ns; ``time_ns`` and ``rival_time_ns`` are
     their medians. ``measured`` is the ratio of the rival's time to the kernel's (above 1 the kernel is faster), None where the
-    samples are no pairs; ``interval`` is the same, widened by what the ``control`` leaves open: the kernel's own, where it has
-    one. ``fault`` and ``rival_fault`` are why a kernel is not trusted here, ``shared_fault`` why the samples are not."""
+    samples are no pairs; ``interval`` is ``measured`` widened by the bias of ``control``, which is the kernel's own where it
+    has one. ``fault`` and ``rival_fault`` are why a kernel is not trusted here, ``shared_fault`` why the samples are not."""
 
     run: str
     gpu: str
