@@ -1,8 +1,8 @@
 """Causes in memory and in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
 
-By counters where they were read. Without them, memory or a pipe did at least what the problem must move or compute, and at most
-what the launch's blocks can ask for; where that does not decide, a hypothesis stays untested. Each function returns a
-Hypothesis, or None where the cause has no meaning.
+Counters decide where they were read. Without counters, memory or a pipe did at least what the problem must move or compute, and
+at most what the launch's blocks can ask for; where these two bounds do not decide, a hypothesis stays untested. Each function
+returns a Hypothesis, or None where the cause has no meaning for the problem.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flashmoe_science.judge.diagnose.hypothesis import (
 )
 from flashmoe_science.judge.diagnose.roofline import Level
 
-_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, so the bytes that it reads are unknown
+_MOST_ROWS = 256  # a block with more rows walks the keys once for each of several tiles, so the bytes it reads are unknown
 _SECTOR = 32  # bytes
-_BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
+_BEYOND = 1.1  # of a pipe's peak: a clock above its rating does not explain more
 _HARDLY = 0.1  # of a pipe's peak
 _MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
-_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
+_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts: the counter also counts some that are no conflicts
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
 
 
@@ -76,16 +76,14 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
 
 
 def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
-    """The largest share of the DRAM's bandwidth that a GPU's kernel may use, and why no more; None where that is unknown."""
+    """The largest share of the DRAM's bandwidth that the kernel can use, and why not more; None where that is unknown."""
     least, walk, rows = facts.problem.min_bytes(), facts.problem.walk(), facts.rows_per_block
     if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
         most, why = least, "all of it fits the L2, which serves what is read again"
     elif walk is not None and rows is not None and facts.blocks and 1 <= rows <= _MOST_ROWS:
         # Each block reads all keys and values of its head; Q and the output are moved once.
-        most, why = (
-            (facts.blocks * walk.steps + walk.rows) * walk.step_bytes,
-            "blocks that walk their keys once ask for no more",
-        )
+        most = (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
+        why = "blocks that walk their keys once ask for no more"
     else:
         return None, ""
     if "dram" not in facts.ceilings or not facts.time_ns:
@@ -94,7 +92,7 @@ def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
 
 
 def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
-    """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use."""
+    """Whether a pipe is busy: by counters, on SMs that have work; else by the problem's own need, on the SMs in use."""
     counted = facts.counter(level)
     if counted is not None:
         without = "; the tensor cores' own reads are not in it" if level == "shared" else ""
@@ -112,7 +110,7 @@ def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
 
 
 def matmul_bound(facts: Facts) -> Hypothesis | None:
-    """A CPU's arithmetic, where matrix products are the fastest that it has."""
+    """Whether a CPU's arithmetic is busy; its fastest is that of matrix products."""
     if not facts.problem.is_products():
         return None
     share = facts.share("matmul")
@@ -141,7 +139,7 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
 
 
 def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
-    """The products take at most the time that is left when everything else issues without a pause."""
+    """The matrix products take at most the time in which no other instruction issues."""
     tensor, fma, issued = facts.ceilings.get("tensor"), facts.ceilings.get("fma"), facts.counter("issue")
     if tensor is None or fma is None or fma_share is None or issued is None:
         return None
@@ -231,7 +229,7 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
 
 
 def _hide_latency(facts: Facts, shares: Mapping[str, float]) -> Change | None:
-    """More warps or loads in flight gain at most until the busiest unit is busy."""
+    """More warps or loads in flight can gain until the busiest unit is fully in use."""
     busiest = max(shares.values(), default=0.0)
     if not 0 < busiest < 1:
         return None

@@ -1,4 +1,4 @@
-"""Entries of a gate's file, read as data and never trusted: each whole and possible, and none twice."""
+"""Entries of a gate's file (claims, kept ratios), checked as foreign data: each complete and possible, none given twice."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _complaint(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def entries_as_text(schema: int, entries: list[dict[str, Any]], gpu: str | None = None) -> str:
-    """JSON with an entry a line, so that a review sees what changed; ``gpu``: the one card that all are of."""
+    """JSON with an entry a line, so that a diff shows what changed; ``gpu``: the card of all entries, if they have one."""
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     card = "" if gpu is None else f'"gpu": {json.dumps(gpu)}, '
     return f'{{"schema": {schema}, {card}"entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
