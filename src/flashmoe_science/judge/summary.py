@@ -172,7 +172,7 @@ def _mean(rows: Iterable[Verdict]) -> Interval | None:
 
 def _promise(promised: float, measured: Interval | None) -> str:
     if measured is None:
-        return f"It promised {times(promised)}. No number can be given, so nothing is left of the promise."
+        return f"It promised {times(promised)}. There is no number to compare the promise with."
     end = "whether it keeps its promise is not decided."
     if measured.low >= promised:
         end = "it kept its promise."

@@ -80,14 +80,12 @@ def idle_threads(facts: Facts) -> Hypothesis | None:
     if rows is None or not threads:
         return untested("no counter says how many threads take part in an instruction")
     if 2 * rows > threads:
-        return untested(
-            f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
-        )
+        return untested(f"each block has {rows:.4g} rows for its {threads} threads; only counters can tell whether all work")
     words, pace = _rows_words(rows, threads), facts.pipe_share("fma")
     if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
         words += f"; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that all work"
         return Hypothesis("supported", words, _use_all(rows / threads))
-    return untested(f"{words}, unless they share rows, as tensor cores make them do; that takes counters")
+    return untested(f"{words}, unless they share rows, as tensor cores make them do; only counters can tell")
 
 
 def _idle_by_counters(facts: Facts, per_instruction: float) -> Hypothesis:

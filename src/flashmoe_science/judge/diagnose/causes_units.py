@@ -49,7 +49,7 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
     most, why = _dram_at_most(facts)
     if most is not None and most < BOUND:
         return ruled_out(f"{words}; {why}, at most {most:.1%} of it")
-    return untested(f"{words}; to know what it reads again takes counters")
+    return untested(f"{words}; only counters can tell what it reads again")
 
 
 def l2_bound(facts: Facts) -> Hypothesis | None:
@@ -95,7 +95,7 @@ def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
     """Whether a pipe is busy: by counters, on SMs that have work; else by the problem's own need, on the SMs in use."""
     counted = facts.counter(level)
     if counted is not None:
-        without = "; the tensor cores' own reads are not in it" if level == "shared" else ""
+        without = "; reads by the tensor cores themselves are not counted" if level == "shared" else ""
         return by_share(counted, f"of the pipe's peak, on SMs that have work{without}")
     share = facts.pipe_share(level)
     if share is None:
@@ -134,8 +134,8 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
     pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
     words = f"{pace:.3g} TFLOP/s is {share:.1%} of the fp32 rate without tensor cores, on the SMs in use"
     if share > _BEYOND:
-        return ruled_out(f"{words}: only they can do so much")
-    return untested(f"{words}: no more than it could do without them; to know takes counters")
+        return ruled_out(f"{words}: only tensor cores can do so much")
+    return untested(f"{words}: no more than is possible without them; only counters can tell")
 
 
 def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
@@ -179,7 +179,7 @@ def spills(facts: Facts) -> Hypothesis | None:
     if not counted:
         return ruled_out(words)
     part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
-    how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
+    how = f"spills, and waits for these and other loads, are at most {part:.0%} of the time"
     change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
     return Hypothesis("supported", words, change)
 
@@ -222,9 +222,9 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
     if stalls:
         words += f"; warps wait for {', '.join(f'{reason} ({share:.0%})' for reason, share in stalls)}"
     if (occupancy := facts.counter("occupancy")) is not None:
-        words += f"; {occupancy:.1%} of the warps that an SM can hold are there"
+        words += f"; {occupancy:.1%} of the warps that an SM can hold are resident"
     if (eligible := facts.counter("eligible_warps")) is not None:
-        words += f", {eligible:.2f} of a scheduler's ready to issue"
+        words += f", {eligible:.2f} warps a scheduler are ready to issue"
     return ruled_out(words) if max(shares.values()) >= BOUND else Hypothesis("supported", words, _hide_latency(facts, shares))
 
 

@@ -151,7 +151,7 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
         return Gained(
             changes, found.ratio, found.low, found.high, then.run, now.run, f"each beside {after.rival} in its own run"
         )
-    how = "times of two runs, which differ by some 5% by themselves"
+    how = "times of two runs, which vary by some 5% without a change"
     return Gained(changes, then.time_ns / now.time_ns, None, None, then.run, now.run, how)
 
 

@@ -61,7 +61,7 @@ class Hypothesis:
         return {name: getattr(self, name) for name in ("key", "title", "status", "evidence")}
 
 
-NO_COUNTERS = Hypothesis("untested", "to know takes counters")
+NO_COUNTERS = Hypothesis("untested", "only counters can tell")
 
 
 def untested(evidence: str) -> Hypothesis:
