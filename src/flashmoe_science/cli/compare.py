@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from flashmoe_science.cli.judged import Cached, cached
 from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.judge import compare as versions_of
 from flashmoe_science.judge.formats import count, microseconds, times, with_interval
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 
@@ -76,12 +76,10 @@ def _plain(one: versions_of.Total) -> dict[str, Any]:
 
 
 def _print_rows(out: Console, versions: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    tables: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        title = versions_of.Place(*(row[name] for name in versions_of.Place._fields)).title
-        tables[title] += [_row(row["problem"], version, cell) for version, cell in zip(versions, row["cells"], strict=True)]
-    for title, members in tables.items():
-        print_table(out, Table("versions", title, _COLUMNS, members))
+    titled = grouped(rows, lambda row: versions_of.Place(*(row[name] for name in versions_of.Place._fields)).title)
+    for title, members in titled.items():
+        made = [_row(one["problem"], *each) for one in members for each in zip(versions, one["cells"], strict=True)]
+        print_table(out, Table("versions", title, _COLUMNS, made))
         out.print()
 
 
