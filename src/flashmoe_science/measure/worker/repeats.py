@@ -1,4 +1,4 @@
-"""One call made again and again on the same tensors: whether its bits stay, and the answers that it gave before."""
+"""One call repeated on the same tensors: whether its results keep their bits, and whether earlier results stay as they were."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from flashmoe_science.measure.inputs import in_parts, kind_of, same_bits
 
-_LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
+_LONGEST_S = 15.0  # of one message: a kernel that takes seconds is slow, and does not hang
 _MORE = 256  # repetitions at the most, where they take little time
-_DRIFT = 3  # answers with other bits, none of them nearer than the one before: no chance
-_HELD_BYTES = 2**28  # of earlier outputs that are kept, as a caller may
+_DRIFT = 3  # outputs with other bits, each as far off as the one before or farther: chance would not do that
+_HELD_BYTES = 2**28  # of earlier outputs that are kept, as a caller may keep them
 
 _monotonic = time.monotonic
 
