@@ -45,7 +45,7 @@ def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The answer to a request that failed: in words, and ``memory`` where the GPU had too little for what is the harness's."""
+    """The answer to a request that failed: the reason as text; in ``memory``, whether the harness's own tensors did not fit."""
     of_harness = isinstance(error, torch.OutOfMemoryError) and OF_KERNEL not in getattr(error, "__notes__", ())
     return {"failed": _too_little(error) if of_harness else error_text(error), "memory": of_harness}
 

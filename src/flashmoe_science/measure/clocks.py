@@ -26,7 +26,7 @@ from flashmoe_science.records import Clock
 T = TypeVar("T")
 Sample = Callable[[], float]  # takes one sample; nanoseconds a call
 
-GRAPH_SAMPLE_NS = 2_000_000  # a sample's length aimed at: a replay starts some 5 us after its event, so 0.3% of it
+GRAPH_SAMPLE_NS = 2_000_000  # a sample's length, about; a replay starts some 5 us after its event, 0.3% of it
 EAGER_SAMPLE_NS = 3_000_000
 _FIRST_CALLS = 16  # of the first, trial capture
 _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
@@ -195,8 +195,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         bench.synchronize()
         return (clock() - began) / calls
 
-    # The fastest of a few: a stray slow one must not leave a sample with too few calls. Where one call is twice a sample, it
-    # needs no fine estimate: a kernel that takes seconds would be called ten times to learn that it is called once.
+    # The fastest of a few calls: by a stray slow call a sample would get too few. One call is enough where it takes twice a
+    # sample's length: a kernel of seconds would be called ten times to learn that a sample holds one call.
     estimate = math.inf
     for index in range(_WARM_UP):
         estimate = max(1.0, min(estimate, timed(1)))

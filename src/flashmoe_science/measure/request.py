@@ -1,5 +1,5 @@
-"""What a run measures: a caller's words made definite, or an error in one line; and the implementations that it times: kernels
-of the package, peers, and functions that a user brought."""
+"""What a run measures: a caller's words as suites, problems and kernels, or an error in one line; and the implementations that
+it times: kernels of the package, peers, and users' functions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Request:
 
     @property
     def as_dispatched(self) -> bool:
-        """Whether of ours only what the automatic choice runs is measured: drawn problems show what a user gets."""
+        """Whether of our kernels only the automatic choice is measured, which on drawn problems is what a user gets."""
         return self.draw is not None and not self.kernel
 
 
@@ -224,8 +224,8 @@ class Entry:
         return replace(self, config=str(found))
 
     def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
-        """An entry for each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any
-        other: compared with a slow one of them ours would look faster than it is."""
+        """An entry for each config that a run tries, the automatic choice's first. Of a peer a quick run tries as many as any
+        other run: beside a slow config of the peer ours would look faster than it is."""
         if self.kernel is None:
             return [self]
         ours = self.origin == "ours"
@@ -240,9 +240,9 @@ def of_kernel(kernel: AnyKernel) -> Entry:
 
 
 def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The kernels of the package that a run is about, and what they are compared with: those named, else all of ours that
-    this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
-    kernel, or it can serve none of the problems here; no rival is left."""
+    """The subjects of a run and their rivals. Subjects are the kernels that are named, else all of ours that this machine can
+    run, else the framework's own operator, so that there is something to time. Raises ValueError: there is no such kernel, or
+    it can serve none of the problems here; no rival is left."""
     op = operation(group.op)
     if not request.kernel:
         supported = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]

@@ -52,14 +52,14 @@ class BudgetSpent(Exception):
     """The run's time is over; what was measured remains valid."""
 
 
-# A progress bar: called with the current step, and the numbers of problems (or builds) done and in all.
+# Shows progress: called with the current step, and how many problems (or builds) are done, of how many.
 Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What runs that were cut leave to do: (kernel or None, problem) pairs that are ``done``, and refusals of wrong results on
-    problems that are not done, which remain valid."""
+    """The state that runs which were cut short left: ``done`` (function or None, problem) pairs, and refusals of wrong results
+    on problems that are not done, which remain valid."""
 
     done: frozenset[tuple[str | None, str]] = frozenset()
     refusals: tuple[RefusalRow, ...] = ()
