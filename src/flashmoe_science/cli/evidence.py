@@ -27,15 +27,15 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 
 
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
-    """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
+    """Every run under a folder. A torn last line, which a killed run leaves, is set aside with a warning on stderr.
     Raises ValueError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     if not folder.is_dir():
         raise ValueError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
-            on = f"flashmoe prove --resume {run.path.parent}" if run.path else ""
-            typer.echo(f"set aside: {run.torn}; the rows before it count, to go on: {on}", err=True)
+            resume = f"; to go on: flashmoe prove --resume {run.path.parent}" if run.path else ""
+            typer.echo(f"set aside: {run.torn}; the rows before it count{resume}", err=True)
     return runs
 
 

@@ -137,9 +137,9 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         others = {row.kernel for run in ordered for row in run.rows if isinstance(row, _KernelRow) and row.problem == problem}
-        elsewhere = f"they know {', '.join(sorted(filter(None, others))) or 'none'} there"
+        elsewhere = f"kernels on record there: {', '.join(sorted(filter(None, others))) or 'none'}"
         if machines:
-            elsewhere = f"there are such records on {', '.join(machines)}"
+            elsewhere = f"there are records of both on {', '.join(machines)}"
         raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} has kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]

@@ -144,10 +144,9 @@ def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], recorded: Sequence[Ju
     standing = _standing(runs)
     of_rival = {rival: _standing([one for one in runs if rival in one.kernels]) for rival in {one.rival for one in kept}}
     judged = {one.key: _counting(one.key, standing, of_rival[one.rival]) for one in kept}
-    trusted = [(one, _trusted(one, recorded)) for one in kept]
     now = {one.key: _against(_pairs(judged[one.key], one.key), one.rival) for one in kept}
     compared = sum(pair is not None for pair in now.values())
-    checks = [_check(one, interval, now[one.key], compared, judged[one.key]) for one, interval in trusted]
+    checks = [_check(one, _trusted(one, recorded), now[one.key], compared, judged[one.key]) for one in kept]
     for key, run in standing.items():
         if key not in now and (pair := _first(_pairs(run, key))) is not None:
             checks.append(Check("new", None, pair, run.run.header.environment.torch))
