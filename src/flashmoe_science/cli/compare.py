@@ -55,7 +55,10 @@ def compare(
         of = suite_named(suite, [one.run.header.suite for one in runs], evidence)
         found = versions_of.compare(versions, [one for one in runs if of in (None, one.run.header.suite)])
         cells = [(place._asdict() | {"cells": [cell and cell.as_dict() for cell in row]}) for place, row in found.items()]
-        totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
+        totals = {
+            title: [one._asdict() | {"mean": one.mean and one.mean.ends} for one in every]
+            for title, every in versions_of.totals(versions, found).items()
+        }
         return {"rows": cells, "totals": totals}, np.zeros(0)
 
     kept, _ = cached(evidence, ("compare", *versions, "of", suite or ""), judged)
@@ -69,10 +72,6 @@ def compare(
     else:
         _print_totals(out, versions[0], kept["totals"])
         print_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
-
-
-def _plain(one: versions_of.Total) -> dict[str, Any]:
-    return one._asdict() | {"mean": one.mean and one.mean.ends}
 
 
 def _print_rows(out: Console, versions: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
