@@ -182,8 +182,9 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
     return sample
 
 
-def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
-    """A sampler of back-to-back calls on the wall clock. All samplers rotate through the same input sets."""
+def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int) -> Sampler:
+    """A sampler of back-to-back calls on the wall clock, ``target_ns`` of them a sample. All samplers rotate through the same
+    input sets."""
     clock = time.perf_counter_ns
 
     def timed(calls: int) -> float:
@@ -195,8 +196,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         bench.synchronize()
         return (clock() - began) / calls
 
-    # The fastest of a few calls: by a stray slow call a sample would get too few. One call is enough where it takes twice a
-    # sample's length: a kernel of seconds would be called ten times to learn that a sample holds one call.
+    # The fastest of a few calls: by a stray slow call a sample would get too few. A long call needs no fine estimate:
+    # a kernel of seconds would be called ten times to learn that a sample holds one call.
     estimate = math.inf
     for index in range(_WARM_UP):
         estimate = max(1.0, min(estimate, timed(1)))

@@ -54,12 +54,12 @@ class KernelsRun:
         self.session.show_progress("preflight")
         self.worker.ask("open", spec=None, contract=self.op.name)
         self.oracle.ask("open", contract=self.op.name)
-        for one in self.rivals:
-            if one.kernel is not None and (reason := one.kernel.absent()) is not None:
-                self.session.note(reason, kernel=one.name)
-            elif one.kernel is not None and one.kernel.on_disk:
+        for kernel in (one.kernel for one in self.rivals if one.kernel is not None):
+            if (reason := kernel.absent()) is not None:
+                self.session.note(reason, kernel=kernel.name)
+            elif kernel.on_disk:
                 # The peer then keeps on disk what it compiles and tunes in the process that profiles, for this process.
-                os.environ.setdefault(one.kernel.on_disk, "1")
+                os.environ.setdefault(kernel.on_disk, "1")
         self.rivals = tuple(one for one in self.rivals if one.kernel is None or one.kernel.absent() is None)
         stopped = "; ".join(self._smoke()) or None
         try:

@@ -6,7 +6,6 @@ the package run in the process of the run. A function of a user runs in its own 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -132,4 +131,3 @@ def main() -> None:
         answer["remarks"] = [*states.moved(), *files.written()]
 
     serve(worker.command, after)
-    os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add
