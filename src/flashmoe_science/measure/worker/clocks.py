@@ -129,11 +129,11 @@ class Clocks:
         target_ns = EAGER_SAMPLE_NS if self.bench.gpu is not None else _CPU_SAMPLE_NS
         try:
             if tap is None:
-                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), target_ns)
+                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), target_ns=target_ns)
             elif clock == "graph":
                 sampler = graph_sampler(self.bench, tap.captured, numbered)
             else:
-                sampler = eager_sampler(self.bench, tap.eager, numbered, target_ns)
+                sampler = eager_sampler(self.bench, tap.eager, numbered, target_ns=target_ns)
         except CannotTime as error:
             return {"cannot": str(error)}
         if tap is not None and clock == "eager":
