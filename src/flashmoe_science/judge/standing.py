@@ -65,14 +65,14 @@ class JudgedRun:
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
         """The correctness row of a verdict's kernel and config, of several a failed one; None without a row."""
-        return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
+        return min(_rows_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:
         """The launches of one call of the verdict's kernel."""
-        return next((row.launches for row in _of(self.trust.paths, verdict)), [])
+        return next((row.launches for row in _rows_of(self.trust.paths, verdict)), [])
 
 
-def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
+def _rows_of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
     """The rows of a verdict's kernel and config, or of every config where the verdict names none."""
     about = (verdict.problem, verdict.kernel)
     return [row for (*who, config), row in rows.items() if tuple(who) == about and verdict.config in ("", config)]

@@ -73,8 +73,8 @@ class Trust:
 
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
-        refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
-        if refused := _words(refusals):
+        refusals = [row for row in self._refusals_of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
+        if refused := _first_reason(refusals):
             return refused
         if len(origins := self._origins.get(kernel, ())) > 1:
             return f"its run calls it {' and '.join(sorted(origins))}; it can be only one of them"
@@ -98,14 +98,14 @@ class Trust:
             return "its call path was not looked at"
         return None if path.launches else "call path: no kernel was seen"
 
-    def _of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
+    def _refusals_of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
         """The refusals of a kernel with a config on a problem; with ``kernel`` None those that name no kernel."""
         own = (row for row in self.refusals if row.kernel == kernel)
         return [row for row in own if row.problem in (problem, None) and row.config in (config, None)]
 
     def never_timed(self, problem: str, kernel: str, config: str) -> str | None:
         """Why a kernel has no time, or none on one of the clocks: the earliest stage that refused it is the cause."""
-        return _words(self._of(problem, kernel, config)) or self.kernel(problem, kernel, config)
+        return _first_reason(self._refusals_of(problem, kernel, config)) or self.kernel(problem, kernel, config)
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
         """Whether the run refused samples of a kernel."""
@@ -118,7 +118,7 @@ class Trust:
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
-        return _words(self._of(problem, None, ""))
+        return _first_reason(self._refusals_of(problem, None, ""))
 
     def samples(self, row: TimingRow) -> str | None:
         """Why a pair's samples are not believed, whoever made them; None if they are."""
@@ -194,8 +194,8 @@ class Trust:
         """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
         named = {(row.problem, row.kernel, row.config or "") for row in self.refusals if row.problem and row.kernel}
         wrong = {key for key, row in self.oracle.items() if not row.passed}
-        strayed = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
-        return sorted(named | wrong | strayed)
+        off_path = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
+        return sorted(named | wrong | off_path)
 
     def correct_peers(self, problem: str) -> list[str]:
         """Peers that passed the oracle on this problem."""
@@ -214,7 +214,7 @@ def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
     return sorted(refusals, key=lambda row: STAGES.index(row.stage))
 
 
-def _words(refusals: Iterable[RefusalRow]) -> str | None:
+def _first_reason(refusals: Iterable[RefusalRow]) -> str | None:
     """The reason of the earliest stage, None where there is none."""
     return next((f"{row.stage}: {row.reason}" for row in in_order(refusals)), None)
 

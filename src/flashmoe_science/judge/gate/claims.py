@@ -284,8 +284,8 @@ def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None
     conditions = (row.problem, row.clock, row.cache, row.kernel)
     pairs = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
     if claim.rival != BEST_PEER:
-        named = (one for one in pairs if one.rival == claim.rival)
-        best = min(named, key=lambda one: (one.quick, one.time_ns), default=None)
+        beside = (one for one in pairs if one.rival == claim.rival)
+        best = min(beside, key=lambda one: (one.quick, one.time_ns), default=None)
     elif row.rival_origin in ("ours", "candidate"):  # a verdict on the best of all others: the best of the peers is asked for
         peers = (one for one in pairs if one.rival_origin == "peer" and one.config == row.config)
         best = min(peers, key=lambda one: (one.quick, one.interval.ratio), default=None)
