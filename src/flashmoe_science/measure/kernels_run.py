@@ -116,18 +116,11 @@ class KernelsRun:
         """Build our kernels, then see what every call launches; nothing on a CPU. Raises ProfilerUnavailable, BudgetSpent."""
         if self.gpu is None:
             return {}
-        todo = [
-            (
-                problem,
-                [
-                    (entry.who, entry.config)
-                    for one in (*self._subjects_on(problem), *self.rivals)
-                    if one.cannot(problem, self.gpu) is None
-                    for entry in one.with_configs(problem, self.gpu, self.request)
-                ],
-            )
-            for problem in self.problems
-        ]
+        todo = []
+        for problem in self.problems:
+            able = (one for one in (*self._subjects_on(problem), *self.rivals) if one.cannot(problem, self.gpu) is None)
+            entries = (entry for one in able for entry in one.with_configs(problem, self.gpu, self.request))
+            todo.append((problem, [(entry.who, entry.config) for entry in entries]))
         prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.show_progress)
         processes = self._profiler_count()
         return profile_launches(None, self.op.name, todo, self.request.seed, _PROFILE_WATCHDOG_S, self.session.step, processes)

@@ -93,7 +93,7 @@ class Oracle:
 
     def outputs(self, case: Sequence[Any]) -> dict[str, Any]:
         """The shapes and dtypes of the results, how many bytes they are, and which of them may be left out."""
-        optional = [one.optional for one in self._contract.outputs]
+        optional = {index for index, one in enumerate(self._contract.outputs) if one.optional}
         wanted = self._expected(Case(*case))
         return {
             "outputs": [
@@ -101,7 +101,7 @@ class Oracle:
                     "shape": list(one.value.shape),
                     "dtype": str(one.dtype).removeprefix("torch."),
                     "bytes": one.value.numel() * one.dtype.itemsize,
-                    "optional": index < len(optional) and optional[index],
+                    "optional": index in optional,
                 }
                 for index, one in enumerate(wanted)
             ]

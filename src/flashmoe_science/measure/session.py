@@ -143,16 +143,18 @@ class Session:
         """Write the last row. ``left`` problems were not finished; ``timed``: whether something was to be timed."""
         if left:
             self.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
-        one = self.outcome
-        one.stopped, one.problems_left = stopped, left
+        found = self.outcome
+        found.stopped, found.problems_left = stopped, left
         asked = timed and (self.total or left)  # an earlier run may have left nothing to do
-        could_run = not stopped and (one.checked or one.untrustworthy or left or not asked)
-        believed = not one.untrustworthy and (one.timed or not asked)
-        checked = ExitCode.NO_NUMBER if not believed else ExitCode.GOOD
-        one.exit_code = ExitCode.WRONG if one.wrong else checked if could_run else ExitCode.COULD_NOT_RUN
+        could_run = not stopped and (found.checked or found.untrustworthy or left or not asked)
+        believed = not found.untrustworthy and (found.timed or not asked)
+        if found.wrong:
+            found.exit_code = ExitCode.WRONG
+        elif could_run:
+            found.exit_code = ExitCode.GOOD if believed else ExitCode.NO_NUMBER
         wall, device = round(time.monotonic() - self._began, 3), round(self._device_seconds, 3)
-        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=one.exit_code))
-        return one
+        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=found.exit_code))
+        return found
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
@@ -201,11 +203,12 @@ class Session:
         """Add a refusal to the outcome; ``counts``: whether it is a subject's."""
         assert isinstance(row, RefusalRow)
         words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
-        one = self.outcome
+        found = self.outcome
         if counts:
-            one.codes |= dict.fromkeys(row.codes)
-        found = one.untrustworthy if row.stage in ("sanity", "timing", "promise") else one.wrong
-        (found if counts else one.peers_refused).append(words)
+            found.codes |= dict.fromkeys(row.codes)
+            (found.untrustworthy if row.stage in ("sanity", "timing", "promise") else found.wrong).append(words)
+        else:
+            found.peers_refused.append(words)
 
     def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         """Refuse what cannot be measured at all, which is no wrong result."""
