@@ -57,17 +57,15 @@ class Comparison:
 
     @property
     def time_ns(self) -> float:
-        return float(statistics.median(self.times)) if self.times else 0.0
+        return float(statistics.median(self.times))
 
     @property
     def rival_time_ns(self) -> float:
-        return float(statistics.median(self.rival_times)) if self.rival_times else 0.0
+        return float(statistics.median(self.rival_times))
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the kernel's times over their median; 0 where the samples are no pairs."""
-        if self.measured is None:
-            return 0.0
+        """Interquartile range of the kernel's times over their median."""
         first, middle, third = statistics.quantiles(self.times, n=4, method="inclusive")
         return (third - first) / middle
 

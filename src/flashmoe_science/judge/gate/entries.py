@@ -44,7 +44,7 @@ def read_entries(
         raise EntryError(f"{path} is not {form} that can be read: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not of the form
         raise EntryError(f"{path} is not {form}, or torn: {' '.join(str(error).split())}") from None
-    whole: dict[str, Any] = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
+    whole: Any = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
     if not isinstance(whole, dict) or type(whole.get("schema")) is not int or set(whole) != {"schema", what}:
         fields = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
