@@ -48,9 +48,8 @@ class Group:
     def sure(self) -> dict[str, int]:
         """How many of the faster and slower verdicts remain when all rows with a ratio are judged together (Holm, 5% for
         the family)."""
-        above, below = named(self.intervals)
-        proven = [self.measured[place].verdict for place in above], [self.measured[place].verdict for place in below]
-        return {"faster": proven[0].count("faster"), "slower": proven[1].count("slower")}
+        above, below = ([self.measured[place].verdict for place in places] for places in named(self.intervals))
+        return {"faster": above.count("faster"), "slower": below.count("slower")}
 
     @property
     def corrected(self) -> str:

@@ -154,10 +154,10 @@ def _claims(claims: Sequence[ClaimResult]) -> Iterator[Block]:
     """The claims that do not hold, then those that hold in a fold."""
     if claims:
         yield Paragraph(_CLAIMS)
-        others, holding = ([one for one in claims if (one.outcome == "holds") is holds] for holds in (False, True))
-        if others:
+        found = grouped(claims, lambda one: one.outcome == "holds")
+        if others := found.get(False):
             yield claim_table(others)
-        if holding:
+        if holding := found.get(True):
             yield Fold(f"{count(len(holding), 'claim')} of {len(claims)} that hold", (claim_table(holding),))
 
 
