@@ -183,8 +183,8 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
 
 
 def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int) -> Sampler:
-    """A sampler of back-to-back calls on the wall clock, ``target_ns`` of them a sample. All samplers rotate through the same
-    input sets."""
+    """A sampler of back-to-back calls on the wall clock, as many a sample as take about ``target_ns``. All samplers rotate
+    through the same input sets."""
     clock = time.perf_counter_ns
 
     def timed(calls: int) -> float:
@@ -208,8 +208,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
 
 
 def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
-    """Why these samples (nanoseconds a call) are no measurement, or None where they may be one. ``floor`` is the
-    least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found."""
+    """Why these samples (nanoseconds a call) are no measurement, or None where they may be one. ``floor`` is the least time
+    that the chip could take (``hardware.floor``), ``expected`` the median of a quick bench."""
     if min(samples) <= 0:
         return "a sample took no time at all"
     median = statistics.median(samples)

@@ -181,8 +181,8 @@ class Session:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
     def examined(self, problem: Problem, entry: Entry, found: Finding, rank: int = 0, voids: bool = False) -> bool:
-        """Write the result of an exam (of several ranks: one's part) as a row, and a refusal if something is wrong. Returns
-        whether nothing is. If no tensor of the right kind came back, there is no error to record, and no row."""
+        """Record the result of an exam (on several ranks, of one rank's part): a correctness row, and a refusal if something is
+        wrong. Returns whether nothing is wrong. If no tensor of the right kind came back, there are no errors, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}
