@@ -41,7 +41,7 @@ class Bench:
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        """Use one thread on a CPU: on a busy machine, threads that wait for one another would time its other work."""
+        """Use one thread on a CPU: on a busy machine a call's threads would wait for one another, and so for other work."""
         threads = torch.get_num_threads()
         if self.gpu is None:
             torch.set_num_threads(1)

@@ -28,8 +28,7 @@ ALL = "all"  # peers, of --against
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no
-    other.
+    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option is out of range, or excludes another.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
     that is named, in place of the suite. ``shard``: (1, 4) keeps the first of four parts. ``price`` is USD for an hour of the
@@ -175,8 +174,8 @@ def default_kernel(problem: Problem, device: Device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is timed, with which config. ``who`` is its name for a worker, empty for the function that the worker has loaded;
-    ``kernel`` is None for what no operation of the package lists."""
+    """An implementation that is timed, with a config. ``who`` is its name for a worker, empty for the function that the worker
+    has loaded; ``kernel`` is None for what no operation of the package lists."""
 
     name: str
     who: str
@@ -260,7 +259,7 @@ def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple
 def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Entry]) -> tuple[Entry, ...]:
     """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
     time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
-    contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
+    contract's name. Raises ValueError: an unknown name, a peer that is named and absent here; no rival is left."""
     peers = operation(op).peers() if is_operation(op) else ()
     entries = {name: Entry(name, name) for name in (*own, PLAIN)} | {one.name: of_kernel(one) for one in peers}
     if request.against and ALL not in request.against:

@@ -1,8 +1,9 @@
 """The timing of an untrusted function against its rivals, with checks on the times that its process reports.
 
 Values change before every pair; outputs of timed calls are checked against the oracle at random moments; rivals are also timed
-without the function; the clock of its process is compared with this one's, and so is the time of messages while no clock runs:
-work deferred until an answer is read, or done ahead while values are changed, shows there. The threat model: docs/design/0006.
+without the function; the clock of the function's process is compared with the harness's. Messages are timed, too, while no
+clock runs: work that is deferred until a result is read, or done ahead while values change, shows in them. The threat model is
+in docs/design/0006.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def end_marked(mark: str) -> None:
-    """Kill all that has the mark."""
+    """Kill all processes with the mark."""
     for _ in range(_SWEEPS):
         found = list(marked(mark))
         for one in found:

@@ -206,8 +206,8 @@ class Calls:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
 
     def launches(self, who: Sequence[tuple[str, str]], case: Sequence[Any]) -> dict[str, Any]:
-        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
-        process that has profiled must not time any more: CUPTI slows every later launch."""
+        """The kernels that one call of each launches. A kernel of the package is called as planned, and then as its users call
+        it. A process that has profiled must not time any more: CUPTI slows every later launch."""
         unavailable = profiler_works(self.bench.device, self.bench.synchronize)
         if unavailable is not None:
             return {"unavailable": unavailable}
@@ -233,7 +233,7 @@ class Calls:
 
 
 def _within(under: Under) -> AbstractContextManager[Any]:
-    """The mode or stream of a call, for all work on its tensors: those made for inference change only under it."""
+    """The mode or stream of a call, for all work on its tensors: tensors made in inference mode can be changed only in it."""
     if under == "inference":
         return torch.inference_mode()
     if under == "no_grad":

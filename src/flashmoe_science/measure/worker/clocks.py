@@ -173,7 +173,7 @@ class Clocks:
         return {}
 
     def _copy_values(self, scale: float) -> None:
-        """From copies of all sets, in one launch a dtype: sets of a tiny problem are thousands."""
+        """Write the values from copies of all sets, by one launch a dtype: a tiny problem has thousands of sets."""
         if not self._base:
             for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if is_scaled(tensor)):
                 live, base = self._base.setdefault(tensor.dtype, ([], []))

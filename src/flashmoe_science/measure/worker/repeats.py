@@ -61,9 +61,9 @@ class Repeats:
 def repeated(
     call: Callable[[], Sequence[Any]], times: int, more_s: float, wait: Callable[[], None]
 ) -> tuple[Repeats, dict[str, Any]]:
-    """Call once, and then ``times`` times or for as long as a message may take; more often where that is quick (``more_s``).
-    Returns what came back, and the facts: of it, how many ``times`` there were, and the kind (``odd``) of what was no tensor,
-    which ends it."""
+    """Call once, and then ``times`` times or for as long as a message may take; more often within ``more_s`` seconds. Returns
+    the outputs, and the facts: ``Repeats.facts``, how many ``times`` it was called again, and the kind (``odd``) of an output
+    that was no tensor, which ended it."""
     outputs = call()
     seen, index, odd = Repeats(outputs), 0, None
     began = _monotonic()
