@@ -117,8 +117,8 @@ def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None
 
 
 def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> tuple[Run, list[tuple[str, str]]]:
-    """Look at each kernel on each problem here: the run, and each problem with a kernel. Raises ValueError, in one line, for
-    whatever cannot be looked at here."""
+    """Measure each kernel on each problem here. Returns the run, and each problem with a kernel. Raises ValueError, in one
+    line, for whatever cannot be measured here."""
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.profile.profile import SUITE, run_profile, subject
     from flashmoe_science.measure.request import Request, default_kernel, groups

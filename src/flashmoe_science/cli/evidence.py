@@ -17,7 +17,7 @@ CLAIMS = "claims.toml"
 
 
 def folder_named(name: str | Path) -> Path:
-    """Raises BadParameter for an empty name, which as a path would be the working directory."""
+    """The name as a path. Raises BadParameter for an empty name, which as a path would be the working directory."""
     if not str(name).strip():
         raise typer.BadParameter("it is empty; give a folder that holds run records (*.jsonl), or . for this one")
     return Path(name)
@@ -48,13 +48,13 @@ def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
 
 
 def machine_named(gpu: str | None, recorded: Iterable[str]) -> str | None:
-    """The short name of a machine: as the records have it, else as the table of GPUs does. Raises ValueError for one that
-    neither knows."""
+    """The short name of a machine, as in the records, else as in the table of GPUs. Raises ValueError for one that is in
+    neither."""
     return gpu if gpu in {*recorded, "cpu", None} else gpu_named(gpu or "").name
 
 
 def suite_named(suite: str | None, recorded: Iterable[str], folder: Path) -> str | None:
-    """The suite. Raises ValueError for one that no run is of."""
+    """The suite as it is given. Raises ValueError for a suite without runs."""
     if suite not in (None, *(found := dict.fromkeys(recorded))):
         raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(found)}, which are on record under {folder}")
     return suite

@@ -1,7 +1,7 @@
 """A cache of judgements of a folder of records, in the user's cache folder, keyed by a digest of the records and the program.
 
-A file there holds text and numbers, and is read as nothing else. What cannot be read is judged again; what cannot be written
-is not kept.
+A cached file is read as text and numbers only. If it cannot be read, the records are judged again; if it cannot be written,
+nothing is kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``flashmoe ratchet``: a gate that keeps the best known."""
+"""``flashmoe ratchet``: a gate that keeps the best ratios, and fails where one is proven to have regressed."""
 
 from __future__ import annotations
 

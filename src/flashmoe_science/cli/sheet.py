@@ -1,7 +1,7 @@
-"""Tables and sentences of a terminal's own width, of 100 columns where there is none (COLUMNS sets another), drawn by rich.
+"""Tables and sentences as wide as the terminal, or 100 columns without one (COLUMNS sets another width), drawn by rich.
 
-The rows of a table are grouped by their first column. Where a row is too wide, the names of kernels, which may be
-long, go onto a line above it. Notes are wrapped below their row.
+The rows of a table are grouped by their first column. Where a row is too wide, the names of kernels, which may be long, go
+onto a line above it. Notes are wrapped below their row.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def print_table(out: Console, table: Table) -> None:
 
 
 def print_block(out: Console, block: Block) -> None:
-    """Print a block of a report; charts are a page's alone."""
+    """Print a block of a report; charts are on pages only."""
     match block:
         case Heading():
             print_wrapped(out, f"{block.text} {block.note}".rstrip())
