@@ -23,14 +23,14 @@ _WORTH_A_STEP = 1.02  # a smaller speed-up is within the noise
 
 
 def amdahl(part: float, speedup: float) -> float:
-    """The speed-up of a whole of which the part ``part`` (0 to 1) is made ``speedup`` times as fast, which may be infinite."""
+    """The speed-up of a whole of which ``part`` (0 to 1) is made ``speedup`` times as fast, which may be infinite."""
     left = (1 - part) + part / speedup
     return math.inf if left == 0 else 1 / left
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that makes the part ``part`` (0 to 1) of a time ``speedup`` times as fast; infinite where it removes the part.
+    """A change that makes ``part`` (0 to 1) of a time ``speedup`` times as fast; infinite where it removes that part.
 
     ``clock`` names that time: "eager" is what a caller waits, None the device's time. ``how`` is the source of the two numbers.
     A plan adds ``most_gain``, the most that the change can give by itself, and ``together``, what it gives with the changes
@@ -78,7 +78,7 @@ def by_share(share: float, words: str) -> Hypothesis:
 
 
 def by_least(share: float, evidence: str) -> Hypothesis:
-    """Bound by a ceiling of which the problem's own need takes the share ``share``, at the least."""
+    """Bound by a ceiling where the problem's own need, the least use there is, takes BOUND of it or more."""
     return Hypothesis("supported" if share >= BOUND else "ruled out" if share < FREE else "untested", evidence)
 
 
