@@ -78,7 +78,7 @@ def by_share(share: float, words: str) -> Hypothesis:
 
 
 def by_least(share: float, evidence: str) -> Hypothesis:
-    """Bound by a ceiling where the problem's own need, the least use there is, takes BOUND of it or more."""
+    """Bound by a ceiling where the problem's own need alone takes BOUND of it, ruled out where it takes less than FREE."""
     return Hypothesis("supported" if share >= BOUND else "ruled out" if share < FREE else "untested", evidence)
 
 
