@@ -29,7 +29,7 @@ def main() -> None:
     for one in lost:
         print(f"ratchet: {one.outcome}: {one.key.words}: {one.why}")
     if not any(one.outcome == "held" for one in checks):
-        sys.exit("ratchet: nothing that is kept is in the records")
+        sys.exit("ratchet: no kept ratio is in the records")
     generate.main(["--check"], judged)
     if stale or lost:
         sys.exit(1)

@@ -78,7 +78,8 @@ def claims(
         ClaimResult(claim, **values | {"runs": tuple(values["runs"])}) for claim, values in zip(asked, kept, strict=True)
     ]
     if as_json:
-        typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))
+        asks = ({"id": one.id, "text": one.text, "asks": f"{one.statistic} {one.demand}"} for one in asked)
+        typer.echo(json.dumps({"claims": [one | values for one, values in zip(asks, kept, strict=True)]}, indent=1))
     else:
         _print(results, path, rows)
     return _code(results)
@@ -91,10 +92,6 @@ def _code(results: Sequence[ClaimResult]) -> ExitCode:
 def _plain(one: ClaimResult) -> dict[str, Any]:
     """The fields of a result without the claim, as plain values."""
     return {field.name: getattr(one, field.name) for field in fields(one) if field.name != "claim"}
-
-
-def _as_dict(one: ClaimResult) -> dict[str, Any]:
-    return {"id": one.claim.id, "text": one.claim.text, "asks": f"{one.claim.statistic} {one.claim.demand}"} | _plain(one)
 
 
 def _print(results: Sequence[ClaimResult], path: Path, rows: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from flashmoe_science.cli.judged import Cached, cached
 from flashmoe_science.cli.sheet import Rows, console, fits_a_screen, print_table, print_wrapped
 from flashmoe_science.judge import compare as versions_of
 from flashmoe_science.judge.formats import count, microseconds, times, with_interval
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 
@@ -55,7 +55,10 @@ def compare(
         of = suite_named(suite, [one.run.header.suite for one in runs], evidence)
         found = versions_of.compare(versions, [one for one in runs if of in (None, one.run.header.suite)])
         cells = [(place._asdict() | {"cells": [cell and cell.as_dict() for cell in row]}) for place, row in found.items()]
-        totals = {title: [_plain(one) for one in every] for title, every in versions_of.totals(versions, found).items()}
+        totals = {
+            title: [one._asdict() | {"mean": one.mean and one.mean.ends} for one in every]
+            for title, every in versions_of.totals(versions, found).items()
+        }
         return {"rows": cells, "totals": totals}, np.zeros(0)
 
     kept, _ = cached(evidence, ("compare", *versions, "of", suite or ""), judged)
@@ -71,17 +74,11 @@ def compare(
         print_wrapped(out, f"{count(len(kept['rows']), 'row')}, one by one: flashmoe compare --rows (--suite NAME)")
 
 
-def _plain(one: versions_of.Total) -> dict[str, Any]:
-    return one._asdict() | {"mean": one.mean and one.mean.ends}
-
-
 def _print_rows(out: Console, versions: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    tables: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        title = versions_of.Place(*(row[name] for name in versions_of.Place._fields)).title
-        tables[title] += [_row(row["problem"], version, cell) for version, cell in zip(versions, row["cells"], strict=True)]
-    for title, members in tables.items():
-        print_table(out, Table("versions", title, _COLUMNS, members))
+    titled = grouped(rows, lambda row: versions_of.Place(*(row[name] for name in versions_of.Place._fields)).title)
+    for title, members in titled.items():
+        made = [_row(one["problem"], *each) for one in members for each in zip(versions, one["cells"], strict=True)]
+        print_table(out, Table("versions", title, _COLUMNS, made))
         out.print()
 
 

@@ -78,7 +78,7 @@ def diagnose(
         except NoRecord as error:
             unknown.append(str(error))
     if unknown and not found:
-        raise ValueError(f"{unknown[0]}; --measure looks at it here")
+        raise ValueError(f"{unknown[0]}; to measure it here: --measure")
     for words in unknown:
         typer.echo(f"left out: {words}", err=True)
     if as_json:
@@ -108,7 +108,7 @@ def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None
         timed = (run for run in runs if any(isinstance(row, TimingRow) and row.problem == str(problem) for row in run.rows))
         latest = max(timed, key=lambda run: run.header.started, default=None)
         if machine is None and latest is None:
-            raise ValueError(f"no record has '{problem}'; to look at it here: --measure, with a --kernel")
+            raise ValueError(f"no record has '{problem}'; to measure it here: --measure, with a --kernel")
         name = gpu_name(latest.header.environment) if machine is None and latest else machine or "cpu"
         return default_kernel(problem, None if name == "cpu" else gpu_named(name))
 
@@ -117,8 +117,8 @@ def _on_record(words: Sequence[str], kernels: Sequence[str], machine: str | None
 
 
 def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> tuple[Run, list[tuple[str, str]]]:
-    """Look at each kernel on each problem here: the run, and each problem with a kernel. Raises ValueError, in one line, for
-    whatever cannot be looked at here."""
+    """Measure each kernel on each problem here. Returns the run, and each problem with a kernel. Raises ValueError, in one
+    line, for whatever cannot be measured here."""
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.profile.profile import SUITE, run_profile, subject
     from flashmoe_science.measure.request import Request, default_kernel, groups

@@ -17,7 +17,7 @@ CLAIMS = "claims.toml"
 
 
 def folder_named(name: str | Path) -> Path:
-    """Raises BadParameter for an empty name, which as a path would be the working directory."""
+    """The name as a path. Raises BadParameter for an empty name, which as a path would be the working directory."""
     if not str(name).strip():
         raise typer.BadParameter("it is empty; give a folder that holds run records (*.jsonl), or . for this one")
     return Path(name)
@@ -27,15 +27,15 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 
 
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
-    """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
+    """Every run under a folder. A torn last line, which a killed run leaves, is set aside with a warning on stderr.
     Raises ValueError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     if not folder.is_dir():
         raise ValueError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
-            on = f"flashmoe prove --resume {run.path.parent}" if run.path else ""
-            typer.echo(f"set aside: {run.torn}; the rows before it count, to go on: {on}", err=True)
+            resume = f"; to go on: flashmoe prove --resume {run.path.parent}" if run.path else ""
+            typer.echo(f"set aside: {run.torn}; the rows before it count{resume}", err=True)
     return runs
 
 
@@ -48,13 +48,13 @@ def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
 
 
 def machine_named(gpu: str | None, recorded: Iterable[str]) -> str | None:
-    """The short name of a machine: as the records have it, else as the table of GPUs does. Raises ValueError for one that
-    neither knows."""
+    """The short name of a machine, as in the records, else as in the table of GPUs. Raises ValueError for one that is in
+    neither."""
     return gpu if gpu in {*recorded, "cpu", None} else gpu_named(gpu or "").name
 
 
 def suite_named(suite: str | None, recorded: Iterable[str], folder: Path) -> str | None:
-    """The suite. Raises ValueError for one that no run is of."""
+    """The suite as it is given. Raises ValueError for a suite without runs."""
     if suite not in (None, *(found := dict.fromkeys(recorded))):
         raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(found)}, which are on record under {folder}")
     return suite

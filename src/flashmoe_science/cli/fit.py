@@ -77,8 +77,8 @@ def fit(
         if kernel is not None and not rows:
             raise ValueError(f"{unsupported[0][1]}, on {unsupported[0][0].product}")
     if as_json:
-        named = ({"kernel": row.kernel, "config": row.config} if row.kernel else {} for row in rows)
-        typer.echo(json.dumps([names | row.fit.as_dict() for names, row in zip(named, rows, strict=True)], indent=2))
+        named = [({"kernel": row.kernel, "config": row.config} if row.kernel else {}) | row.fit.as_dict() for row in rows]
+        typer.echo(json.dumps(named, indent=2))
     else:
         _print_tables(gpus, rows, unsupported, what)
     if any(row.fit.refusal for row in rows):

@@ -1,7 +1,7 @@
 """A cache of judgements of a folder of records, in the user's cache folder, keyed by a digest of the records and the program.
 
-A file there holds text and numbers, and is read as nothing else. What cannot be read is judged again; what cannot be written
-is not kept.
+A cached file is read as text and numbers only. If it cannot be read, the records are judged again; if it cannot be written,
+nothing is kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def standing_under(folder: Path, gpu: str | None = None, suite: str | None = Non
         rows = standing(runs)
         fronts = [row for group in groups(rows) for row in group.front if row.interval is not None]
         place = {id(row): at for at, row in enumerate(fronts)}  # those whose geometric mean is asked for
-        plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": [_where(run) for run in runs]}
+        where = [(gpu_name(one.run.header.environment), one.run.header.suite) for one in runs]
+        plain = {"rows": [_plain(row, place.get(id(row))) for row in rows], "runs": where}
         return plain, np.array([row.interval.resamples for row in fronts if row.interval is not None])
 
     plain, numbers = cached(folder, ("standing",), judged)
@@ -101,10 +102,6 @@ def _digest(folder: Path, words: Sequence[str]) -> str:
             content = path.read_bytes() if path.is_file() else b""  # a pipe might never end, and is refused where runs are read
             digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(content).digest())
     return digest.hexdigest()
-
-
-def _where(one: JudgedRun) -> tuple[str, str]:
-    return gpu_name(one.run.header.environment), one.run.header.suite
 
 
 def _plain(row: Verdict, place: int | None) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """Options of ``flashmoe prove``: a budget as a duration, a shard of the problems, the price of an hour of the machine, and
---resume, which takes what runs that were cut left to do and the options that they were given."""
+--resume, by which a run that was cut short is continued with its own options."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def price_per_hour() -> float | None:
-    """USD an hour for this machine, from the environment; None where it holds none, for no price is made up. Raises ValueError:
-    the variable is no number of USD an hour."""
+    """USD an hour for this machine, from FLASHMOE_PRICE_PER_HOUR; None where the variable is not set. Raises ValueError: it is
+    no number of USD an hour."""
     text = os.environ.get(PRICE_VARIABLE, "").strip()
     if not text:
         return None

@@ -201,7 +201,7 @@ def _print(
     outcomes: Sequence[Outcome],
     built: Sequence[str],
 ) -> None:
-    """The verdict with its number, or why there is none; the rows; what was found wrong or refused; what it comes to."""
+    """The verdict with its number, or why there is none; the rows; what was found wrong or refused; the result in a line."""
     out, runs, found = console(), [one.run for one in judged], _found(outcomes)
     left = sum(outcome.problems_left for outcome in outcomes)
     rest = f"{count(left, 'problem')} not measured, the budget is spent; to go on: flashmoe prove --resume {folder}"

@@ -1,4 +1,4 @@
-"""``flashmoe ratchet``: a gate that keeps the best known."""
+"""``flashmoe ratchet``: a gate that keeps the best ratios, and fails where one is proven to have regressed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmoe_science.judge.gate.ratchet import ALL, Check, Outcome, check, lowe
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.operations import parse_problem
 
-# How many entries of each outcome are listed: of those that ask for nothing, a few.
+# How many entries of each outcome are listed; few of an outcome that needs no action.
 _SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
 _RUNS = "runs"  # a folder of that name next to the file holds the committed records
 
@@ -76,9 +76,9 @@ def ratchet(
         if changed:
             typer.echo(f"{file}: {len(changed)} of {len(moved)} entries changed")
         elif vacant:
-            typer.echo("nothing that is kept was measured here: this holds nothing (see --runs; --update keeps what is new)")
+            typer.echo("no kept ratio was measured here, so nothing was compared (see --runs; --update adds new ratios)")
         elif update and any(one.outcome in ("gained", "new") for one in checks):
-            typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
+            typer.echo("nothing is added: a quick run raises nothing; measure in full (without --quick)")
     if any(one.outcome == "regressed" and one.key not in changed for one in checks):
         return ExitCode.WRONG
     return ExitCode.NO_NUMBER if vacant or any(one.outcome == "refused" for one in checks) else ExitCode.GOOD
@@ -101,4 +101,4 @@ def _print(checks: Sequence[Check]) -> None:
             out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
     counts = Counter(one.outcome for one in checks)
     totals = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
-    out.print(", ".join(totals) or "nothing to hold", markup=False)
+    out.print(", ".join(totals) or "nothing to compare", markup=False)

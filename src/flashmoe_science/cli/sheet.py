@@ -1,7 +1,7 @@
-"""Tables and sentences of a terminal's own width, of 100 columns where there is none (COLUMNS sets another), drawn by rich.
+"""Tables and sentences as wide as the terminal, or 100 columns without one (COLUMNS sets another width), drawn by rich.
 
-The rows of a table are grouped by their first column. Where a row is too wide, the names of kernels, which may be
-long, go onto a line above it. Notes are wrapped below their row.
+The rows of a table are grouped by their first column. Where a row is too wide, the names of kernels, which may be long, go
+onto a line above it. Notes are wrapped below their row.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def print_table(out: Console, table: Table) -> None:
     kept = [i for i, one in enumerate(columns) if not (too_wide and one.style == "k")]
 
     def put(texts: list[Text]) -> None:
-        """Each row is a grid, alike in all widths, so that rich shares out what room there is alike; no number is wrapped."""
+        """Print one row as a grid. All grids have the same widths, so that rich divides the console alike; no number wraps."""
         grid = Grid.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
         for i in kept:
             if columns[i].style == "n":
@@ -86,7 +86,7 @@ def print_table(out: Console, table: Table) -> None:
 
 
 def print_block(out: Console, block: Block) -> None:
-    """Print a block of a report; charts are a page's alone."""
+    """Print a block of a report; charts are on pages only."""
     match block:
         case Heading():
             print_wrapped(out, f"{block.text} {block.note}".rstrip())
@@ -104,8 +104,8 @@ def print_block(out: Console, block: Block) -> None:
 
 
 def print_wrapped(out: Console, words: str, indent: int = 0, lead: str = "", style: str = "") -> None:
-    """Print a sentence, wrapped at spaces to the width that there is, to the right of ``lead``, which has a style; what a
-    terminal would obey is written out."""
+    """Print a sentence, wrapped at spaces to the console's width, to the right of ``lead``, which has a style; control
+    characters are written out."""
     grid = Grid.grid()
     if lead:
         grid.add_column(width=len(lead))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
@@ -24,7 +23,7 @@ from flashmoe_science.judge.formats import count
 from flashmoe_science.judge.gate.entries import entries_as_text
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.operations import operation
-from flashmoe_science.store import read_runs
+from flashmoe_science.store import read_runs, write_whole
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Outcome
@@ -109,11 +108,8 @@ def _promoted(runs: Path, gpu: Gpu) -> tuple[Entry, ...]:
     from flashmoe_science.measure.promote import entries_of
 
     raw = entries_of([JudgedRun(run) for run in read_runs(runs)], {gpu.name: gpu})
-    path = _path(gpu)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(entries_as_text(SCHEMA, raw, gpu.name), encoding="utf-8")
-    partial.replace(path)
-    return tuned.read_tuned(path)
+    write_whole(_path(gpu), entries_as_text(SCHEMA, raw, gpu.name))
+    return tuned.read_tuned(_path(gpu))
 
 
 def _path(gpu: Gpu) -> Path:

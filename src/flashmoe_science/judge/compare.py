@@ -1,13 +1,13 @@
-"""Versions compared: a commit, a run, a kernel, or a kernel in a run, on the places that they share.
+"""Versions compared: a commit, a run, a kernel, or a kernel in a run, in the places that they share.
 
-A place is a problem on a GPU, a clock and a cache: times of different ones are never compared. How far a ratio can be believed
-depends on how the two were sampled (``how``):
+A place is a problem, a GPU, a clock and a cache: times of different places are never compared. A ratio is taken in one of two
+ways (``how``):
 
-- "paired": in alternation, in one run, on the same inputs;
-- "through NAME": each paired with the same rival, in two runs or in one. What slowed the machine slowed the rival too and
+- "paired": the two were sampled in alternation, in one run, on the same inputs;
+- "through NAME": each was paired with the same rival, in two runs or in one. What slowed the machine slowed the rival too and
   cancels.
 
-Where there is neither, there is no ratio: a machine in another state would shift it unseen.
+Where neither is possible there is no ratio: another state of the machine would shift it unseen.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The result of one version in one place, by one run. ``over_first`` is its speed-up over the first version (above 1 it is
-    faster), ``how`` the way in which the two were compared."""
+    """The result of one version in one place, by one run. ``over_first`` is its speed-up over the first version (above 1: this
+    version is faster), ``how`` the way in which the two were compared."""
 
     judged: JudgedRun
     verdict: Verdict
@@ -79,9 +79,9 @@ class Cell:
 
 
 def compare(words: Sequence[str], runs: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:
-    """A cell a version, in the order of ``words``, for each place of the first version that another shares, None where it has
-    nothing there. Raises ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one
-    that shares no GPU, problem, clock or cache with the first."""
+    """For each place that the first version shares with another, a cell for each version in the order of ``words``; None for a
+    version without a verdict there. Raises ValueError, in one line: fewer than two versions, one given twice, a word that names
+    none or several, a version that shares no GPU, problem, clock or cache with the first."""
     if len(words) < 2:
         raise ValueError("there is only one version; a comparison needs at least 2")
     if twice := [word for word in words if words.count(word) > 1]:
@@ -156,7 +156,7 @@ def _version(word: str, runs: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str
 
 
 def _runs_named(word: str, runs: Sequence[JudgedRun]) -> list[JudgedRun]:
-    """The run whose id begins so, or all runs of the commit that does."""
+    """The run whose id begins with ``word``, or all runs of the commit whose hash does."""
     named: dict[str, list[JudgedRun]] = defaultdict(list)
     for judged in runs:
         header = judged.run.header
@@ -170,7 +170,7 @@ def _runs_named(word: str, runs: Sequence[JudgedRun]) -> list[JudgedRun]:
 
 
 def _row(found: Sequence[Sequence[Cell]]) -> list[Cell | None]:
-    """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
+    """A cell for each version: all of one run if it has every version, else each of the run that counts for it."""
     common = set.intersection(*({id(cell.judged) for cell in cells} for cells in found if cells))
     chosen: list[Cell | None] = []
     for cells in found:

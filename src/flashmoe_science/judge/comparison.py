@@ -20,8 +20,8 @@ class Comparison:
 
     ``times`` and ``rival_times`` are the samples, ns a call, good to ``resolution`` ns; ``time_ns`` and ``rival_time_ns`` are
     their medians. ``measured`` is the ratio of the rival's time to the kernel's (above 1 the kernel is faster), None where the
-    samples are no pairs; ``interval`` is the same, widened by what the ``control`` leaves open: the kernel's own, where it has
-    one. ``fault`` and ``rival_fault`` are why a kernel is not trusted here, ``shared_fault`` why the samples are not."""
+    samples are no pairs; ``interval`` is ``measured`` widened by the bias of ``control``, which is the kernel's own where it
+    has one. ``fault`` and ``rival_fault`` are why a kernel is not trusted here, ``shared_fault`` why the samples are not."""
 
     run: str
     gpu: str
@@ -57,17 +57,15 @@ class Comparison:
 
     @property
     def time_ns(self) -> float:
-        return float(statistics.median(self.times)) if self.times else 0.0
+        return float(statistics.median(self.times))
 
     @property
     def rival_time_ns(self) -> float:
-        return float(statistics.median(self.rival_times)) if self.rival_times else 0.0
+        return float(statistics.median(self.rival_times))
 
     @property
     def spread(self) -> float:
-        """Interquartile range of the kernel's times over their median; 0 where the samples are no pairs."""
-        if self.measured is None:
-            return 0.0
+        """Interquartile range of the kernel's times over their median."""
         first, middle, third = statistics.quantiles(self.times, n=4, method="inclusive")
         return (third - first) / middle
 

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
 from flashmoe_science.records import TimingRow
 
-# CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
+# CUDA documents events as accurate to about half a microsecond; one sample spans ``calls`` calls.
 _EVENT_RESOLUTION_NS = 500.0
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The harness's error by the kernel-against-itself control of a problem.
+    """The harness's error on a problem, by its kernel-against-itself control.
 
-    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with as many
-    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent."""
+    ``reason`` is why no number of the problem is believed: the control differs from 1 by more than chance explains in a run
+    with that many controls. Where it is None, the harness may be off by ``bias`` (log units), 0 if the control came out
+    equivalent."""
 
     interval: Interval | None
     bias: float

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from flashmoe_science.exit_codes import ExitCode, worst
 from flashmoe_science.judge.formats import microseconds, times, within
 from flashmoe_science.judge.grouped import grouped
-from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group, candidates, groups, in_question
+from flashmoe_science.judge.summary import Candidate, Group, candidates, counts_in_words, groups, in_question
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import STAGES, NoteRow, TimingRow
 from flashmoe_science.store import Run
 
 _WRONG, _CANNOT = ("correctness:", "callpath:", "wrong:", "call path:"), ("preflight:",)
-_CAUGHT = "sanity:"  # what another measurement would find again
+_CAUGHT = "sanity:"  # another measurement would be refused for the same reason
 
 
 def code_of(verdicts: Sequence[Verdict]) -> ExitCode:
-    """The worst of the kernels in question: of a user's, else of ours, else of all. Without any verdict it is GOOD: the
-    caller, who measured, knows whether something was to be timed."""
+    """The worst exit code of the kernels in question (users' kernels, else ours, else all). GOOD without any verdict: whether
+    something was to be timed is known to the caller, which measured."""
     asked = in_question(verdicts)
     nothing = bool(asked) and all(row.ratio is None for row in asked)
     return worst([*map(_code, asked), *([ExitCode.NO_NUMBER] if nothing else [])])
@@ -70,11 +70,10 @@ def _of_candidate(one: Candidate, own: Sequence[Verdict]) -> str:
 
 
 def _of_group(group: Group) -> str:
-    counts = ", ".join(f"{group.counts[word]} {word}" for word in JUDGEMENTS if group.counts[word])
     mean = f": {times(group.mean.ratio)} ({within(group.mean.low, group.mean.high)})" if group.mean else ""
     lost = [row for row in in_question(group.rows) if row.verdict == "refused"]
     why = f"; {_reason(lost[0])} ({lost[0].kernel} on {lost[0].problem})" if lost else ""
-    return f"{counts}: {group.title}{mean}{why}"
+    return f"{counts_in_words(group.counts)}: {group.title}{mean}{why}"
 
 
 def _reason(row: Verdict) -> str:

@@ -1,13 +1,13 @@
 """Multiple testing: which claims over many rows must be corrected for their number, and by how much.
 
-With 36 rows, each judged at 95%, one row in the wrong is more likely than not. Whether that matters depends on the sentence:
+With 36 rows, each judged at 95%, it is more likely than not that one row is wrong. Whether that matters depends on the claim:
 
-- "faster on every problem" needs **no** correction. It is false only where some row is not faster, and then that row alone
-  must err for the claim to pass: at most 2.5%, however many rows there are (an intersection-union test; Berger, 1982).
-- "faster on some problem", and any flag that one row out of many can raise ("slower here", "regressed here"), needs the full
-  one: each row is one more chance to err.
+- "faster on every problem" needs **no** correction. The claim is false only if some row is not faster, and then passes only if
+  that row errs: 2.5% at most, however many rows there are (an intersection-union test; Berger, 1982).
+- "faster on some problem", and any flag that one row of many can raise ("slower here", "regressed here"), needs the full
+  correction: each row is one more chance to err.
 - Naming the rows that are faster, or slower, is many claims at once: Holm's (1979) step-down procedure keeps the probability
-  that any one of the names is wrong under 5%, however the rows depend on each other.
+  that any of the named rows is wrong under 5%, however the rows depend on each other.
 - A geometric mean is one number, and one interval.
 
 The decision is ``docs/design/0008-many-rows.md``.
@@ -33,18 +33,16 @@ def holm(p_values: Sequence[float]) -> list[bool]:
 
 
 def named(rows: Sequence[Interval], ratio: float = 1.0) -> tuple[list[int], list[int]]:
-    """The indices of the rows proven to be above ``ratio``, and of those below, by Holm over both directions at once: any of
-    them is wrong 5% of the time at most.
-
-    That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows."""
+    """The indices of the rows proven to be above ``ratio``, and of those proven below, by Holm's procedure over both directions
+    at once, two hypotheses a row: the probability that any of the rows is wrong is 5% at most."""
     rejected = holm([row.p_above(ratio) for row in rows] + [row.p_below(ratio) for row in rows])
     above, below = rejected[: len(rows)], rejected[len(rows) :]
     return [place for place, proven in enumerate(above) if proven], [place for place, proven in enumerate(below) if proven]
 
 
 def least(rows: Sequence[Interval]) -> Interval:
-    """The smallest of rows' ratios. ``low`` needs no correction for their number (it is too high only where the smallest
-    row's own is), ``high`` needs the full one (any row's error makes it too low)."""
+    """The smallest of rows' ratios. Its ``low`` needs no correction for the number of rows (it is too high only if that of the
+    truly smallest row is), its ``high`` needs the full correction (an error of any row makes it too low)."""
     among = [row.among(len(rows)) for row in rows]
     return Interval(
         ratio=min(row.ratio for row in rows),

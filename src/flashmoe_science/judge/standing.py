@@ -1,9 +1,9 @@
 """Which run counts for a place: the one rule by which verdicts, the table, claims, ratchet and comparisons choose among runs.
 
-A full run counts before a quick one, one that finished the problem before one that was cut in it, a later run before an earlier
-one; no run is chosen by its numbers. The key depends on the question: verdicts are kept by GPU, suite and problem, the dispatch
-table is by problem alone. Where several current verdicts are of one problem (of several suites, or with a user's kernel
-compared with ours), ``eligible`` picks those that count for a claim, and the worst of them for the claim is used.
+A full run counts before a quick one, a run that finished the problem before one that did not, a later run before an earlier
+one; no run is chosen by its numbers. What a place is depends on the question: verdicts are kept by GPU, suite and problem, the
+dispatch table by GPU and problem. Where one problem has several current verdicts (of several suites, or with a user's kernel
+compared with ours), ``eligible`` picks those that count for a claim, and the claim is judged by the worst of these.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class JudgedRun:
 
     @cached_property
     def brought(self) -> tuple[str, ...]:
-        """The names of the user's kernels that it measured."""
+        """The names of the users' kernels that the run measured."""
         return tuple(sorted({verdict.kernel for verdict in self.verdicts if verdict.brought}))
 
     @cached_property
     def kernels(self) -> frozenset[str]:
-        """Every kernel that a row names, also one that was refused before it could be timed."""
+        """Every kernel that a row names, one that was refused before it could be timed included."""
         rows = (row for row in self.run.rows if isinstance(row, TimingRow | CorrectnessRow | RefusalRow))
         return frozenset(name for row in rows for name in (row.kernel, getattr(row, "rival", None)) if name)
 
@@ -64,26 +64,24 @@ class JudgedRun:
         return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
-        """The correctness row of a verdict's kernel and config; for a kernel refused before it had one its worst."""
-        return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
+        """The correctness row of a verdict's kernel and config, of several a failed one; None without a row."""
+        return min(_rows_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:
         """The launches of one call of the verdict's kernel."""
-        return next((row.launches for row in _of(self.trust.paths, verdict)), [])
+        return next((row.launches for row in _rows_of(self.trust.paths, verdict)), [])
 
 
-def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
+def _rows_of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
     """The rows of a verdict's kernel and config, or of every config where the verdict names none."""
     about = (verdict.problem, verdict.kernel)
     return [row for (*who, config), row in rows.items() if tuple(who) == about and verdict.config in ("", config)]
 
 
 def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
-    """Current verdicts: of the runs that measured a problem on a GPU in a suite, the latest one's.
-
-    Neither a quick run nor one that was cut in the problem replaces a full one, and a run with a user's kernel replaces only
-    runs with the same. The order is that of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem
-    does not parse."""
+    """The current verdicts: of each problem on a GPU in a suite, those of the run that counts (``precedence``). A run with a
+    user's kernel replaces only runs with the same. In the order of GPU, suite, run, then of the run's own verdicts. Raises
+    ProblemError: a record's problem does not parse."""
     ordered = sorted(runs, key=lambda one: one.run.age)
     brought = {one.run.header.run: one.brought for one in ordered}
 
@@ -97,8 +95,8 @@ def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
 
 
 def precedence(row: Verdict) -> tuple[bool, bool, str, str, bool, float]:
-    """The greatest counts: a full run's, then that of a run which finished the problem, then the later run's; within a run that
-    of the cold cache, then of the least time."""
+    """A sort key, whose greatest verdict counts: of a full run, of a run that finished the problem, of the later run; within
+    a run of the cold cache, then of the least time."""
     return not row.quick, not row.unfinished, row.started, row.run, row.cache == "cold", -(row.time_ns or 0.0)
 
 
@@ -108,10 +106,8 @@ def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[P
 
 
 def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> list[list[Verdict]]:
-    """One problem's standing verdicts, by run, of the runs that count for the kernels that ``is_asked`` picks.
-
-    Cold rows go before warm ones, runs of kernels by themselves before those with a user's kernel, full ones before quick ones.
-    """
+    """One problem's current verdicts by run, of the runs that count for the kernels that ``is_asked`` picks: where there are
+    such, only verdicts of the cold cache, only runs without a user's kernel, only full runs."""
     with_users = {row.run for row in rows if row.brought}
     for is_preferred in (lambda row: row.cache == "cold", lambda row: row.run not in with_users, lambda row: not row.quick):
         left = [row for row in rows if is_preferred(row)]
@@ -120,7 +116,7 @@ def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> li
 
 
 def is_drawn(suite: str) -> bool:
-    """Whether a suite's problems were drawn at random around another one. The next draw has others."""
+    """Whether a suite's problems were drawn at random around another suite. The next draw has other problems."""
     return suite.endswith(_DRAWN)
 
 

@@ -1,20 +1,19 @@
 """Ratios of paired timings, with intervals that hold when samples follow each other and when the clock is coarse.
 
-The estimate is the median over pairs of log(b_i / a_i): the samples of a pair are adjacent, so drift of the clock that both
-share cancels in each, and the median keeps outliers (they are counted, never dropped) from deciding.
+The estimate is the median over pairs of log(b_i / a_i). The two samples of a pair are taken one after the other, so drift of
+the clock changes both alike and cancels in their ratio. Outliers are counted, never dropped; they hardly move a median.
 
-The interval is a circular block bootstrap of that median (Politis and Romano, 1992), with three corrections that runs of 20
-to 40 pairs need; ``tests/unit/judge/test_stats.py`` holds the coverage that they reach:
+The interval is a circular block bootstrap of that median (Politis and Romano, 1992), with three corrections for runs of 20
+to 40 pairs, whose coverage ``tests/unit/judge/test_stats.py`` holds:
 
-1. the block length is Andrews' (1991) plug-in rule for a Bartlett window on a first-order autoregression, n/4 at most, with
-   the autocorrelation of the ranks, freed of its small-sample bias (Kendall, 1954) and half a standard error towards caution;
+1. the block length is Andrews' (1991) plug-in rule for a Bartlett window on a first-order autoregression, at most n/4. The
+   autocorrelation is that of the ranks, corrected for small-sample bias (Kendall, 1954) and raised by half a standard error;
 2. blocks of finite length see only a part of the variance of an autocorrelated mean: the interval is widened by what a
    first-order autoregression of that autocorrelation loses;
 3. the critical value is the fixed-b one (Kiefer and Vogelsang, 2005, table 1, Bartlett, 97.5%) in place of the normal one.
 
-It is last widened by the clock's resolution, for a reading of t on a grid of q shows only that the time is within q/2 of t:
-ten readings of the same tick bound the ratio by the tick, not by nothing. That part is a bound, so it adds, and does not
-shrink with more pairs.
+Last, the interval is widened by the clock's resolution: a reading of t on a grid of q shows only that the time is within q/2
+of t, however many readings agree. This widening is a bound, so it adds, and does not shrink with more pairs.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from numpy.typing import NDArray
 Call = Literal["faster", "slower", "equivalent", "undecided"]
 
 MARGIN = 0.02  # differences below this are of no consequence to a user, and within run-to-run variation of one GPU
-MIN_PAIRS = 6  # the least whose whole range covers a median 95 times in 100: 1 - 2 / 2**6 is 0.97
+MIN_PAIRS = 6  # the fewest whose range, least to greatest, covers the median 95 times in 100: 1 - 2 / 2**6 is 0.97
 RESAMPLES = 2000
-_CONFIDENCE = 0.95
-_LEVEL = (0.025, 0.975)
-_NORMAL = 1.959964
-_POWER = 2.801585  # normal quantiles of 97.5% and 80%, added: the effect that is seen four times in five
+_TAIL = 0.025  # outside either end of a 95% interval
+_NORMAL = 1.959964  # the normal quantile of 97.5%
+_POWER = 2.801585  # the normal quantiles of 97.5% and 80%, added: an effect of so many standard errors is seen 4 times in 5
 
 Floats = NDArray[np.float64]
 
@@ -69,74 +67,71 @@ class Interval:
 
     @property
     def detectable(self) -> float:
-        """Smallest relative difference that such a measurement detects, four times in five (0.01 is 1%)."""
+        """Smallest relative difference that such a measurement detects four times in five (0.01 is 1%)."""
         return math.expm1(_POWER / _NORMAL * self.half_width)
 
     def widened(self, by: float) -> Interval:
-        """The same measurement by a harness that may be off by ``by`` (log units) either way."""
+        """The interval widened at either end by ``by`` (log units), which the harness may be off."""
         return replace(self, low=self.low * math.exp(-by), high=self.high * math.exp(by), bound=self.bound + by)
 
     def among(self, comparisons: int) -> Interval:
-        """The same measurement as one of ``count``: ends that hold for all of them at once, 95 times in 100 (Bonferroni).
+        """The interval as one of ``comparisons``: wide enough that all of them hold at once, 95 times in 100 (Bonferroni).
 
-        Only what is chance is stretched, as Student's t is; the clock's bound holds for each anyway."""
-        tail = (1 - _CONFIDENCE) / 2
-        stretch = _student(tail / comparisons, self.tail_freedom) / _student(tail, self.tail_freedom)
+        Only its chance part is stretched, as Student's t is; the clock's bound holds for each comparison anyway."""
+        stretch = _student(_TAIL / comparisons, self.tail_freedom) / _student(_TAIL, self.tail_freedom)
         down, up = (max(math.log(end) - self.bound, 0.0) for end in (self.ratio / self.low, self.high / self.ratio))
         return replace(
             self, low=self.ratio * math.exp(-stretch * down - self.bound), high=self.ratio * math.exp(stretch * up + self.bound)
         )
 
     def p_above(self, ratio: float) -> float:
-        """How probable such a measurement is, at most, where the truth is ``ratio`` or less: a one-sided p-value.
-
-        It is 2.5% where ``low`` is ``ratio``, and Student's t gives the rest."""
+        """The one-sided p-value of the hypothesis that the true ratio is ``ratio`` or less, by Student's t; 2.5% where ``low``
+        is ``ratio``."""
         chance = math.log(self.ratio / self.low) - self.bound
         distance = math.log(self.ratio / ratio) - self.bound
-        if chance <= 1e-12:  # readings that never vary: what remains is the bound, and it holds
+        if chance <= 1e-12:  # the readings never vary: the interval is the clock's bound alone
             return float(distance < 0)
-        return _tail(distance / chance * _student((1 - _CONFIDENCE) / 2, self.tail_freedom), self.tail_freedom)
+        return _tail(distance / chance * _student(_TAIL, self.tail_freedom), self.tail_freedom)
 
     def p_below(self, ratio: float) -> float:
-        """The same for a truth of ``ratio`` or more."""
+        """The one-sided p-value of the hypothesis that the true ratio is ``ratio`` or more."""
         return self.flipped().p_above(1 / ratio)
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom: as many as there are blocks, less one."""
+        """Degrees of freedom: the number of blocks, less one."""
         return max(self.pairs / self.block - 1, 1.0)
 
     @property
     def tail_freedom(self) -> float:
-        """Degrees of freedom of the far tails: a bootstrapped median estimates its own spread six times as badly as a mean,
-        by simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py`` holds it)."""
+        """Degrees of freedom of the far tails: a sixth, as a bootstrapped median estimates its own spread worse than a mean,
+        by simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py``)."""
         return max(self.freedom / 6, 2.0)
 
     def excludes_one(self, comparisons: int) -> bool:
-        """Whether the interval excludes 1 when corrected for ``comparisons``: Bonferroni, at 1% for all together, stretched
-        as Student's t with ``freedom``. Tails so far out are too thin with some 20 pairs: what comes out is near 5% for all."""
-        stretch = _student(0.005 / comparisons, self.freedom) / _student(0.025, self.freedom)
+        """Whether the interval excludes 1 when corrected for ``comparisons``: Bonferroni at 1% for all together, stretched
+        as Student's t with ``freedom``. Far tails bootstrapped from some 20 pairs are too thin: the 1% is near 5% in fact."""
+        stretch = _student(0.005 / comparisons, self.freedom) / _student(_TAIL, self.freedom)
         end = self.low if self.ratio > 1 else self.high
         return math.log(self.ratio) * (math.log(self.ratio) + stretch * math.log(end / self.ratio)) > 0
 
     def flipped(self) -> Interval:
-        """The same measurement seen from the rival: its time is the numerator's."""
+        """The inverse ratio with its interval: the same measurement from the rival's side."""
         return replace(self, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low, resamples=-self.resamples)
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
     """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, are a pair.
 
-    ``resolution`` is the clock's grid in ns of one sample as given (a mean over calls divides it); where readings repeat so
-    much that a coarser one shows in them, that is used. Raises ValueError: lengths that differ, fewer than two pairs, a time
+    ``resolution`` is the clock's grid, ns; of samples that are means over calls, divided by the number of calls. Where the
+    readings show a coarser grid (``_grid``), it is used. Raises ValueError: lengths that differ, fewer than two pairs, a time
     that is not positive."""
     if len(a) != len(b):
         raise ValueError(f"a holds {len(a)} samples and b {len(b)}; pairs need as many of each")
     if len(a) < 2:
         raise ValueError(f"there are {len(a)} pairs; an interval needs at least 2")
     times = _positive([a, b])
-    bound = sum(math.log1p(_grid(series, resolution) / (2 * float(np.median(series)))) for series in times)
-    return _median_interval(np.log(times[1] / times[0]), _seed(times), bound)
+    return _median_interval(np.log(times[1] / times[0]), _seed(times), sum(_half_tick(one, resolution) for one in times))
 
 
 def call(interval: Interval) -> Call:
@@ -152,9 +147,9 @@ def call(interval: Interval) -> Call:
 
 
 def geometric_mean(intervals: Sequence[Interval]) -> Interval:
-    """Geometric mean of rows' ratios. Its interval resamples each row by itself: the rows are the question that was asked, not
-    a sample of others, so their spread does not widen it. Resolution bounds add, as in the worst case they may. Raises
-    ValueError: no interval."""
+    """Geometric mean of rows' ratios. Each row is resampled by itself: the rows are all that was asked about, not a sample of
+    more, so the spread between rows does not widen the interval. Its bound is the mean of theirs, as if every clock erred the
+    same way. Raises ValueError: no interval."""
     if not intervals:
         raise ValueError("a geometric mean needs at least one ratio")
     centre = float(np.mean([math.log(interval.ratio) for interval in intervals]))
@@ -170,8 +165,7 @@ def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
     if len(times) < 2:
         raise ValueError(f"there are {len(times)} samples; an interval needs at least 2")
     series = _positive(times)
-    bound = math.log1p(_grid(series, resolution) / (2 * float(np.median(series))))
-    return _median_interval(np.log(series), _seed(series), bound)
+    return _median_interval(np.log(series), _seed(series), _half_tick(series, resolution))
 
 
 def _positive(times: Sequence[int] | Sequence[Sequence[int]]) -> Floats:
@@ -199,7 +193,7 @@ def _median_interval(logs: Floats, seed: int, bound: float) -> Interval:
 
 def _around(centre: float, resamples: Floats, bound: float, pairs: int, block: int, outliers: int) -> Interval:
     """An interval from replicates of a log ratio, widened by ``bound`` either way."""
-    low, high = np.quantile(resamples, _LEVEL)
+    low, high = np.quantile(resamples, (_TAIL, 1 - _TAIL))
     ends = math.exp(min(float(low), centre) - bound), math.exp(max(float(high), centre) + bound)
     return Interval(math.exp(centre), *ends, pairs, block, outliers, bound, resamples)
 
@@ -215,11 +209,12 @@ def _resampled_medians(logs: Floats, block: int, seed: int) -> Floats:
 
 
 def _seed(times: Floats) -> int:
-    """From the samples themselves: the same record gives the same interval, and two rows resample independently."""
+    """The seed of a resampling, from the samples: the same record gives the same interval, two rows independent ones."""
     return zlib.crc32(times.tobytes())
 
 
 def _block_and_widening(logs: Floats) -> tuple[int, float]:
+    """The block length in pairs, and the factor of corrections 2 and 3 by which the interval is widened."""
     count, rho = len(logs), _autocorrelation(logs)
     alpha = 4 * rho**2 / (1 - rho**2) ** 2
     block = min(max(math.ceil(1.1447 * (alpha * count) ** (1 / 3)), 1), max(count // 4, 1))
@@ -245,8 +240,13 @@ def _autocorrelation(logs: Floats) -> float:
     return min(max(corrected, 0.0), 0.95)
 
 
+def _half_tick(series: Floats, resolution: float) -> float:
+    """Half a tick of the clock over the median of the readings, in log units: how far off each reading may be."""
+    return math.log1p(_grid(series, resolution) / (2 * float(np.median(series))))
+
+
 def _grid(series: Floats, resolution: float) -> float:
-    """The coarser of the stated resolution and, where at least half of the readings repeat another, the grid they show."""
+    """The coarser of the stated resolution and, where at least half of the readings repeat another, the grid that they show."""
     values = np.unique(series)
     if 1 < len(values) <= len(series) / 2:
         return max(resolution, float(np.min(np.diff(values))))

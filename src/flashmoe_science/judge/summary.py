@@ -4,7 +4,7 @@ promised speed-up."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,11 +22,16 @@ JUDGEMENTS = ("faster", "equivalent", "slower", "undecided", "refused")
 _BY: dict[Clock, str] = {"graph": "by device time", "eager": "by end-to-end latency"}
 
 
-class Group:
-    """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """The number of each verdict as text: "8 faster, 4 equivalent"."""
+    return ", ".join(f"{counts[word]} {word}" for word in JUDGEMENTS if counts[word])
 
-    ``tried`` are the kernels that a user brought to its runs. ``counts`` are of the front's verdicts, each at 95% by itself;
-    ``mean`` is the geometric mean of those of its ratios that there are, with its interval; None where there are none.
+
+class Group:
+    """Verdicts under one set of conditions. ``front`` has one verdict for each problem: see ``front_of``.
+
+    ``tried`` are the users' kernels in its runs. ``counts`` are of the front's verdicts, each at 95% by itself. ``mean`` is the
+    geometric mean of the front's ratios, with its interval; None where none has a ratio.
     """
 
     def __init__(self, gpu: str, suite: str, clock: Clock, cache: Cache, tried: Sequence[str], rows: Sequence[Verdict]) -> None:
@@ -34,18 +39,17 @@ class Group:
         self.tried, self.rows, self.front = tuple(tried), tuple(rows), tuple(front_of(rows))
         counted = Counter[str](row.verdict for row in self.front)
         self.counts = {verdict: counted[verdict] for verdict in JUDGEMENTS}
-        measured = sorted((row for row in self.front if row.interval is not None), key=lambda row: row.ratio or 0.0)
-        self.measured = tuple(measured)  # with a ratio, the least first
-        self.intervals = [row.interval for row in measured if row.interval is not None]
+        # Those of the front that have a ratio, the least first.
+        self.measured = sorted((row for row in self.front if row.interval is not None), key=lambda row: row.ratio or 0.0)
+        self.intervals = [row.interval for row in self.measured if row.interval is not None]
         self.mean = geometric_mean(self.intervals) if self.intervals else None
 
     @cached_property
     def sure(self) -> dict[str, int]:
         """How many of the faster and slower verdicts remain when all rows with a ratio are judged together (Holm, 5% for
         the family)."""
-        above, below = named(self.intervals)
-        proven = [self.measured[place].verdict for place in above], [self.measured[place].verdict for place in below]
-        return {"faster": proven[0].count("faster"), "slower": proven[1].count("slower")}
+        above, below = ([self.measured[place].verdict for place in places] for places in named(self.intervals))
+        return {"faster": above.count("faster"), "slower": below.count("slower")}
 
     @property
     def corrected(self) -> str:
@@ -78,8 +82,8 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
 
 
 def disagreements(rows: Iterable[Verdict]) -> list[str]:
-    """A sentence for each kernel and problem, within a GPU, suite and run, on which the clocks disagree: then neither
-    alone is the result."""
+    """A sentence for each kernel and problem, within a GPU, suite and run, with one clock faster and the other slower: neither
+    clock alone is the result."""
     cold_first = sorted((row for row in rows if row.ratio is not None), key=lambda row: row.cache != "cold")
     sentences = []
     for own in grouped(cold_first, lambda row: (row.gpu, row.suite, row.run, row.problem, row.kernel)).values():
@@ -104,8 +108,8 @@ def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
 
 
 def of_suites(rows: Sequence[Verdict]) -> list[Verdict]:
-    """The rows that count when losses are counted: those of suites, which are samples of use, and all where there are none.
-    A problem was named by itself to try something, often on a kernel that is gone."""
+    """The rows of suites, which are samples of use; all rows where there are none. Losses are counted over these rows: problems
+    named one by one are experiments, often with a kernel that is gone."""
     return [row for row in rows if row.suite != NAMED] or list(rows)
 
 
@@ -114,8 +118,8 @@ def _rank(row: Verdict) -> tuple[bool, float]:
 
 
 class Candidate(NamedTuple):
-    """A user's kernel. ``verdict`` is on all of it together, ``headline`` the result in a sentence. ``refusals`` are
-    distinct, over all problems. ``promise`` compares the promised speed-up with the measured one; None without a promise."""
+    """A user's kernel. ``verdict`` is over all problems together, ``headline`` the result in a sentence. ``refusals`` are the
+    distinct reasons, over all problems. ``promise`` compares the promised speed-up with the measured one; None without one."""
 
     name: str
     verdict: Judgement
@@ -167,7 +171,7 @@ def _mean(rows: Iterable[Verdict]) -> Interval | None:
 
 def _promise(promised: float, measured: Interval | None) -> str:
     if measured is None:
-        return f"It promised {times(promised)}. No number can be given, so nothing is left of the promise."
+        return f"It promised {times(promised)}. There is no number to compare the promise with."
     end = "whether it keeps its promise is not decided."
     if measured.low >= promised:
         end = "it kept its promise."

@@ -1,6 +1,6 @@
-"""Which of a run's numbers may be believed, and if not, why not, in words.
+"""Why a run's kernels, samples and times are not believed, as text; None where they are.
 
-A kernel without an oracle row and a call path row is not trusted.
+A kernel is believed only with a correctness row and, on a GPU, a call path row.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from flashmoe_science.records import (
 from flashmoe_science.store import Run
 
 _ROUNDED = 1 + 1e-6
-_OUTPUTS = {"out": "output", "lse": "log-sum-exp"}  # in words, where a contract's name is none
+_OUTPUTS = {"out": "output", "lse": "log-sum-exp"}  # what contracts abbreviate
 
-# Stages whose refusals are of samples that were not kept; the samples that were kept are judged by themselves.
+# Refusals at these stages are of samples that were not recorded; those that were recorded are judged by themselves.
 AT_THE_CLOCK = ("sanity", "timing")
-_OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
+_OLD_PROMISE = "it promised"  # begins the reason of a missed speed-up in old records, whose stage is "sanity"
 
 Who = tuple[str, str, str]  # problem, kernel, config
 Where = tuple[str, Clock, Cache, str]  # problem, clock, cache, kernel
@@ -73,15 +73,15 @@ class Trust:
 
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
-        refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
-        if sizes := _words(refusals):
-            return sizes
+        refusals = [row for row in self._refusals_of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
+        if refused := _first_reason(refusals):
+            return refused
         if len(origins := self._origins.get(kernel, ())) > 1:
             return f"its run calls it {' and '.join(sorted(origins))}; it can be only one of them"
         if self._cut_short(problem, kernel):
             return "its trial on this problem ended before its last check; continue it with --resume"
         path = self.paths.get((problem, kernel, config)) if self._on_gpu else None
-        if path is not None and path.broken_promises:  # another kernel ran: what was wrong with its result was not this one's
+        if path is not None and path.broken_promises:  # before the oracle: a wrong result may be another kernel's, which ran
             return f"call path: {'; '.join(path.broken_promises)}"
         oracle = self.oracle.get((problem, kernel, config))
         if oracle is None:
@@ -98,27 +98,27 @@ class Trust:
             return "its call path was not looked at"
         return None if path.launches else "call path: no kernel was seen"
 
-    def _of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
-        """The refusals of a kernel with a config on a problem; those that name no kernel, for None."""
+    def _refusals_of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
+        """The refusals of a kernel with a config on a problem; with ``kernel`` None those that name no kernel."""
         own = (row for row in self.refusals if row.kernel == kernel)
         return [row for row in own if row.problem in (problem, None) and row.config in (config, None)]
 
     def never_timed(self, problem: str, kernel: str, config: str) -> str | None:
         """Why a kernel has no time, or none on one of the clocks: the earliest stage that refused it is the cause."""
-        return _words(self._of(problem, kernel, config)) or self.kernel(problem, kernel, config)
+        return _first_reason(self._refusals_of(problem, kernel, config)) or self.kernel(problem, kernel, config)
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
         """Whether the run refused samples of a kernel."""
         return any(row.stage in AT_THE_CLOCK and (row.problem, row.kernel) == (problem, kernel) for row in self.refusals)
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
-        """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
-        that ended by itself, its budget spent, has examined whatever it wrote."""
+        """Whether the run was killed after it wrote times of a user's kernel and before the kernel's last checks. A run that
+        ended by itself, also for want of time, has made all checks of what it wrote."""
         return kernel in self._on_trial and not self.run.complete and problem not in self.run.done_by(kernel)
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
-        return _words(self._of(problem, None, ""))
+        return _first_reason(self._refusals_of(problem, None, ""))
 
     def samples(self, row: TimingRow) -> str | None:
         """Why a pair's samples are not believed, whoever made them; None if they are."""
@@ -154,14 +154,13 @@ class Trust:
         return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} arithmetic and bandwidth allow"
 
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
-        """The control of these conditions, or of this problem on the other clock where these have none of their own.
+        """The control under these conditions; where there is none, a control of the problem under others.
 
-        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is used where there is one."""
-        asked = (problem, clock, cache, kernel)
-        # Where a kernel's samples on the problem are void, its controls are no evidence on the harness either.
+        Each user's kernel has a process, and so a control, of its own: the one of ``kernel`` comes first."""
+        # A kernel whose samples on the problem are void is no evidence on the harness, but for itself.
         void = {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)} - {kernel}
         near = [key for key in self._controls if key[0] == problem and key[3] not in void]
-        best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
+        best = max(near, key=lambda key: (key[:3] == (problem, clock, cache), key[3] == kernel), default=None)  # the first
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
         if best not in self._control_results:  # every verdict needs it, and it costs a bootstrap
@@ -172,7 +171,7 @@ class Trust:
         return self._control_results[best]
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
-        """Bytes that one call took beyond its inputs, and bytes of its outputs."""
+        """Bytes of device memory that one call took beyond its inputs, and bytes of its outputs; None where unknown."""
         oracle = self.oracle.get((problem, kernel, config))
         return (oracle.peak_extra_bytes, oracle.output_bytes) if oracle else (None, None)
 
@@ -183,7 +182,7 @@ class Trust:
 
     @cached_property
     def finished(self) -> frozenset[str]:
-        """The problems that the run was not cut short in."""
+        """The problems that the run finished."""
         return frozenset(row.problem for row in self.run.of(DoneRow))
 
     @cached_property
@@ -195,8 +194,8 @@ class Trust:
         """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
         named = {(row.problem, row.kernel, row.config or "") for row in self.refusals if row.problem and row.kernel}
         wrong = {key for key, row in self.oracle.items() if not row.passed}
-        strayed = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
-        return sorted(named | wrong | strayed)
+        off_path = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
+        return sorted(named | wrong | off_path)
 
     def correct_peers(self, problem: str) -> list[str]:
         """Peers that passed the oracle on this problem."""
@@ -205,17 +204,17 @@ class Trust:
 
 
 def is_promise(row: RefusalRow) -> bool:
-    """Whether it says that a kernel missed the speed-up that it promised, which leaves the measured speed valid."""
+    """Whether the refusal is of a promised speed-up that was missed, which leaves the measured speed valid."""
     old = row.stage == "sanity" and not row.voids and row.reason.startswith(_OLD_PROMISE)
     return row.stage == "promise" or old
 
 
 def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
-    """The refusals by stage, the earliest first: what came after it may follow from it."""
+    """The refusals by stage, the earliest first: a later one may be a consequence of it."""
     return sorted(refusals, key=lambda row: STAGES.index(row.stage))
 
 
-def _words(refusals: Iterable[RefusalRow]) -> str | None:
+def _first_reason(refusals: Iterable[RefusalRow]) -> str | None:
     """The reason of the earliest stage, None where there is none."""
     return next((f"{row.stage}: {row.reason}" for row in in_order(refusals)), None)
 
@@ -225,15 +224,15 @@ def _who(row: CorrectnessRow | CallPathRow) -> Who:
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:
-    """What a run samples once: a pair of configs under the same conditions, quickly or in full."""
+    """The key of what a run samples at most once: a pair of configs under one set of conditions, quickly or in full."""
     return row.problem, row.clock, row.cache, row.kernel, row.config, row.rival, row.rival_config, row.quick
 
 
 def gpu_name(machine: Environment) -> str:
-    """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none.
+    """A GPU's short name in the table of GPUs, else a slug of its product name; "cpu" where there is no GPU.
 
-    A card with another number of SMs than the table's is a partition, or reports a wrong name: it has a name of its
-    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's."""
+    A card with another number of SMs than in the table is a partition, or reports a wrong name. Its name here has that number
+    (as in ``hardware.gpus.gpu_for_device``), so that its numbers do not count as the whole card's."""
     if machine.gpu is None:
         return "cpu"
     listed = _listed(machine)
@@ -249,7 +248,7 @@ def _listed(machine: Environment) -> Gpu | None:
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:
-    """Why the recorded errors are wrong by themselves, whatever ``passed`` is; None if they are right."""
+    """Why the recorded errors are wrong, whatever the row's ``passed`` says; None if they are right."""
     for output, stats in row.outputs.items():
         name = _OUTPUTS.get(output, output)
         if stats.nonfinite:

@@ -24,8 +24,8 @@ from flashmoe_science.records import ONE_GPU, Cache, Clock, Origin
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 Judgement = Literal["faster", "slower", "equivalent", "undecided", "refused"]
 
-_UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel counts as faster than its rival only when clearly ahead
-_OWN_TIME_SPREAD = 1.25  # a kernel's own median with one rival over that with another, from which it gets a remark
+_UNPAIRED_LEAD = 0.98  # of the rival's time, below which a peer that was not paired with the kernel is the better rival
+_OWN_TIME_SPREAD = 1.25  # from which on the ratio of a kernel's medians beside two rivals is remarked on
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Verdict:
 
     ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
     A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps`` 1e9
-    bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
+    bytes/s of the least traffic that the problem needs; ``spread`` is the interquartile range of the times over their median;
     ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
     ``unmeasured`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
     kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
@@ -192,8 +192,8 @@ class _Group:
         return None if None in faults else faults[0]
 
     def _times(self, pair: Comparison) -> dict[str, Any]:
-        """A kernel's own time, speed and memory, by one of its comparisons, with remarks: a broken promise, a dependence on the
-        rival."""
+        """A kernel's own time, speed and memory, by one of its comparisons, with remarks: a broken promise, a time that depends
+        on the rival, the efficiency on several GPUs."""
         extra, output = self.trust.memory(pair.problem, pair.kernel, pair.config)
         control, queries = pair.control.interval, self.problem.queries()
         broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
@@ -224,7 +224,8 @@ class _Group:
         }
 
     def _own_times(self, best: Comparison) -> tuple[float, float] | None:
-        """The least and the most of a kernel's medians, where they differ by more than chance and by much; else None."""
+        """The least and the greatest of a kernel's medians beside different rivals, where they differ by more than chance and
+        more than _OWN_TIME_SPREAD; else None."""
         same = [p for p in self.pairs if p.believed and (p.kernel, p.config) == (best.kernel, best.config)]
         low, high = (choose(same, key=lambda p: p.time_ns) for choose in (min, max))
         if high.time_ns <= _OWN_TIME_SPREAD * low.time_ns or high.time().low <= low.time().high:

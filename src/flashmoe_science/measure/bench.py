@@ -41,7 +41,7 @@ class Bench:
 
     @contextmanager
     def single_threaded(self) -> Iterator[None]:
-        """Use one thread on a CPU: on a busy machine, threads that wait for one another would time its other work."""
+        """Use one thread on a CPU: on a busy machine a call's threads would wait for one another, and so for other work."""
         threads = torch.get_num_threads()
         if self.gpu is None:
             torch.set_num_threads(1)
@@ -122,8 +122,8 @@ def source_digest() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, "+dirty" after it where the package's files differ from it. Outside one what FLASHMOE_COMMIT
-    says (a container that was given the files alone), or None: the source digest is what binds a run to a source."""
+    """The checkout's commit, with "+dirty" where the package's files differ from it. Outside a checkout, as in a container with
+    the files alone, FLASHMOE_COMMIT or None: it is the source digest that binds a run to its source."""
     tracked = _git("ls-files", "--error-unmatch", "__init__.py")  # installed into someone else's checkout, it is not
     head = _git("rev-parse", "HEAD") if tracked else None
     if head is None:

@@ -1,7 +1,7 @@
 """Requests to a worker: function calls in this process, or messages over pipes to a child that may crash, hang, exit or lie.
 
 A message is one line of JSON. There is a pipe in each direction, apart from standard output, to which the child's code may
-print. A child has its own process session and is killed with all processes that it started. ``child.serve`` is its end.
+print. A child has its own process session and is killed with all processes that it started. It runs ``child.serve``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
 
 _MAX_REPLY = 64 * 2**20  # bytes: samples and facts are far less
-_LAST_LINES = 20  # of what the child prints, for the reason that a reader is given
+_LAST_LINES = 20  # that the child printed, kept for the reason of its end
 _MAX_WORDS = 600  # of a failure
 _GRACE_S = 5.0
 _ILLEGAL = ", an illegal memory access"
@@ -52,8 +52,8 @@ class Failed(RuntimeError):
 
 
 class TooLittleMemory(Exception):
-    """The GPU has too little memory for what the harness needs, its references first: no fault of a kernel. The message is
-    the reason, of this problem alone."""
+    """The GPU has too little memory for the harness's own tensors, such as references: no fault of a kernel. The message is the
+    reason, which holds for one problem."""
 
 
 class Died(RuntimeError):

@@ -32,7 +32,7 @@ from flashmoe_science.problem import Problem
 
 Answer = Literal["right", "wrong", "not served", "not asked"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
-EXAM = "the whole exam"  # of one problem, among the kinds of inputs
+EXAM = "the whole exam"  # in the place of a kind of inputs
 _MORE_REPEATS_S = 0.1
 _MAX_CRASHES = 3  # after which it is asked nothing more
 # CUDA errors after which the context cannot be used any more.
@@ -193,15 +193,13 @@ class Sweep:
     _crashes: int = 0
 
     def go(self, problems: Iterable[Problem]) -> None:
-        """Check every problem once, then run the full exam on the first right one, and every other kind of inputs there;
-        where it is right on none, the exam may find the reason. A few others sit the exam too.
-        Raises ContractFailed: the contract's own code failed."""
-        problems = list(problems)
+        """Check every problem once. Then the first right one gets the full exam and every other kind of inputs, and a few other
+        right ones the exam and other ways to call. Where none is right, the exam of the first may find the reason. Raises
+        ContractFailed: the contract's own code failed."""
+        problems, hard = list(problems), [one for one in self.opened.distributions if one in HARD_DISTRIBUTIONS]
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
-            self._add(
-                problem, "", partial(_ordinary, hard=[one for one in self.opened.distributions if one in HARD_DISTRIBUTIONS])
-            )
+            self._add(problem, "", partial(_ordinary, hard=hard))
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
             return
@@ -210,11 +208,12 @@ class Sweep:
         self.on_progress(f"{EXAM}: {right}")
         self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
         if first.answer == "right":
-            for name in (name for name in self.opened.distributions if name in DISTRIBUTIONS):
-                self._add(right, DISTRIBUTIONS[name], partial(Exam.one_call, distribution=name))
             served = [one.problem for one in ran if one.answer == "right"]
-            for problem in (one for one in _largest(served) if one != right and "constant" in self.opened.distributions):
-                self._add(problem, DISTRIBUTIONS["constant"], partial(Exam.one_call, distribution="constant"))
+            on = [(right, name) for name in self.opened.distributions if name in DISTRIBUTIONS]
+            if "constant" in self.opened.distributions:
+                on += [(problem, "constant") for problem in _largest(served) if problem != right]
+            for problem, name in on:
+                self._add(problem, DISTRIBUTIONS[name], partial(Exam.one_call, distribution=name))
             for problem, name in product(_plainest(served), self.opened.edge_variants):
                 self._add(problem, name, partial(_with_variant, variant=name))
             for problem in _representative(served):
@@ -285,9 +284,9 @@ def _plainest(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _largest(problems: Sequence[Problem]) -> list[Problem]:
-    """For each dtype of 16 bits and each size in a problem's text the first problem with the most: the most keys, queries,
-    tokens, experts a token. Where inputs are all the same, sums over these that are kept in 16 bits stop growing. On chance
-    inputs such sums are off by less than the rounding floor of a mean of many values."""
+    """For each dtype of 16 bits and each kind of size in a problem's text, the first problem with the greatest: the most keys,
+    queries, tokens, experts a token. A sum over these that is kept in 16 bits stops growing where inputs are all the same; on
+    random inputs it is off by less than the rounding floor of a mean of many values."""
     of_16_bits = [(dtype, one) for one in problems if (dtype := one.traits().get("dtype")) in ("fp16", "bf16")]
     sizes = (
         (int(size), (dtype, name), one)

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,9 +24,9 @@ _NO_DRIVER = "0 active drivers"  # how Triton begins
 Command = Callable[[str], Callable[..., dict[str, Any]]]  # what answers a request, by its name
 
 
-def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests until the other end closes. ``after`` may add to each answer. What a function raises, a SystemExit
-    included, is reported as a failure, and the process goes on."""
+def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Answer requests until the other end closes, then end the process. ``after`` may add to each answer. What a function
+    raises, a SystemExit included, is reported as a failure, and the process goes on."""
     die_with_parent(int(sys.argv[3]))
     with contextlib.suppress(OSError):  # where memory runs out, this process goes before the one that keeps the records
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -42,10 +42,11 @@ def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
         message = dumps({"token": request["token"], "answer": answer}).encode() + b"\n"
         while message:
             message = message[write(outgoing, message) :]
+    os._exit(0)  # threads and exit handlers of a user's code have nothing to add
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """The answer to a request that failed: in words, and ``memory`` where the GPU had too little for what is the harness's."""
+    """The answer to a request that failed: the reason as text; in ``memory``, whether the harness's own tensors did not fit."""
     of_harness = isinstance(error, torch.OutOfMemoryError) and OF_KERNEL not in getattr(error, "__notes__", ())
     return {"failed": _too_little(error) if of_harness else error_text(error), "memory": of_harness}
 

@@ -26,7 +26,7 @@ from flashmoe_science.records import Clock
 T = TypeVar("T")
 Sample = Callable[[], float]  # takes one sample; nanoseconds a call
 
-GRAPH_SAMPLE_NS = 2_000_000  # a sample's length aimed at: a replay starts some 5 us after its event, so 0.3% of it
+GRAPH_SAMPLE_NS = 2_000_000  # a sample's length, about; a replay starts some 5 us after its event, 0.3% of it
 EAGER_SAMPLE_NS = 3_000_000
 _FIRST_CALLS = 16  # of the first, trial capture
 _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
@@ -182,8 +182,9 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
     return sample
 
 
-def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
-    """A sampler of back-to-back calls on the wall clock. All samplers rotate through the same input sets."""
+def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int) -> Sampler:
+    """A sampler of back-to-back calls on the wall clock, as many a sample as take about ``target_ns``. All samplers rotate
+    through the same input sets."""
     clock = time.perf_counter_ns
 
     def timed(calls: int) -> float:
@@ -195,8 +196,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         bench.synchronize()
         return (clock() - began) / calls
 
-    # The fastest of a few: a stray slow one must not leave a sample with too few calls. Where one call is twice a sample, it
-    # needs no fine estimate: a kernel that takes seconds would be called ten times to learn that it is called once.
+    # The fastest of a few calls: by a stray slow call a sample would get too few. A long call needs no fine estimate:
+    # a kernel of seconds would be called ten times to learn that a sample holds one call.
     estimate = math.inf
     for index in range(_WARM_UP):
         estimate = max(1.0, min(estimate, timed(1)))
@@ -207,8 +208,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
 
 
 def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
-    """Why these samples (nanoseconds a call) are no measurement, or None where they may be one. ``floor`` is the
-    least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found."""
+    """Why these samples (nanoseconds a call) are no measurement, or None where they may be one. ``floor`` is the least time
+    that the chip could take (``hardware.floor``), ``expected`` the median of a quick bench."""
     if min(samples) <= 0:
         return "a sample took no time at all"
     median = statistics.median(samples)

@@ -30,8 +30,8 @@ _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom uses the 
 _CPU_SETS = 512
 _OTHER_INPUTS = 10**6  # added to the seed: the clocks' inputs are not those of the exam
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
-_STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
-_scales: list[float] = []  # still to come
+_STEPS = 128  # scales are multiples of 1/128, which every dtype holds exactly
+_scales: list[float] = []  # shuffled, not used yet
 
 Pair = tuple[list[int], list[int]]
 
@@ -79,7 +79,7 @@ class Timed:
         return replace(self, claimed=[], walls=[])
 
     def quick(self) -> Timed:
-        """The same, after a few samples of it alone."""
+        """Set ``quick_ns`` by a few samples of the entry alone. Returns the same object."""
         self.quick_ns = statistics.median(self.sample() for _ in range(QUICK_SAMPLES))
         return self
 
@@ -89,13 +89,13 @@ class Timed:
         return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
 
     def shown(self, path: str) -> dict[str, Any]:
-        """The same for a call in the sample that was timed last on the wall clock."""
+        """Write the output of a random call of the sample that was timed last on the wall clock; answers as ``cut``."""
         return self.channel.ask("show", slot=self.slot, which=random.random(), path=path)
 
 
 def random_scale() -> float:
-    """A factor for the inputs of the next pair, from 1/2 to 3/2. All are used before one is repeated: a candidate may cache its
-    results."""
+    """A factor for the inputs of the next pair, from 1/2 to 3/2. All are used before one is repeated, as a function may cache
+    its results."""
     if not _scales:
         every = range(_STEPS // 2, 3 * _STEPS // 2 + 1)
         _scales.extend(step / _STEPS for step in random.sample(every, len(every)))
@@ -103,8 +103,8 @@ def random_scale() -> float:
 
 
 def input_sets(device: Device, input_bytes: int, read_bytes: int) -> tuple[int, Cache]:
-    """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here). Where a window hides most
-    of a cache, a call reads few of its bytes."""
+    """The number of input sets, and whether they leave the L2 cold; a CPU's caches are not managed and count as warm.
+    ``read_bytes`` are those that one call reads, which behind a window are a small part of a KV cache."""
     if device is None:
         return max(2, min(_CPU_SETS, _CPU_POOL // max(1, input_bytes))), "warm"
     wanted = sets_beyond(device.l2_bytes, max(1, read_bytes))

@@ -39,7 +39,7 @@ class Exam:
     step: Callable[[str], None] = lambda text: None
     repeats: int = 10
     more_s: float = 0.5
-    of_peer: bool = False  # whose settings that it leaves changed are noted, and no fault
+    of_peer: bool = False  # settings that a peer leaves changed are noted, and no fault
     _digest: str = ""  # of the output of the last single call
 
     @contextmanager

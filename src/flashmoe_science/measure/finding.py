@@ -22,9 +22,7 @@ DISTRIBUTIONS = {  # distributions other than the normal one, as text
     "opposed": "opposed (every score far below zero)",
     "crowded": "crowded (all tokens for the same experts)",
 }
-
-
-# Inputs on which one path of several is often wrong alone: they are tried on every problem of a sweep.
+# Inputs on which often one path of a kernel alone is wrong: they are tried on every problem of a sweep.
 HARD_DISTRIBUTIONS = ("large", "huge", "opposed", "crowded")
 CALL_MODES = {  # modes of a call, as text
     "inference": "under torch.inference_mode()",
@@ -108,14 +106,15 @@ def contract_mismatch(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[s
 Named = tuple[str, str]  # a code for machines, and words
 
 _FEW = 8  # wrong elements that are still listed one by one
-_EVEN = 60.0  # the largest error over the RMS: below it, every element is off alike
-_COARSE = 2.0**-4  # of the largest result: an error that rounding to 8 bits may make
-_MATCHES = 4.0  # times the bound: a mistake's result may be larger than the right one, and its roundings with it
-_CLOSER = 0.25  # of the error against the right result
+_EVEN = 60.0  # the largest error over the RMS error, below which every element is off alike
+_COARSE = 2.0**-4  # of the largest result: the largest error that rounding to 8 bits makes
+_MATCHES = 4.0  # times the bound: a mistake's result, and so its rounding errors, may be larger than the right one's
+_CLOSER = 0.25  # of the error against the right result: the most that the error against a mistake's result may be
 
 
 def is_mistake(got: torch.Tensor, right: Expected, mistake: torch.Tensor) -> bool:
-    """Whether a result is what a common mistake computes: within a few bounds of it, and far closer to it than to ``right``."""
+    """Whether a result is what a common mistake computes: within _MATCHES bounds of ``mistake``, and far closer to it than to
+    ``right``."""
 
     def from_mistake(got: torch.Tensor, mistake: torch.Tensor) -> torch.Tensor:
         return torch.where(got.isnan() & mistake.isnan(), 0.0, got.double() - mistake)

@@ -27,8 +27,8 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import PromiseRow, Stage
 
-_SWEEP_S = 30.0  # at most, of a run that is to time something
-_MAX_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
+_SWEEP_S = 30.0  # at most: the run is to time something
+_MAX_OF_SWEEP = 3  # wrong answers of the sweep that are refused; the problems of the others are listed in a note
 
 
 def run_functions(session: Session, problems: tuple[Problem, ...] | None, suite: str = "custom") -> Outcome:
@@ -141,9 +141,9 @@ class FunctionRun:
         return [problem for problem in self.left if problem not in cannot]
 
     def _swept(self) -> None:
-        """Check the function on its contract's sweep, without the problems that are measured anyway, in a process that ends
-        afterwards: its caches of fifty shapes are not timed. Faults there are refused there; the timed problems are
-        unaffected."""
+        """Check the function on its contract's sweep, without the problems that are measured anyway. Its process then ends, so
+        that no call is timed with caches of fifty shapes. A fault is refused on its problem of the sweep, not on those that
+        are timed."""
         now = time.monotonic()
         deadline = now + min(_SWEEP_S, (self.session.deadline - now) / 4)
         bench, seed = self.session.bench, self.request.seed

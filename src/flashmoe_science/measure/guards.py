@@ -76,8 +76,8 @@ class GuardedAllocation(TorchDispatchMode):
 
 
 class _WithoutCompiler(GuardedAllocation):
-    """The same where PyTorch's compiler is not loaded: the other class would load it, a second in every process, only to keep
-    it from compiling this file."""
+    """GuardedAllocation for a process that has not loaded PyTorch's compiler. The base class's method would load the compiler,
+    which takes a second, only to keep it from compiling this file."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

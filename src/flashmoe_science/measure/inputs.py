@@ -22,7 +22,7 @@ from flashmoe_science.records import Cache
 
 Tensors = dict[str, torch.Tensor]
 
-MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets to be twice the 60 MiB of an H200
+MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets for twice the 60 MiB L2 of an H200
 _NUDGE = 8.0  # of a standard normal number: visible in the result, and exact in every dtype
 PART = 2**24  # elements of a tensor that are widened at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,9 +62,9 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
 
 
 def disturb(tensors: Tensors, seed: int) -> None:
-    """Make half of the elements that a scale multiplies smaller, in fp32 by 2^-17, so that a sum fifty times as large as its
-    terms is rounded anew, and in 16 bits by one place. There equal elements are changed alike: what is exact for inputs that
-    are all the same stays so, as a kernel's sums are in fp32."""
+    """Make half of the elements that a scale multiplies a little smaller, so that sums are rounded anew: in fp32 by 2^-17,
+    which shows also in a sum fifty times as large as its terms; in 16 bits by one place. In 16 bits equal elements stay equal:
+    on inputs that are all the same a kernel's fp32 sums are exact, and stay exact."""
     for tensor in filter(is_scaled, tensors.values()):
         if tensor.dtype == torch.float32:
             generator = torch.Generator(tensor.device).manual_seed(seed)
@@ -76,7 +76,7 @@ def disturb(tensors: Tensors, seed: int) -> None:
 
 
 def is_scaled(tensor: torch.Tensor) -> bool:
-    """Whether the scale of a case multiplies the tensor: floats of 8 bits come with their own scale."""
+    """Whether the scale of a case multiplies the tensor; not floats of 8 bits, which have scales of their own."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
@@ -126,8 +126,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InputSets(Generic[T]):
-    """Inputs to be used in turn. ``cache`` is "cold" when they are together more than twice the L2, so that a set's lines are
-    gone when its turn comes again; the sets of a tiny problem cannot be, and are "warm"."""
+    """Inputs to be used in turn. ``cache`` is "cold" where all sets are more than twice the L2, so that a set's lines are gone
+    when its turn comes again; the sets of a tiny problem cannot be so large, and are "warm"."""
 
     sets: tuple[T, ...]
     cache: Cache
@@ -140,13 +140,13 @@ class InputSets(Generic[T]):
 
 
 def sets_beyond(l2_bytes: int, set_bytes: int) -> int:
-    """How many sets are more than twice the L2; at least two, so that a call never repeats the one before it."""
+    """How many sets are together more than twice the L2; at least two, so that no call repeats the call before it."""
     return max(2, 2 * l2_bytes // set_bytes + 1)
 
 
 def in_parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same elements of tensors of one shape, at most ``PART`` at a time, as views, in order: temporaries of a whole tensor
-    of a large problem would take what memory its references leave."""
+    """Views of the same elements of tensors of one shape, at most ``PART`` elements at a time, in order: temporaries of the
+    whole tensors of a large problem might not fit beside its references."""
     first = tensors[0]
     if first.numel() <= PART:
         yield tensors

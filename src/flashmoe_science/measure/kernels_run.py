@@ -1,7 +1,7 @@
 """A run of kernels of the package and their peers, all in this process: preflight, call paths, then every problem in turn.
 
-On a problem: who is right and launches what it promised, then the whole exam of the subjects, then the clocks. Subjects are
-what the run is about; rivals are what they are compared with.
+On a problem: which kernels are right and launch what they promise, then the full exam of the subjects, then the clocks.
+Subjects are the kernels that the run is about; rivals are the kernels that they are compared with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
 _PROFILE_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
-_PROFILERS, _PROFILER_COPIES = (6, 6)  # processes at once, and what each may hold, in times what the largest problem must move
+_PROFILERS = 6  # processes at once
+_PROFILER_COPIES = 6  # of the largest problem's minimum traffic, that each of them may hold
 
 
 class KernelsRun:
@@ -53,12 +54,12 @@ class KernelsRun:
         self.session.show_progress("preflight")
         self.worker.ask("open", spec=None, contract=self.op.name)
         self.oracle.ask("open", contract=self.op.name)
-        for one in self.rivals:
-            if one.kernel is not None and (reason := one.kernel.absent()) is not None:
-                self.session.note(reason, kernel=one.name)
-            elif one.kernel is not None and one.kernel.on_disk:
-                # It then compiles and tunes in the process that profiles, and not again in this one.
-                os.environ.setdefault(one.kernel.on_disk, "1")
+        for kernel in (one.kernel for one in self.rivals if one.kernel is not None):
+            if (reason := kernel.absent()) is not None:
+                self.session.note(reason, kernel=kernel.name)
+            elif kernel.on_disk:
+                # The peer then keeps on disk what it compiles and tunes in the process that profiles, for this process.
+                os.environ.setdefault(kernel.on_disk, "1")
         self.rivals = tuple(one for one in self.rivals if one.kernel is None or one.kernel.absent() is None)
         stopped = "; ".join(self._smoke()) or None
         try:
@@ -115,18 +116,11 @@ class KernelsRun:
         """Build our kernels, then see what every call launches; nothing on a CPU. Raises ProfilerUnavailable, BudgetSpent."""
         if self.gpu is None:
             return {}
-        todo = [
-            (
-                problem,
-                [
-                    (entry.who, entry.config)
-                    for one in (*self._subjects_on(problem), *self.rivals)
-                    if one.cannot(problem, self.gpu) is None
-                    for entry in one.with_configs(problem, self.gpu, self.request)
-                ],
-            )
-            for problem in self.problems
-        ]
+        todo = []
+        for problem in self.problems:
+            able = (one for one in (*self._subjects_on(problem), *self.rivals) if one.cannot(problem, self.gpu) is None)
+            entries = (entry for one in able for entry in one.with_configs(problem, self.gpu, self.request))
+            todo.append((problem, [(entry.who, entry.config) for entry in entries]))
         prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.show_progress)
         processes = self._profiler_count()
         return profile_launches(None, self.op.name, todo, self.request.seed, _PROFILE_WATCHDOG_S, self.session.step, processes)
@@ -140,7 +134,7 @@ class KernelsRun:
         return max(1, min(_PROFILERS, len(self.problems), room_for(self.session.bench, _PROFILER_COPIES * most_bytes)))
 
     def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
-        """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
+        """The subjects; on a drawn problem only the automatic choice, which is what a user gets."""
         if not self.request.as_dispatched:
             return self.subjects
         chosen = default_kernel(problem, self.gpu)
@@ -182,8 +176,8 @@ class ProblemRun:
         return list(best.values())
 
     def _passes(self, entry: Entry) -> bool:
-        """Whether a subject with its fastest config passes the full exam, the same as a user's function. A peer passes by one
-        call."""
+        """Whether a subject with its fastest config passes the full exam, that of a user's function. For a peer one call is
+        enough, which it has passed."""
         if entry.origin == "peer":
             return True
         exam, found = self.on.exam(entry), Finding()

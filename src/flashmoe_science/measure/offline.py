@@ -13,6 +13,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.measure.channel import Died, Failed, InProcess, WorkerHost
@@ -26,10 +27,11 @@ from flashmoe_science.problem import Problem
 
 SUITE = "no-gpu"
 GPUS = ("l4", "a100", "h200", "b200", "a10", "rtx5090")  # sm_89, sm_80, sm_90, sm_100, sm_86, sm_120
-MODEL_GPU = "h200"  # whose configs are interpreted: they decide the tiles, not the arithmetic
+MODEL_GPU = "h200"  # the interpreted configs are this GPU's: configs decide the tiles, not the arithmetic
 MAX_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
 _TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the full exam is meaningful and takes seconds
 _WATCHDOG_S = 300.0
+_INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # the environment of the worker
 
 
 def kernels_to_build(names: Sequence[str]) -> tuple[AnyKernel, ...]:
@@ -106,13 +108,11 @@ class OfflineRun:
         if not jobs:
             self.session.note("nothing was interpreted: no problem is small enough, or no kernel can be")
         self.session.done, self.session.total, examined = 0, len(jobs), set[str]()
-        for op in dict.fromkeys(problem.op for _, problem in jobs):
-            with closing(
-                WorkerHost(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
-            ) as interpreter:
+        for op, own in grouped(jobs, lambda job: job[1].op).items():
+            with closing(WorkerHost(None, op, _WATCHDOG_S, _INTERPRETED)) as interpreter:
                 oracle = InProcess(Oracle(Files(), torch.device("cpu")).command)
                 oracle.ask("open", contract=op)
-                for entry, problem in ((entry, problem) for entry, problem in jobs if problem.op == op):
+                for entry, problem in own:
                     self.session.show_progress(f"interpreting {entry.name} on {problem}")
                     full = entry.name not in examined and problem.exponentials() in _TYPICAL
                     examined |= {entry.name} if full else set()

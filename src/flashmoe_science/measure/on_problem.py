@@ -1,8 +1,8 @@
-"""One problem under measurement: who is asked about it, what calls launch, and the stages before the clocks, each with its row.
+"""One problem under measurement: its worker and oracle, what calls launch, and the stages before the clocks, each with its row.
 
-An entry that fails a stage is refused there, and takes no part in the later ones. What calls launch is seen by a process that
-only profiles: a profiler that has once been attached slows every later launch of its process (CUPTI is not detached when a
-session ends), so the process that times must never have profiled.
+An entry that fails a stage is refused there, and takes no part in the later ones. Launches are seen by a process that only
+profiles: a profiler that was attached once slows every later launch of its process (CUPTI is not detached when a session
+ends), so the process that times must never have profiled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from flashmoe_science.contract import built_in
+from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.channel import Channel, Died, Endpoint, Failed, TooLittleMemory, WorkerHost
 from flashmoe_science.measure.correctness import Exam
@@ -27,7 +28,7 @@ from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, SeenLaunch, Stage
 
-# By problem, name for the worker (empty: the function that is loaded) and config: the launches of each call that was looked at.
+# (problem, name for the worker or "" for the loaded function, config) -> the launches of each call that was profiled.
 Launches = dict[tuple[str, str, str], list[list[SeenLaunch]]]
 
 
@@ -82,15 +83,13 @@ def profile_launches(
 
 
 _MAX_NAMES = 64  # of a call path, that are recorded
-_MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
+_MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # seconds for repetitions beyond those asked for, of kernels and functions
 
 
 def by_name(launches: Sequence[SeenLaunch]) -> list[SeenLaunch]:
-    """One launch of each name, that with the most threads, with their count, in order: a loop over experts has thousands."""
-    named: dict[str, list[SeenLaunch]] = {}
-    for one in launches:
-        named.setdefault(one.name, []).append(one)
-    return [max(same, key=lambda one: one.threads).model_copy(update={"count": len(same)}) for same in named.values()]
+    """Of each name the launch with the most threads, with the count of all, in order: a loop over experts has thousands."""
+    by_names = grouped(launches, lambda one: one.name).values()
+    return [max(same, key=lambda one: one.threads).model_copy(update={"count": len(same)}) for same in by_names]
 
 
 @dataclass(slots=True)
@@ -146,8 +145,8 @@ class OnProblem:
         return reason is None
 
     def runs(self, entry: Entry, where: Channel | None = None, examined_later: bool = False) -> bool:
-        """Whether one call of the entry is right and launched what was promised; if not, the reason is recorded. A right one
-        gets no row of this call if it is ``examined_later``."""
+        """Whether one call of the entry is right and launched what was promised; if not, the reason is recorded. A right call
+        gets no row if the entry is ``examined_later`` in full."""
         self.step(f"checking {entry}")
         try:
             found = self.exam(entry, where).one_call()

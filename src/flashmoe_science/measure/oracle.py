@@ -7,7 +7,6 @@ its own process, apart from the kernel's.
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 from collections import OrderedDict
@@ -74,8 +73,8 @@ class Oracle:
         return {}
 
     def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
-        """Begin a problem. The answer has the reason where it cannot be run, and the bytes of its inputs. ``by_function``: it
-        is for a function, called as the contract calls one, and not for a kernel of the package."""
+        """Begin a problem. The answer has the reason where the problem cannot be run, and the bytes of its inputs.
+        ``by_function``: for a user's function, which the contract calls, and not for kernels of the package."""
         contract, problem = self._contract, parse_problem(text)
         if problem != getattr(self, "_problem", None):
             self._references.clear()
@@ -88,13 +87,13 @@ class Oracle:
         if reason is not None:
             return {"cannot": reason}
         made = make(contract, problem, self._device, Case(0))
-        if by_function:  # of the package's own operations tests hold it
+        if by_function:  # for the package's own operations, tests do this
             _check_inputs(contract, made, make(contract, problem, self._device, Case(0)))
         return {"cannot": None, "input_bytes": sum(one.nbytes for one in made.values())}
 
     def outputs(self, case: Sequence[Any]) -> dict[str, Any]:
         """The shapes and dtypes of the results, how many bytes they are, and which of them may be left out."""
-        optional = [one.optional for one in self._contract.outputs]
+        optional = {index for index, one in enumerate(self._contract.outputs) if one.optional}
         wanted = self._expected(Case(*case))
         return {
             "outputs": [
@@ -102,7 +101,7 @@ class Oracle:
                     "shape": list(one.value.shape),
                     "dtype": str(one.dtype).removeprefix("torch."),
                     "bytes": one.value.numel() * one.dtype.itemsize,
-                    "optional": index < len(optional) and optional[index],
+                    "optional": index in optional,
                 }
                 for index, one in enumerate(wanted)
             ]
@@ -120,8 +119,9 @@ class Oracle:
     def check(self, case: Sequence[Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
         """Compare the transferred outputs, the first ``count`` of the contract's, with the reference.
 
-        Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of
-        each output by its name, but of those that have no finite reference (``vacuous``); a digest of the bits.
+        The answer has reasons as text, none where the outputs are right; with ``naming`` the likely kinds of mistake; the
+        errors of each output by its name; a digest of the bits. Outputs without a finite reference are not compared
+        (``vacuous``).
         """
         wanted = self._expected(Case(*case))[:count]
         answer: dict[str, Any] = {"reasons": [], "stats": {}, "digest": "", "named": [], "vacuous": False}
@@ -193,7 +193,7 @@ class Oracle:
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
-    """Raises ValueError where two processes cannot make the same inputs, or their values cannot be changed."""
+    """Raises ValueError where two processes would not make the same inputs, or where the values cannot be changed."""
     if not any(one.numel() for one in made.values()):
         raise ValueError(f"inputs() of contract {contract.name} gives no numbers at all")
     for name, tensor in made.items():
@@ -233,7 +233,7 @@ class ContractFailed(Exception):
 
 
 class ContractOracle:
-    """The oracle, in this process or another; what goes wrong in it is the contract's fault."""
+    """The oracle, in this process or another; a failure of it raises ContractFailed."""
 
     def __init__(self, channel: InProcess | Child) -> None:
         self._channel = channel
@@ -263,4 +263,3 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
     serve(Oracle(Files()).command, lambda answer: None)
-    os._exit(0)

@@ -78,8 +78,8 @@ def library_kernels(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> 
 def broken_launches(
     promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
 ) -> list[str]:
-    """The broken promises, as text; empty where all are kept. ``seen`` are the launches of a planned call and, where a user
-    calls it otherwise, of that call too. ``families`` are patterns of kernel names by library."""
+    """The broken promises, as text; empty where all are kept. ``seen`` are the launches of a planned call and, if users call
+    the kernel in another way, of such a call. ``families`` are patterns of kernel names by library."""
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)
     for launches in by_user:
@@ -93,8 +93,9 @@ def broken_launches(
 def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Origin, families: Mapping[str, str]) -> list[str]:
     """The broken promises of one call, as text. Empty where all are kept.
 
-    Ours must launch exactly what it promises. A peer may launch more (padding, a reduction): that is part of its time; but no
-    kernel of another family than it promised, which is a library's silent fallback. No work may stray.
+    Ours must launch exactly what it promises. A peer may launch more (padding, a reduction), which is part of its time, but no
+    kernel of another family than it promised: that is a library's silent fallback. No launch may be on another stream or
+    thread than the caller's, or after its call (``strayed``).
     """
     if not seen:
         return ["no kernel was seen"]
@@ -121,9 +122,9 @@ def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Orig
 
 
 def _user_call_differences(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
-    """How the launches of a call as a user makes it differ from those of the planned call, which is what is timed, in words.
+    """How the launches of a user's call differ from those of the planned call, which is what is timed, as text.
 
-    Names and sizes are compared with the promise elsewhere; this compares registers and shared memory of the build as well.
+    ``_broken`` compares names and sizes with the promise; here the build's registers and shared memory are compared as well.
     """
     if [one.name for one in planned] != [one.name for one in by_user]:
         return []  # reported already, for each name

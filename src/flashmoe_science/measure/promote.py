@@ -29,11 +29,11 @@ def entries_of(judged: Sequence[JudgedRun], cards: Cards) -> list[dict[str, Any]
 def promote(rows: Iterable[Verdict], cards: Cards, faster: Peers = lambda row: []) -> list[dict[str, Any]]:
     """The entries that verdicts support. ``faster`` gives the peers that were faster than the kernel of a verdict.
 
-    Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
-    problem, the run that counts is used, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. Nor does a problem where the kernel chosen without a record was never measured: it may be newer than the record,
-    or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None where it was paired with
-    none."""
+    Only the graph clock counts: it is the kernel's own time. Where several suites or layouts measured a kernel on one problem,
+    the run that counts is used, also where it refuses the kernel. Problems drawn at random do not enter: no later run measures
+    them again. Nor do problems on which the kernel that is chosen without a record was not measured: it may be newer than the
+    record, or excluded by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None without a peer
+    beside it."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in cards and not is_drawn(row.suite))
     able = (row for row in able if is_operation(row.op))  # of one GPU
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
@@ -53,8 +53,8 @@ def first_guess(problem: str, gpu: Gpu) -> str:
 
 
 def faster_peers(judged: JudgedRun, ours: Verdict, cards: Cards) -> list[dict[str, Any]]:
-    """Peers that an automatic choice may take and that the run has faster than its best kernel of ours by more than 3%, the
-    fastest first. Calls with features go to kernels that take them: no peer is put in their place."""
+    """Peers that an automatic choice may take and that were faster in the run than ``ours``, its best kernel, by more than 3%,
+    the fastest first. None for a problem with features, which only kernels that take them serve."""
     problem = parse_problem(ours.problem)
     features = getattr(problem, "features", None)
     if features is not None and features.words():
@@ -72,7 +72,7 @@ def faster_peers(judged: JudgedRun, ours: Verdict, cards: Cards) -> list[dict[st
 
 
 def _backend(judged: JudgedRun, row: Verdict, peers: Sequence[AnyKernel], gpu: Gpu) -> dict[str, str]:
-    """What PyTorch chose where it chose for itself: the backend whose launch the run saw."""
+    """The backend that PyTorch chose, where it chose by itself, by the launch that the run saw."""
     backends = [peer for peer in peers if row.kernel == "sdpa" and peer.name.startswith("sdpa_")]
     for seen in judged.launches(row):
         for peer in backends:

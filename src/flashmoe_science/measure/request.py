@@ -1,5 +1,5 @@
-"""What a run measures: a caller's words made definite, or an error in one line; and the implementations that it times: kernels
-of the package, peers, and functions that a user brought."""
+"""What a run measures: a caller's words as suites, problems and kernels, or an error in one line; and the implementations that
+it times: kernels of the package, peers, and users' functions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ ALL = "all"  # peers, of --against
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no
-    other.
+    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option is out of range, or excludes another.
 
     ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
     that is named, in place of the suite. ``shard``: (1, 4) keeps the first of four parts. ``price`` is USD for an hour of the
@@ -86,8 +85,8 @@ class Request:
 
     @property
     def as_dispatched(self) -> bool:
-        """Whether of ours only what the automatic choice runs is measured: drawn problems show what a user gets."""
-        return self.draw is not None and self.kernel is None
+        """Whether of our kernels only the automatic choice is measured, which on drawn problems is what a user gets."""
+        return self.draw is not None and not self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +174,8 @@ def default_kernel(problem: Problem, device: Device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is timed, with which config. ``who`` is its name for a worker, empty for the function that the worker has loaded;
-    ``kernel`` is None for what no operation of the package lists."""
+    """An implementation that is timed, with a config. ``who`` is its name for a worker, empty for the function that the worker
+    has loaded; ``kernel`` is None for what no operation of the package lists."""
 
     name: str
     who: str
@@ -224,8 +223,8 @@ class Entry:
         return replace(self, config=str(found))
 
     def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
-        """An entry for each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any
-        other: compared with a slow one of them ours would look faster than it is."""
+        """An entry for each config that a run tries, the automatic choice's first. Of a peer a quick run tries as many as any
+        other run: beside a slow config of the peer ours would look faster than it is."""
         if self.kernel is None:
             return [self]
         ours = self.origin == "ours"
@@ -240,9 +239,9 @@ def of_kernel(kernel: AnyKernel) -> Entry:
 
 
 def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The kernels of the package that a run is about, and what they are compared with: those named, else all of ours that
-    this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
-    kernel, or it can serve none of the problems here; no rival is left."""
+    """The subjects of a run and their rivals. Subjects are the kernels that are named, else all of ours that this machine can
+    run, else the framework's own operator, so that there is something to time. Raises ValueError: there is no such kernel, or
+    it can serve none of the problems here; no rival is left."""
     op = operation(group.op)
     if not request.kernel:
         supported = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
@@ -260,7 +259,7 @@ def subjects_and_rivals(request: Request, group: Group, device: Device) -> tuple
 def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Entry]) -> tuple[Entry, ...]:
     """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
     time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
-    contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
+    contract's name. Raises ValueError: an unknown name, a peer that is named and absent here; no rival is left."""
     peers = operation(op).peers() if is_operation(op) else ()
     entries = {name: Entry(name, name) for name in (*own, PLAIN)} | {one.name: of_kernel(one) for one in peers}
     if request.against and ALL not in request.against:

@@ -52,14 +52,14 @@ class BudgetSpent(Exception):
     """The run's time is over; what was measured remains valid."""
 
 
-# A progress bar: called with the current step, and the numbers of problems (or builds) done and in all.
+# Shows progress: called with the current step, and how many problems (or builds) are done, of how many.
 Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What runs that were cut leave to do: (kernel or None, problem) pairs that are ``done``, and refusals of wrong results on
-    problems that are not done, which remain valid."""
+    """The state that runs which were cut short left: ``done`` (function or None, problem) pairs, and refusals of wrong results
+    on problems that are not done, which remain valid."""
 
     done: frozenset[tuple[str | None, str]] = frozenset()
     refusals: tuple[RefusalRow, ...] = ()
@@ -143,16 +143,18 @@ class Session:
         """Write the last row. ``left`` problems were not finished; ``timed``: whether something was to be timed."""
         if left:
             self.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
-        one = self.outcome
-        one.stopped, one.problems_left = stopped, left
+        found = self.outcome
+        found.stopped, found.problems_left = stopped, left
         asked = timed and (self.total or left)  # an earlier run may have left nothing to do
-        could_run = not stopped and (one.checked or one.untrustworthy or left or not asked)
-        believed = not one.untrustworthy and (one.timed or not asked)
-        checked = ExitCode.NO_NUMBER if not believed else ExitCode.GOOD
-        one.exit_code = ExitCode.WRONG if one.wrong else checked if could_run else ExitCode.COULD_NOT_RUN
+        could_run = not stopped and (found.checked or found.untrustworthy or left or not asked)
+        believed = not found.untrustworthy and (found.timed or not asked)
+        if found.wrong:
+            found.exit_code = ExitCode.WRONG
+        elif could_run:
+            found.exit_code = ExitCode.GOOD if believed else ExitCode.NO_NUMBER
         wall, device = round(time.monotonic() - self._began, 3), round(self._device_seconds, 3)
-        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=one.exit_code))
-        return one
+        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=found.exit_code))
+        return found
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
@@ -179,8 +181,8 @@ class Session:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
     def examined(self, problem: Problem, entry: Entry, found: Finding, rank: int = 0, voids: bool = False) -> bool:
-        """Write the result of an exam (of several ranks: one's part) as a row, and a refusal if something is wrong. Returns
-        whether nothing is. If no tensor of the right kind came back, there is no error to record, and no row."""
+        """Record the result of an exam (on several ranks, of one rank's part): a correctness row, and a refusal if something is
+        wrong. Returns whether nothing is wrong. If no tensor of the right kind came back, there are no errors, and no row."""
         if found.stats:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
             errors = {"passed": not found.reasons, "outputs": found.stats}
@@ -201,11 +203,12 @@ class Session:
         """Add a refusal to the outcome; ``counts``: whether it is a subject's."""
         assert isinstance(row, RefusalRow)
         words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
-        one = self.outcome
+        found = self.outcome
         if counts:
-            one.codes |= dict.fromkeys(row.codes)
-        found = one.untrustworthy if row.stage in ("sanity", "timing", "promise") else one.wrong
-        (found if counts else one.peers_refused).append(words)
+            found.codes |= dict.fromkeys(row.codes)
+            (found.untrustworthy if row.stage in ("sanity", "timing", "promise") else found.wrong).append(words)
+        else:
+            found.peers_refused.append(words)
 
     def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         """Refuse what cannot be measured at all, which is no wrong result."""

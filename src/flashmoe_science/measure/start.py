@@ -1,7 +1,7 @@
 """How a child begins (``channel.Child``): ``python -P -m flashmoe_science.measure.start MODULE ...`` runs a module's ``main``.
 
-Garbage collection is off while the module is imported: it takes a sixth of the time. Later it skips what was imported, all of
-which stays: that would take a tenth of a second each time.
+Garbage collection is off during the import, of whose time it would take a sixth. Later collections skip what was imported,
+which stays: going through it would take a tenth of a second each time.
 """
 
 from __future__ import annotations

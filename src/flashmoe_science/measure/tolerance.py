@@ -2,24 +2,24 @@
 
 An output passes when each of its maximum, RMS and mean absolute error against the fp64 oracle is
 
-1. at most twice the error of the same maths done plainly in the input dtype (``Contract.plain``), or what chance makes of that
-   error where that is more, plus twice a rounding floor. This is, element by element, the larger of ``|(ref + 0.3 - 0.3) -
-   ref|`` evaluated in that dtype (FlashAttention-3's rule, hopper/test_flash_attn.py) and ``u |ref|``, what a correctly rounded
-   result may be off by (``u`` is the unit roundoff; without it the floor of a few elements is zero by luck), **and**
-2. under an absolute cap, because a poor plain result would loosen the first.
+1. at most twice the error of the same maths done plainly in the input dtype (``Contract.plain``), or the allowance for chance
+   (below) where that is more, plus twice a rounding floor. The floor is, element by element, the larger of ``|(ref + 0.3 -
+   0.3) - ref|`` evaluated in that dtype (FlashAttention-3's rule, hopper/test_flash_attn.py) and ``u |ref|``, the error of a
+   correctly rounded result (``u`` is the unit roundoff; without this term the floor of a few elements is zero by luck), **and**
+2. under an absolute cap, because a poor plain result would loosen the first bound.
 
-fp32's smallest normal number is added to both: GPUs' exponentials give 0 below it.
+fp32's smallest normal number is added to both bounds: GPUs' exponentials give 0 below it.
 
 A contract may give a cap of its own (``Contract.cap``); without one it is ``general_cap``, sixteen roundings of the largest
 result. Where the plain result is not finite (scores that overflow fp16), the cap alone decides.
 
-**Chance.** The plain maths is one draw of rounding errors, and a kernel another. A maximum is decided by a few elements, and so
-are RMS and mean where few errors are large (one query of a nearly one-hot softmax in fp32): of two honest draws one is then
-often more than twice the other. So chance is allowed a quantile of Gumbel's law, which maxima of many errors approach: one
-question in ten million exceeds it (``by_chance``). Its two parameters come from the moments of the plain errors on the same
-inputs, a little disturbed (``inputs.disturb``), which draws all roundings anew. A run asks a hundred to a thousand questions:
-chance condemns about one of ten thousand runs. An RMS over many errors hardly varies from draw to draw: twice the plain error
-is more, and decides. docs/design/0015 derives it.
+**Chance.** The plain maths makes one random draw of rounding errors, a kernel another. A few elements decide a maximum, and
+RMS and mean too where few errors are large (one query of a nearly one-hot softmax in fp32): the error of one correct draw is
+then often more than twice that of another. The allowance is a quantile of Gumbel's law, which maxima of many errors approach:
+one comparison in ten million exceeds it (``by_chance``). The law's two parameters come from the moments of the plain errors on
+the same inputs, a little disturbed (``inputs.disturb``), so that all roundings are drawn anew. A run makes a hundred to a
+thousand comparisons: chance condemns about one run in ten thousand. An RMS over many errors hardly varies from draw to draw:
+there twice the plain error is more, and decides. docs/design/0015 derives the allowance.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _ROUNDINGS = 16  # of the general cap
 _FLUSHED = torch.finfo(torch.float32).tiny
 _NONE = Errors(0.0, 0.0, 0.0)
 _WORDS = {"max": "maximum", "rms": "RMS", "mean": "mean"}
-_FALSE_ALARM = 1e-7  # of a question that a run asks
-# Standard deviations above the mean at which Gumbel's law has that much left: 12.1.
+_FALSE_ALARM = 1e-7  # of one comparison
+# Standard deviations above the mean beyond which Gumbel's law has that probability: 12.1.
 _DEVIATIONS = math.sqrt(6) / math.pi * (-math.log(_FALSE_ALARM) - np.euler_gamma)
 
 
@@ -61,7 +61,7 @@ class Expected:
     @property
     def bound(self) -> Errors:
         parts = zip(astuple(self.plain), astuple(self.chance or _NONE), astuple(self.floor), strict=True)
-        # Of NaN, which a plain error that is not finite may be, max and least take the other: the cap is left.
+        # A plain error may be NaN; max and least then take their other argument, so that the cap decides.
         return self.cap.least(Errors(*(max(RATIO * plain, chance) + floor for plain, chance, floor in parts)))
 
     def basis(self, name: str) -> str:
@@ -105,8 +105,8 @@ def plain_error(reference: torch.Tensor, plain: torch.Tensor) -> Errors:
 
 
 def by_chance(draws: Sequence[Errors]) -> Errors:
-    """The plain error with the allowance for chance: the tail of Gumbel's law, fitted by moments to draws of it. NaN, which
-    allows nothing, where one is not finite."""
+    """The plain error that chance is allowed: a quantile of Gumbel's law, fitted by moments to draws of the plain error. NaN,
+    which allows nothing, where a draw is not finite."""
     each = torch.tensor([astuple(one) for one in draws], dtype=torch.float64)
     return Errors(*(each.mean(0) + _DEVIATIONS * each.std(0)).tolist())
 
@@ -142,7 +142,7 @@ def errors_of(difference: Callable[..., torch.Tensor], *tensors: torch.Tensor) -
 
 
 def combined(parts: Sequence[tuple[float, Errors]]) -> Errors:
-    """The errors of a whole, by those of its parts and their shares of its elements."""
+    """The errors of a whole, from (share of its elements, errors) of each part."""
     largest = float(np.max([one.max for _, one in parts]))  # NaN, where one is
     rms = math.hypot(*(one.rms * math.sqrt(share) for share, one in parts))
     return Errors(largest, rms, sum(one.mean * share for share, one in parts))
@@ -155,7 +155,7 @@ def _difference(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def is_under_cap(stats: ErrorStats, right: Expected) -> bool:
-    """Whether only twice the plain error is exceeded, and not the absolute cap."""
+    """Whether the errors of a result that is over its bound are under the absolute cap, so that the plain error decided."""
     if stats.max is None or stats.rms is None or stats.mean is None:
         return False
     return Errors(stats.max, stats.rms, stats.mean).within(right.cap)

@@ -74,7 +74,7 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:
     assert found.verdict == "refused"
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
-    assert "No number can be given" in str(found.promise)
+    assert "There is no number" in str(found.promise)
     page = as_markdown(page_of(Contents([JudgedRun(runs[1])])))
     assert page.index("wrong in one element") < page.index("| problems |")
 

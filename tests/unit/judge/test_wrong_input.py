@@ -71,7 +71,7 @@ WRONG = [
     ("ratchet --runs . --file none.json", "does not exist; flashmoe ratchet --update makes it from the records"),
     ("ratchet --runs empty --update", "--runs is 'empty', which holds no records"),
     (f"ratchet --runs . --file new.json --update --accept '{OTHER}' --reason x", "has not regressed"),
-    (f"diagnose '{TINY}' --recorded --evidence .", f"no record has '{TINY}'; to look at it here: --measure"),
+    (f"diagnose '{TINY}' --recorded --evidence .", f"no record has '{TINY}'; to measure it here: --measure"),
     (f"diagnose '{KNOWN}' --kernel q --recorded --evidence .", "no record has kernel 'q'"),
     (f"diagnose '{KNOWN} cp2' --kernel q --recorded --evidence .", "is of 2 GPUs"),
     (f"diagnose '{KNOWN}' --measure --gpu h200", "--gpu is 'h200' with --measure"),

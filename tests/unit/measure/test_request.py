@@ -59,6 +59,14 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
         groups(Request(targets=(TINY,), draw=3), H200)
 
 
+def test_of_drawn_problems_only_the_automatic_choice_is_measured_unless_a_kernel_is_named() -> None:
+    fwd, problem = of_kernel(kernel_named("fwd_triton")), parse_problem("attn b4 h16 q4096 d128 bf16 causal")
+    drawn, named = Request(targets=("long",), draw=3), Request(targets=("long",), draw=3, kernel=("fwd_triton",))
+    assert (drawn.as_dispatched, named.as_dispatched) == (True, False)
+    assert fwd.with_configs(problem, H200, drawn) == [fwd.chosen(problem, H200)]
+    assert len(fwd.with_configs(problem, H200, named)) > 1
+
+
 # What it is compared with
 
 

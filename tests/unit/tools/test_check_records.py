@@ -29,7 +29,7 @@ def day(number: int, time: int) -> JudgedRun:
         (20_000, 0, HOLDS),
         (20_000, 1, ""),
         (25_000, 0, "ratchet: regressed: attn"),
-        (None, 0, "nothing that is kept"),
+        (None, 0, "no kept ratio"),
     ],
 )
 def test_it_fails_where_one_of_the_three_does(

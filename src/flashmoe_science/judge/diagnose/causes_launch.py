@@ -16,12 +16,12 @@ from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.judge.diagnose.hypothesis import TENSOR_IDLE, Change, Hypothesis, ruled_out, untested
 from flashmoe_science.records import Clock
 
-_HOST = 1.25  # eager time over device time from which the host is the cause
-_SLOW = 0.05  # of the fp32 rate of the SMs in use: less than any kernel reaches whose threads all work
-_LONG_NS = 20_000.0  # a call so long is not dominated by its launch
+_HOST = 1.25  # eager time over device time, from which on the host is the cause
+_SLOW = 0.05  # of the fp32 rate of the SMs in use: every kernel whose threads all work reaches more
+_LONG_NS = 20_000.0  # the launch does not dominate a call of this length
 _MOST_OF_A_WARP = 28  # threads an instruction: a mask here and there leaves a few out
 _MUCH_WAITING = 0.3  # of the warps' waiting
-_KEYS_WORTH_A_SPLIT = 64  # a block's share of the keys after a split: a tile's
+_KEYS_WORTH_A_SPLIT = 64  # the fewest keys of a block after a split: one tile's
 _LEAST_ROWS = 16  # of a tile of a matrix product
 _NO_LAUNCH = untested("no record says what it launched")
 
@@ -40,8 +40,8 @@ def small_grid(facts: Facts) -> Hypothesis | None:
 
 
 def _row_parts(facts: Facts, blocks: int, sms: int) -> float:
-    """Into how many blocks one block's rows can be split, until every SM has one or a block has a tensor core tile's rows (or
-    one, without it)."""
+    """Into how many blocks one block's rows can be split until every SM has a block, or a block has the rows of one tensor core
+    tile (one row, if the kernel does not use tensor cores)."""
     if facts.rows_per_block is None:
         return sms / blocks
     plain = no_tensor_cores(facts)
@@ -50,7 +50,7 @@ def _row_parts(facts: Facts, blocks: int, sms: int) -> float:
 
 
 def serial_loop(facts: Facts) -> Hypothesis | None:
-    """One block walks all keys of its rows, one tile after another, while SMs are idle that could share them."""
+    """One block walks all keys of its rows, one tile after another, while idle SMs could take a part of the keys."""
     walk, blocks, sms = facts.problem.walk(), facts.blocks, facts.sm_count
     if walk is None:
         return None
@@ -80,18 +80,16 @@ def idle_threads(facts: Facts) -> Hypothesis | None:
     if rows is None or not threads:
         return untested("no counter says how many threads take part in an instruction")
     if 2 * rows > threads:
-        return untested(
-            f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
-        )
+        return untested(f"each block has {rows:.4g} rows for its {threads} threads; only counters can tell whether all work")
     words, pace = _rows_words(rows, threads), facts.pipe_share("fma")
     if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
         words += f"; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that all work"
         return Hypothesis("supported", words, _use_all(rows / threads))
-    return untested(f"{words}, unless they share rows, as tensor cores make them do; that takes counters")
+    return untested(f"{words}, unless they share rows, as tensor cores make them do; only counters can tell")
 
 
 def _idle_by_counters(facts: Facts, per_instruction: float) -> Hypothesis:
-    """Idle threads of a warp show in its instructions; idle warps issue none, and show as waiting at barriers."""
+    """Idle threads of a warp show in the threads per instruction; idle warps issue nothing and show as waiting at barriers."""
     barrier = facts.waiting("barrier")
     evidence = f"{per_instruction:.1f} of a warp's {WARP} threads take part in an instruction"
     if (unmasked := facts.counter("threads_not_predicated_off")) is not None:
@@ -116,7 +114,7 @@ def _rows_words(rows: float, threads: int) -> str:
 
 
 def host_bound(facts: Facts) -> Hypothesis | None:
-    """Eager calls take longer than the device works."""
+    """An eager call takes longer than the device works."""
     times = {clock: time.time_ns for clock, time in facts.times.items()}
     found = _host(times)
     if found.status != "supported":
@@ -128,7 +126,7 @@ def host_bound(facts: Facts) -> Hypothesis | None:
 
 
 def rival_floor(facts: Facts) -> Hypothesis | None:
-    """The time that a kernel is compared with is its rival's host overhead, not the rival's kernel."""
+    """The rival's time, with which the kernel is compared, is the rival's host overhead and not its kernel."""
     return None if facts.rival is None else _host(facts.rival_ns)  # the rival is not ours to change
 
 

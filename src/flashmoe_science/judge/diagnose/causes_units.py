@@ -1,8 +1,8 @@
 """Causes in memory and in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
 
-By counters where they were read. Without them, memory or a pipe did at least what the problem must move or compute, and at most
-what the launch's blocks can ask for; where that does not decide, a hypothesis stays untested. Each function returns a
-Hypothesis, or None where the cause has no meaning.
+Counters decide where they were read. Without counters, memory or a pipe did at least what the problem must move or compute, and
+at most what the launch's blocks can ask for; where these two bounds do not decide, a hypothesis stays untested. Each function
+returns a Hypothesis, or None where the cause has no meaning for the problem.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flashmoe_science.judge.diagnose.hypothesis import (
 )
 from flashmoe_science.judge.diagnose.roofline import Level
 
-_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, so the bytes that it reads are unknown
+_MOST_ROWS = 256  # a block with more rows walks the keys once for each of several tiles, so the bytes it reads are unknown
 _SECTOR = 32  # bytes
-_BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
+_BEYOND = 1.1  # of a pipe's peak: a clock above its rating does not explain more
 _HARDLY = 0.1  # of a pipe's peak
 _MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
-_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
+_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts: the counter also counts some that are no conflicts
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
 
 
@@ -49,7 +49,7 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
     most, why = _dram_at_most(facts)
     if most is not None and most < BOUND:
         return ruled_out(f"{words}; {why}, at most {most:.1%} of it")
-    return untested(f"{words}; to know what it reads again takes counters")
+    return untested(f"{words}; only counters can tell what it reads again")
 
 
 def l2_bound(facts: Facts) -> Hypothesis | None:
@@ -76,16 +76,14 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
 
 
 def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
-    """The largest share of the DRAM's bandwidth that a GPU's kernel may use, and why no more; None where that is unknown."""
+    """The largest share of the DRAM's bandwidth that the kernel can use, and why not more; None where that is unknown."""
     least, walk, rows = facts.problem.min_bytes(), facts.problem.walk(), facts.rows_per_block
     if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
         most, why = least, "all of it fits the L2, which serves what is read again"
     elif walk is not None and rows is not None and facts.blocks and 1 <= rows <= _MOST_ROWS:
         # Each block reads all keys and values of its head; Q and the output are moved once.
-        most, why = (
-            (facts.blocks * walk.steps + walk.rows) * walk.step_bytes,
-            "blocks that walk their keys once ask for no more",
-        )
+        most = (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
+        why = "blocks that walk their keys once ask for no more"
     else:
         return None, ""
     if "dram" not in facts.ceilings or not facts.time_ns:
@@ -94,10 +92,10 @@ def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
 
 
 def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
-    """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use."""
+    """Whether a pipe is busy: by counters, on SMs that have work; else by the problem's own need, on the SMs in use."""
     counted = facts.counter(level)
     if counted is not None:
-        without = "; the tensor cores' own reads are not in it" if level == "shared" else ""
+        without = "; reads by the tensor cores themselves are not counted" if level == "shared" else ""
         return by_share(counted, f"of the pipe's peak, on SMs that have work{without}")
     share = facts.pipe_share(level)
     if share is None:
@@ -112,7 +110,7 @@ def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
 
 
 def matmul_bound(facts: Facts) -> Hypothesis | None:
-    """A CPU's arithmetic, where matrix products are the fastest that it has."""
+    """Whether a CPU's arithmetic is busy; its fastest is that of matrix products."""
     if not facts.problem.is_products():
         return None
     share = facts.share("matmul")
@@ -136,12 +134,12 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
     pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
     words = f"{pace:.3g} TFLOP/s is {share:.1%} of the fp32 rate without tensor cores, on the SMs in use"
     if share > _BEYOND:
-        return ruled_out(f"{words}: only they can do so much")
-    return untested(f"{words}: no more than it could do without them; to know takes counters")
+        return ruled_out(f"{words}: only tensor cores can do so much")
+    return untested(f"{words}: no more than is possible without them; only counters can tell")
 
 
 def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
-    """The products take at most the time that is left when everything else issues without a pause."""
+    """The matrix products take at most the time in which no other instruction issues."""
     tensor, fma, issued = facts.ceilings.get("tensor"), facts.ceilings.get("fma"), facts.counter("issue")
     if tensor is None or fma is None or fma_share is None or issued is None:
         return None
@@ -181,7 +179,7 @@ def spills(facts: Facts) -> Hypothesis | None:
     if not counted:
         return ruled_out(words)
     part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
-    how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
+    how = f"spills, and waits for these and other loads, are at most {part:.0%} of the time"
     change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
     return Hypothesis("supported", words, change)
 
@@ -224,14 +222,14 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
     if stalls:
         words += f"; warps wait for {', '.join(f'{reason} ({share:.0%})' for reason, share in stalls)}"
     if (occupancy := facts.counter("occupancy")) is not None:
-        words += f"; {occupancy:.1%} of the warps that an SM can hold are there"
+        words += f"; {occupancy:.1%} of the warps that an SM can hold are resident"
     if (eligible := facts.counter("eligible_warps")) is not None:
-        words += f", {eligible:.2f} of a scheduler's ready to issue"
+        words += f", {eligible:.2f} warps a scheduler are ready to issue"
     return ruled_out(words) if max(shares.values()) >= BOUND else Hypothesis("supported", words, _hide_latency(facts, shares))
 
 
 def _hide_latency(facts: Facts, shares: Mapping[str, float]) -> Change | None:
-    """More warps or loads in flight gain at most until the busiest unit is busy."""
+    """More warps or loads in flight can gain until the busiest unit is fully in use."""
     busiest = max(shares.values(), default=0.0)
     if not 0 < busiest < 1:
         return None

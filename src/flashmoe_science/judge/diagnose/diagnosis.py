@@ -1,5 +1,5 @@
-"""Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and
-the gain of the changes whose causes an earlier version had and this one lacks."""
+"""Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and what the
+kernel gained since an earlier version by changes whose causes are gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashmoe_science.store import Run
 
 _Test = Callable[[Facts], Hypothesis | None]
 
-# (key, title, test), in the order in which a reader asks: is it the host, is the GPU full, what is busy, what is wasted.
+# (key, title, test), in the order of the questions: is it the host, is the GPU full, which unit is busy, what is wasted.
 _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("host-bound", "launch or host bound: eager calls wait for the host", launch.host_bound),
     ("rival-floor", "as eager calls, its rival {rival} waits for the host", launch.rival_floor),
@@ -51,10 +51,10 @@ _OF_CPUS: tuple[tuple[str, str, _Test], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Gained:
-    """The gain of ``changes`` that an earlier diagnosis called for, and whose causes are gone since.
+    """The gain by ``changes`` that an earlier diagnosis called for and whose causes are gone now.
 
-    ``ratio`` is the time then over the time now, of all that changed between the two runs together, with an interval where both
-    timed the kernel with the same rival; ``how`` is the way of comparing."""
+    ``ratio`` is the time then over the time now, by everything that changed between the two runs; its interval is None unless
+    both runs timed the kernel beside the same rival. ``how`` says how the times were compared."""
 
     changes: tuple[Hypothesis, ...]
     ratio: float
@@ -72,8 +72,8 @@ class Gained:
 class Diagnosis:
     """The causes of one kernel's time on one problem, by the records.
 
-    ``point`` is the kernel's place under the machine's ceilings, None without a time. ``plan`` holds the hypotheses that
-    call for a change, in the order of what those can give.
+    ``point`` is the kernel's place under the machine's ceilings, None without a time. ``plan`` holds the hypotheses that call
+    for a change, by the most that each can give, the greatest first.
     """
 
     facts: Facts
@@ -93,7 +93,7 @@ class Diagnosis:
         return "no cause is supported" + (f"; counters would tell more ({more})" if more else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; the speed-up of a part that would go is None."""
+        """Plain values for JSON; an infinite speed-up, of a part that a change removes, is None."""
         changes = [{"hypothesis": one.key, **asdict(one.change)} for one in self.plan if one.change is not None]
         return {
             "problem": str(self.facts.problem),
@@ -111,7 +111,7 @@ class Diagnosis:
 
 
 def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Diagnosis:
-    """The tested hypotheses about a kernel on a problem, by all records of it. Raises as ``gather`` does."""
+    """The tested hypotheses about a kernel on a problem, by all its records. Raises what ``gather`` raises."""
     facts = gather(runs, problem, kernel, gpu)
     tested = tuple(
         replace(found, key=key, title=title.format(rival=facts.rival))
@@ -125,8 +125,8 @@ def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = N
 
 
 def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
-    """The gain of the changes that the same kernel's diagnosis called for, by the latest earlier run of other source; None
-    where all causes remain."""
+    """The gain by changes that the kernel's diagnosis called for as of the runs of other source before the current one; None
+    where all causes remain or there is no such run."""
     facts = diagnosis.facts
     now = facts.times.get("graph") or facts.times.get("eager")
     by_id = {run.header.run: run for run in runs}
@@ -151,7 +151,7 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
         return Gained(
             changes, found.ratio, found.low, found.high, then.run, now.run, f"each beside {after.rival} in its own run"
         )
-    how = "times of two runs, which differ by some 5% by themselves"
+    how = "times of two runs, which vary by some 5% without a change"
     return Gained(changes, then.time_ns / now.time_ns, None, None, then.run, now.run, how)
 
 

@@ -23,12 +23,12 @@ _KernelRow = TimingRow | ProfileRow | CallPathRow | RefusalRow
 
 
 class NoRecord(ValueError):
-    """No record is of this kernel on this problem. One line."""
+    """There is no record of this kernel on this problem. One line."""
 
 
 class Time(NamedTuple):
-    """A kernel's median time, ns a call, its run, and the rival that it was paired with, with the rival's time;
-    the rival is None for the kernel itself or a user's."""
+    """A kernel's median time, ns a call, in one run, and the rival that it was paired with, with the rival's time. ``rival`` is
+    None where that is the kernel itself or a user's kernel."""
 
     clock: Clock
     time_ns: float
@@ -40,8 +40,8 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """A field that no record has is None or empty. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
-    lacks it; ``counters`` are of ``launch``, the call's longest."""
+    """What the records say, None or empty where they do not. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None for
+    one that the table lacks; ``counters`` are of ``launch``, the longest launch of a call."""
 
     problem: Problem
     kernel: str
@@ -71,7 +71,7 @@ class Facts:
         return None if self.counters is None else self.counters.total(*quantities)
 
     def waiting(self, *reasons: str) -> float:
-        """Share of the warps' waiting that has one of these stall reasons."""
+        """Share of the warps' stalls that have one of these reasons."""
         stalls = {} if self.counters is None else self.counters.stalls()
         return sum(stalls.get(reason, 0.0) for reason in reasons)
 
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def rows_per_block(self) -> float | None:
-        """Query rows for each block, of an attention whose blocks share the rows out among them."""
+        """Query rows of one block, where the problem is an attention, whose blocks divide the rows among them."""
         walk = self.problem.walk()
         return walk.rows / self.blocks if walk is not None and self.blocks else None
 
@@ -96,13 +96,13 @@ class Facts:
         return residency(self.gpu, threads=self.threads, registers=self.launch.registers, shared_bytes=self.launch.shared_bytes)
 
     def point(self) -> Point | None:
-        """The kernel's place under the ceilings, by what the problem needs at the least."""
+        """The kernel's place under the ceilings, by the least work and traffic that the problem needs."""
         if self.time_ns is None:
             return None
         return place(str(self.problem), self.kernel, self.config, self.time_ns, self.ceilings)
 
     def share(self, level: Level) -> float | None:
-        """Share of a machine's ceiling that the problem's least need reaches."""
+        """The problem's least need over the measured time, as a share of a ceiling of the machine."""
         point = self.point()
         need = point.need(level) if point else None
         return None if need is None else need.share
@@ -110,7 +110,7 @@ class Facts:
     def pipe_share(self, pipe: Level) -> float | None:
         """The share of a pipe's peak, on the SMs that have a block, that the problem's own work needs.
 
-        FLOPs of matrix products count for the tensor and the FMA pipe, though only one of them does each.
+        FLOPs of matrix products are counted in full for the tensor pipe and for the FMA pipe, though one of them does each.
         """
         ceiling = self.ceilings.get(pipe)
         if ceiling is None or not self.blocks or not self.sm_count or not self.time_ns:
@@ -127,8 +127,9 @@ class Facts:
 def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Facts:
     """The recorded facts about a kernel, in its fastest config, on a problem. Later runs count before earlier ones.
 
-    ``gpu`` is a short name, or "cpu"; by default the machine of the latest run of the two. Raises ProblemError: the
-    problem does not parse. Raises NoRecord: no run times, profiles, launches or refuses the kernel on the problem there."""
+    ``gpu`` is a short name, or "cpu"; by default the machine of the latest run with the kernel on the problem. Raises
+    ProblemError: the problem does not parse. Raises NoRecord: no run there times, profiles, launches or refuses the kernel on
+    the problem."""
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: run.age, reverse=True)
@@ -136,9 +137,9 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         others = {row.kernel for run in ordered for row in run.rows if isinstance(row, _KernelRow) and row.problem == problem}
-        elsewhere = f"they know {', '.join(sorted(filter(None, others))) or 'none'} there"
+        elsewhere = f"kernels on record there: {', '.join(sorted(filter(None, others))) or 'none'}"
         if machines:
-            elsewhere = f"there are such records on {', '.join(machines)}"
+            elsewhere = f"there are records of both on {', '.join(machines)}"
         raise NoRecord(f"no record{f' on {gpu}' if gpu else ''} has kernel {kernel!r} on '{problem}'; {elsewhere}")
     there = [run for run in ordered if gpu_name(run.header.environment) == machine]
     here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
@@ -146,11 +147,11 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     own = _times(every, kernel)
     config = _config(own, [row for row in every if row.kernel == kernel])
     launch, counters, absent = _seen(every, config)
-    latest = next((time.run for time in own if time.rival), None)  # of the rivals that its run has, the fastest
+    latest = next((time.run for time in own if time.rival), None)  # the rival is the fastest in this run
     timed = [one for one in own if one.rival and one.run == latest]
     rival = min(timed, key=lambda one: one.rival_ns).rival if timed else None
     rival_times = [time for run in there for time in _times(_about(run, problem, rival), rival)] if rival else []
-    # What was refused of other source is history.
+    # Refusals of other source say nothing of this one.
     same = [row for other, rows in here for row in rows if other.source_digest == header.source_digest]
     listed = GPUS.get(machine)
     return Facts(
@@ -202,15 +203,15 @@ def _config(own: Sequence[Time], rows: Sequence[_KernelRow]) -> str:
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
-    """The least median of the latest run on each clock: pairs with slow rivals warm a GPU less."""
+    """The least median of the latest run on each clock: beside slow rivals the GPU is cooler."""
     by_clock = grouped((one for one in own if one.config == config), lambda one: one.clock)
     latest = {clock: [one for one in times if one.run == times[0].run] for clock, times in by_clock.items()}
     return {clock: min(times, key=lambda one: one.time_ns) for clock, times in latest.items()}
 
 
 def _seen(rows: Sequence[_KernelRow], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
-    """The call's most important launch, its counters, and why the timed kernel has none: it may have changed after it was
-    profiled, or before."""
+    """The most important launch of a call, its counters, and the reason where there are none: the kernel was not profiled, or
+    with another grid or block than the one that was timed."""
     profiles = [row for row in rows if isinstance(row, ProfileRow) and row.config == config]
     profiles = [row for row in profiles if row.run == profiles[0].run]
     launches = next((row.launches for row in rows if isinstance(row, CallPathRow) and row.config == config), [])

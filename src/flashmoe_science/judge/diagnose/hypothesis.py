@@ -1,7 +1,7 @@
 """A hypothesis about a kernel's time: a cause that the numbers support, rule out or cannot test, and the change for it.
 
-Changes of the whole time (more SMs at work) multiply; changes of parts add their savings, the parts treated as disjoint: the
-most that they can give. No sum gets below the time that the binding ceiling alone takes.
+Speed-ups of the whole time (more SMs at work) multiply. Changes of parts of the time add their savings, as if the parts were
+disjoint: that is the most that they can give. Together they never get below the time that the binding ceiling alone takes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Status = Literal["supported", "ruled out", "untested"]
 BOUND = 0.6  # of a ceiling: from here on the time is bound by it; Nsight Compute draws its line there too
 FREE = 0.3  # of a ceiling: below this the time is not bound by it, even if the estimate is off by half
 TENSOR_IDLE = 0.005  # of the cycles: no more than stray instructions
-_MOST_OF_A_TIME = 0.99  # that a change can take away altogether: something is always left
-_WORTH_A_STEP = 1.02  # less is within the noise
+_MOST_OF_A_TIME = 0.99  # the largest part of a time that a change can remove: something is always left
+_WORTH_A_STEP = 1.02  # a smaller speed-up is within the noise
 
 
 def amdahl(part: float, speedup: float) -> float:
-    """The speed-up of a whole of which ``part`` (0 to 1) is sped up ``speedup`` times, which may be infinite."""
+    """The speed-up of a whole of which ``part`` (0 to 1) is made ``speedup`` times as fast, which may be infinite."""
     left = (1 - part) + part / speedup
     return math.inf if left == 0 else 1 / left
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change that speeds ``part`` of a time (0 to 1) up ``speedup`` times, which is infinite where the part would go.
+    """A change that makes ``part`` (0 to 1) of a time ``speedup`` times as fast; infinite where it removes that part.
 
-    ``clock`` is the time that it is a part of: "eager" what a caller waits, None the device's. ``how`` is the source of
-    the two numbers. A plan adds ``most_gain``, what the change can give at the most by itself, and ``together``, what it
-    gives with those before it in the plan; ``capped`` where the machine's binding ceiling set that."""
+    ``clock`` names that time: "eager" is what a caller waits, None the device's time. ``how`` is the source of the two numbers.
+    A plan adds ``most_gain``, the most that the change can give by itself, and ``together``, what it gives with the changes
+    before it in the plan; ``capped``: the machine's binding ceiling limits ``together``."""
 
     what: str
     part: float
@@ -48,8 +48,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """``evidence`` is a sentence with the numbers that decide in it. ``change`` is what a supported one calls for, None where
-    its gain is unknown."""
+    """``evidence`` is a sentence with the deciding numbers. ``change`` is what a supported hypothesis calls for, None where its
+    gain is unknown."""
 
     status: Status
     evidence: str
@@ -61,7 +61,7 @@ class Hypothesis:
         return {name: getattr(self, name) for name in ("key", "title", "status", "evidence")}
 
 
-NO_COUNTERS = Hypothesis("untested", "to know takes counters")
+NO_COUNTERS = Hypothesis("untested", "only counters can tell")
 
 
 def untested(evidence: str) -> Hypothesis:
@@ -78,7 +78,7 @@ def by_share(share: float, words: str) -> Hypothesis:
 
 
 def by_least(share: float, evidence: str) -> Hypothesis:
-    """Bound by a ceiling of which the problem's own need reaches ``share``, at the least."""
+    """Bound by a ceiling where the problem's own need alone takes BOUND of it, ruled out where it takes less than FREE."""
     return Hypothesis("supported" if share >= BOUND else "ruled out" if share < FREE else "untested", evidence)
 
 
@@ -87,10 +87,10 @@ def shares_words(shares: Mapping[str, float]) -> str:
 
 
 def plan(found: Iterable[Hypothesis], device: Clock, roof: float) -> tuple[Hypothesis, ...]:
-    """The supported hypotheses that call for a change worth a step, the largest gain first, each change with its gain.
+    """The supported hypotheses that call for a change above the noise, the largest gain first, each change with its gain.
 
-    ``device`` is the clock of the device's time, of which the machine allows a speed-up of ``roof`` at the most. Changes of a
-    caller's time come last: that ceiling is not the caller's."""
+    ``device`` is the clock of the device's time, which the machine's ceiling lets be sped up ``roof`` times at the most.
+    Changes of a caller's time come last, as that ceiling does not limit them."""
     calling = [
         (one, _with_gain(one.change, device, roof)) for one in found if one.status == "supported" and one.change is not None
     ]

@@ -1,5 +1,5 @@
-"""Rooflines: a machine's ceilings, measured where a run measured them, else from the table of GPUs; and kernels under them: the
-time that each ceiling alone would take, and the one that binds."""
+"""Rooflines: a machine's ceilings, measured where a run measured them, else from the table of GPUs; and kernels under these
+ceilings: the time that each ceiling alone would take, and the ceiling that binds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPECIAL_PER_SM = 16
 _LAUNCH_NS = 850  # of an empty kernel in a CUDA graph, seen on an H200; `flashmoe diagnose` measures that of the GPU at hand
 _SHARED_BYTES_PER_SM = 128  # guide: 32 banks of 4 bytes a clock
 
-# The measurements of a level, for a dtype; the best of them counts.
+# Level -> the names of its measurements, for a dtype; the fastest counts.
 _MEASURED: dict[Level, tuple[str, ...]] = {
     "dram": ("dram read", "dram copy"),
     "shared": ("shared read",),
@@ -55,7 +55,7 @@ class Ceiling:
 def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceiling]:
     """The ceilings of a machine (a GPU's short name, or "cpu") for a dtype; a level of unknown ceiling is left out.
 
-    Of several measurements, the latest run's; of those, the fastest: a ceiling is what has been reached.
+    Of several measurements of a name the latest run's counts; of several names of a level the fastest.
     """
     gpu = GPUS.get(machine)
     found = {one.level: one for one in _specified(gpu, dtype)} if gpu else {}
@@ -87,8 +87,8 @@ def _specified(gpu: Gpu, dtype: str) -> list[Ceiling]:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``amount`` bytes, FLOPs or operations of a level that the problem cannot do without, and the least time in which its
-    ceiling lets them through."""
+    """The least ``amount`` of bytes, FLOPs or operations of a level that the problem needs, and the least time that they take
+    under the level's ceiling."""
 
     ceiling: Ceiling
     amount: float
@@ -100,7 +100,7 @@ class Need:
 class Point:
     """One kernel on one problem. ``achieved`` is FLOP/s, masked work not counted.
 
-    ``needs`` holds a Need for each level that has a ceiling and an amount, the one that binds first.
+    ``needs`` holds a Need for each level that has a ceiling and an amount; the first one's ceiling binds.
     """
 
     problem: str
@@ -116,7 +116,7 @@ class Point:
 
     @property
     def binding(self) -> Need | None:
-        """The ceiling that would take longest: no change of the kernel alone gets below its ``least_ns``."""
+        """The need with the greatest ``least_ns``, below which no change of the kernel alone can get."""
         return self.needs[0] if self.needs else None
 
     def need(self, level: Level) -> Need | None:
@@ -154,7 +154,7 @@ def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline
 
 
 def place(problem: str, kernel: str, config: str, time_ns: float, above: Mapping[Level, Ceiling]) -> Point:
-    """One time (ns) compared with the ceilings, by the least that the problem needs of each."""
+    """The point of one time (ns) under the ceilings ``above``, by the least that the problem needs of each level."""
     asked = parse_problem(problem)
     arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
     amounts: dict[Level, float] = {

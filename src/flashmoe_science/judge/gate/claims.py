@@ -1,10 +1,11 @@
-"""Claims compared with measurements. A claim is a sentence, the records it is about, a statistic over them and the threshold
-that it must reach; it is written in ``evidence/claims.toml``, so that it is made before it is measured and reviewed
-like code. ``flashmoe claims --help`` shows one.
+"""Claims compared with measurements. A claim is a sentence, the records that it is about, a statistic over them and the
+threshold that the statistic must reach. Claims are written in ``evidence/claims.toml``, so that they are made before they are
+measured, and reviewed like code. ``flashmoe claims --help`` shows one.
 
-It holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
-many as it states. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
-ratio of one shape's time to another's. ``multiple_testing`` has which statistics are corrected for the number of problems.
+A claim holds only if the near end of the interval reaches the threshold, every problem that the claim is about has a number,
+and there are as many problems as the claim states. Kernels are compared on one problem at a time, where they were sampled in
+pairs: a ratio of one shape's time to another's cannot be claimed. ``multiple_testing`` says which statistics are corrected for
+the number of problems.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ _UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_n
 
 
 class Claim(Entry):
-    """One claim. The problems it is about are those on record that every field given agrees with.
+    """One claim, about the problems on record that agree with every field that is given.
 
-    ``ratio`` is the rival's time over the kernel's; ``memory`` the device memory that one call takes beyond its inputs over the
-    bytes of its output and log-sum-exp."""
+    ``quantity``: "ratio" is the rival's time over the kernel's; "memory" the device memory that one call takes beyond its
+    inputs over the bytes of its outputs."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")]
     text: str
     gpu: Word
     suite: Word = ANY
     clock: Clock
-    cache: Literal["cold", "warm", "any"] = "cold"  # any: as it was measured, warm where it is too small to be cold
-    kernel: Word | None = None  # one by name, a user's or ours or a peer; else the fastest of ours on each problem
+    cache: Literal["cold", "warm", "any"] = "cold"  # any: as measured, which is warm for problems too small to be cold
+    kernel: Word | None = None  # a kernel's name, of a user, of ours or of a peer; else the fastest of ours on each problem
     rival: Word = BEST_PEER  # or a kernel's name
     quantity: Quantity = "ratio"
     op: Word | None = None
-    problem: str | None = None  # one alone, in its text form
+    problem: str | None = None  # the text form of the only problem
     dtype: Dtype | None = None
     mask: Word | None = None
     routing: Word | None = None
     head_dim: Size | None = None
     min_seqlen: Size | None = None  # of the longer of queries and keys
     max_seqlen: Size | None = None
-    problems: Size  # how many it is about: fewer on record are not enough
+    problems: Size  # on record, at least
     statistic: Literal["geomean", "min", "max"]
     at_least: Threshold | None = None
     at_most: Threshold | None = None
@@ -105,7 +106,7 @@ class Claim(Entry):
         return f"{' to '.join(figures)}{_UNITS[self.quantity]}" if figures else ""
 
     def is_about(self, problem: Problem) -> bool:
-        """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
+        """Whether the claim covers that problem; not where it asks for a size that the problem's operation does not have."""
         if self.problem is not None and parse_problem(self.problem) != problem:
             return False
         asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "routing", "head_dim"))
@@ -131,9 +132,9 @@ class ClaimResult:
     """A claim with its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
-    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1). ``refuted`` is whether the whole
-    interval is on the wrong side: else the records show neither the claim nor its contrary. ``runs`` are those that give its
-    numbers, ``quick`` whether one of them took few samples. ``why`` is what is wrong or missing."""
+    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1). ``refuted``: the whole interval is
+    on the wrong side of the threshold; a claim that fails otherwise is neither shown nor refuted by the records. ``runs`` give
+    the numbers; ``quick``: one of them took few samples. ``why`` is what is wrong or missing."""
 
     claim: Claim
     outcome: Outcome
@@ -187,7 +188,7 @@ def _unmeasured(claim: Claim, found: Mapping[str, _Number]) -> str | None:
 
 
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Verdicts on the claim's problems and conditions, none where none is of a kernel that it names."""
+    """Verdicts on the claim's problems under its conditions; empty unless each kernel that it names has one there."""
     found = [
         row
         for row in verdicts
@@ -214,7 +215,7 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     """The claim's statistic over its problems, compared with the threshold."""
     upward, counted, intervals = claim.at_least is not None, claim.quantity == "memory", list(numbers.values())
     worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
-    if counted:  # without error
+    if counted:  # bytes have no error
         figure = (min if claim.statistic == "min" else max)(intervals, key=lambda one: one.ratio)
     else:
         figure = {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](intervals)
@@ -224,7 +225,7 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
     end = "" if figure.low == figure.high else f"{claim.figure(near)}, the near end of its interval, "
     why = f"{end}misses {claim.asked}{by}; worst is {worst}"
-    if not counted and claim.statistic == ("min" if upward else "max"):  # one row can decide
+    if not counted and claim.statistic == ("min" if upward else "max"):  # a single row makes the claim fail
         proven = named(intervals, claim.threshold)[upward]
         why += f"; {len(proven)} of {len(intervals)} rows are proven to miss it (Holm)"
     return ClaimResult(
@@ -244,8 +245,8 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
 def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
     """The number of each problem of these verdicts, None where there is none. ``runs`` are what the verdicts come from.
 
-    A problem may have been measured in several current runs: ``standing.eligible`` picks those that count, not by their
-    numbers. Of those, the worst for the claim counts."""
+    Several current runs may have measured a problem: of those that ``standing.eligible`` picks, which are not picked by their
+    numbers, the worst for the claim counts."""
     by_id = {one.run.header.run: one for one in runs}
     worst = max if claim.at_least is None else min
     found: dict[str, _Number | None] = {}
@@ -259,7 +260,7 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
 
 
 def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
-    """The verdict to take of a run: the named kernel's, else the fastest of ours, or the named rival's against it."""
+    """The verdict that counts of a run: the named kernel's, else our fastest kernel's, or the named rival's against ours."""
     if claim.kernel is not None:
         return next((row for row in rows if row.kernel == claim.kernel), None)
     if claim.rival != BEST_PEER:
@@ -283,8 +284,8 @@ def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None
     conditions = (row.problem, row.clock, row.cache, row.kernel)
     pairs = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
     if claim.rival != BEST_PEER:
-        named = (one for one in pairs if one.rival == claim.rival)
-        best = min(named, key=lambda one: (one.quick, one.time_ns), default=None)
+        beside = (one for one in pairs if one.rival == claim.rival)
+        best = min(beside, key=lambda one: (one.quick, one.time_ns), default=None)
     elif row.rival_origin in ("ours", "candidate"):  # a verdict on the best of all others: the best of the peers is asked for
         peers = (one for one in pairs if one.rival_origin == "peer" and one.config == row.config)
         best = min(peers, key=lambda one: (one.quick, one.interval.ratio), default=None)

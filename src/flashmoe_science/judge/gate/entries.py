@@ -1,4 +1,4 @@
-"""Entries of a gate's file, read as data and never trusted: each whole and possible, and none twice."""
+"""Entries of a gate's file (claims, kept ratios), checked as foreign data: each complete and possible, none given twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_entries(
         raise EntryError(f"{path} is not {form} that can be read: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not of the form
         raise EntryError(f"{path} is not {form}, or torn: {' '.join(str(error).split())}") from None
-    whole: dict[str, Any] = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
+    whole: Any = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
     if not isinstance(whole, dict) or type(whole.get("schema")) is not int or set(whole) != {"schema", what}:
         fields = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
@@ -81,7 +81,7 @@ def _complaint(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def entries_as_text(schema: int, entries: list[dict[str, Any]], gpu: str | None = None) -> str:
-    """JSON with an entry a line, so that a review sees what changed; ``gpu``: the one card that all are of."""
+    """JSON with an entry a line, so that a diff shows what changed; ``gpu``: the card of all entries, if they have one."""
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
     card = "" if gpu is None else f'"gpu": {json.dumps(gpu)}, '
     return f'{{"schema": {schema}, {card}"entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'

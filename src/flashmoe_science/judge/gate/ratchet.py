@@ -1,9 +1,9 @@
 """The ratchet: the best measured ratios. A proven regression fails, noise does not, a proven gain raises an entry.
 
-What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
-ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
-or a user's kernel, by name. Each row is judged as one of all that are compared (``Interval.among``), and what moved must have
-moved by more than two runs of one code differ in. The file is JSON, sorted, an entry a line, read as data and never trusted.
+An entry is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
+ratio to the best peer would fall when a peer gets better. Its ``subject`` is "ours", the fastest of our kernels there, or a
+user's kernel, by name. Each interval is widened for the number of entries compared (``Interval.among``), and a ratio must move
+by more than the ratios of two runs of the same code differ. The file is JSON, sorted, an entry a line, checked as foreign data.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Kept(Entry):
 
 
 Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
-# What the ratio of two peers, whose code is the same, moves by from run to run on an H200, in nine pairs of runs of ten
-# (docs/notes/ratchet.md). A host's state does not slow two programs alike.
+# In nine of ten pairs of runs on an H200, the ratio of two peers, whose code is unchanged, moves by no more than this
+# (docs/notes/ratchet.md). The host's state slows two programs by different factors.
 MOVES: dict[Clock, float] = {"graph": MARGIN, "eager": 0.2}
 ALL = "all"
 _USERS_OWN = "sdpa"  # the rival of a new entry, where it was timed: every machine has it
@@ -109,7 +109,7 @@ def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """An entry compared with the measurement now. ``kept`` is None for what is new, ``now`` where there is no number."""
+    """An entry compared with what is measured now. ``kept`` is None for a new place, ``now`` where there is no number."""
 
     outcome: Outcome
     kept: Kept | None
@@ -125,7 +125,7 @@ class Check:
         return self.kept.key
 
     def as_dict(self, kept: Kept | None) -> dict[str, Any]:
-        """Plain values for JSON; ``kept`` is what the file holds of it afterwards."""
+        """Plain values for JSON; ``kept`` is the entry that the file holds afterwards."""
         now = self.now
         return {
             **self.key._asdict(),
@@ -139,15 +139,14 @@ class Check:
 
 
 def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], recorded: Sequence[JudgedRun]) -> list[Check]:
-    """Every entry compared with the run that counts for it, then what has no entry yet. ``runs`` are what was measured now,
-    ``recorded`` have the entries' own runs, to verify them. Raises EntryError: an entry has another ratio than its run."""
+    """Every entry compared with the run that counts for it, then places without an entry. ``runs`` are what was measured now,
+    ``recorded`` those that the entries rest on, to verify these. Raises EntryError: an entry's ratio is not its run's."""
     standing = _standing(runs)
     of_rival = {rival: _standing([one for one in runs if rival in one.kernels]) for rival in {one.rival for one in kept}}
     judged = {one.key: _counting(one.key, standing, of_rival[one.rival]) for one in kept}
-    trusted = [(one, _trusted(one, recorded)) for one in kept]
     now = {one.key: _against(_pairs(judged[one.key], one.key), one.rival) for one in kept}
     compared = sum(pair is not None for pair in now.values())
-    checks = [_check(one, interval, now[one.key], compared, judged[one.key]) for one, interval in trusted]
+    checks = [_check(one, _trusted(one, recorded), now[one.key], compared, judged[one.key]) for one in kept]
     for key, run in standing.items():
         if key not in now and (pair := _first(_pairs(run, key))) is not None:
             checks.append(Check("new", None, pair, run.run.header.environment.torch))
@@ -164,8 +163,8 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
-    """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises EntryError: there are
-    none, or only a quick run has them."""
+    """All entries, with those of one problem, or of ALL, that have regressed lowered to what is measured now, for that reason.
+    Raises EntryError: none has regressed, or only a quick run measured it."""
     entries = {one.key: one for one in kept}
     found = [one for one in checks if one.outcome == "regressed" and problem in (ALL, one.key.problem)]
     if not found:
@@ -208,7 +207,7 @@ def _standing(runs: Sequence[JudgedRun]) -> dict[Key, JudgedRun]:
 
 
 def _counting(key: Key, standing: Mapping[Key, JudgedRun], of_rival: Mapping[Key, JudgedRun]) -> JudgedRun | None:
-    """The run that counts for an entry: of those that were asked for its rival the latest, unless a later one refuses it."""
+    """The run that counts for an entry: the latest that measured its rival, unless a later run refuses the kernel."""
     latest_run = standing.get(key)
     rows = [] if latest_run is None else [row for row in latest_run.verdicts if _place(row) == key]
     return of_rival.get(key, latest_run) if any(row.time_ns is not None for row in rows) else latest_run
@@ -223,7 +222,7 @@ def _place(row: Verdict | Comparison) -> Key:
 
 
 def _first(pairs: Iterable[Comparison]) -> Comparison | None:
-    """The pair to keep of a place that has none kept: against sdpa, else against the hardest rival."""
+    """The pair to keep in a place without an entry: against sdpa, else of the fastest config against its best peer."""
     against = [pair for pair in pairs if pair.rival_origin == "peer"]
     return _against(against, _USERS_OWN) or min(against, key=lambda pair: (pair.time_ns, pair.interval.ratio), default=None)
 
@@ -233,8 +232,8 @@ def _against(pairs: Iterable[Comparison], rival: str) -> Comparison | None:
 
 
 def _trusted(kept: Kept, recorded: Sequence[JudgedRun]) -> Interval:
-    """The entry's interval: of its run's samples where they are at hand, else as it is written. Raises EntryError: the run
-    gives another ratio, or none."""
+    """The entry's interval, from the samples of its run where that is among ``recorded``, else as written. Raises EntryError:
+    the run gives another ratio, or none."""
     judged = next((one for one in recorded if one.run.header.run == kept.run), None)
     if judged is None:
         return Interval(kept.ratio, kept.low, kept.high, pairs=0)

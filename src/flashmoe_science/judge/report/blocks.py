@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Column(NamedTuple):
-    """``style``: "n" for numbers, "mono" problems, "words" sentences, "k" kernels, "v" verdicts, "nw" what is not broken."""
+    """``style``: "n" for numbers, "mono" problems, "words" sentences, "k" kernels, "v" verdicts, "nw" text on one line."""
 
     heading: str
     style: str = ""
@@ -84,7 +84,7 @@ class Bars(NamedTuple):
 
     @property
     def most(self) -> float:
-        """The ratio of a full width; what is longer is cut there."""
+        """The ratio that a bar of full width has; longer bars are cut there."""
         return min(max(1.5, *(bar.ratio for bar in self.bars)), 3.0)
 
 

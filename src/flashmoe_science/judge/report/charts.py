@@ -13,7 +13,7 @@ from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Series
 
-COLOURS = 8  # that the template has
+COLOURS = 8  # in the template
 _TICK_ROOM, _LABEL_ROOM = 34.0, 16.0  # user units that a label takes across, and upward
 _FLAT: Mapping[Level, str] = {"tensor": "tensor cores", "matmul": "matrix product", "fma": "fp32 FMA"}
 _UNITS = ((15, "P"), (12, "T"), (9, "G"), (6, "M"))
@@ -32,7 +32,7 @@ class Dot(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line through ``points``; ``style`` is its classes. ``label`` ends at ``label_at``."""
+    """A line through ``points``; ``style`` holds its CSS classes. The text ``label`` ends at ``label_at``."""
 
     name: str
     points: tuple[tuple[float, float], ...]
@@ -76,8 +76,8 @@ def _logarithmic(low: float, high: float, start: float, end: float) -> Callable[
 
 
 def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
-    """Kernel -> colour, for the kernels that charts of these rows show: users' kernels, ours, then as many peers as there are
-    colours left, those first that are fastest on some problem."""
+    """Kernel -> colour, for the kernels that charts of these rows show: users' kernels, ours, then peers while there are
+    colours, those with the highest TFLOP/s on any problem first."""
     chosen = dict.fromkeys(row.kernel for origin in ("candidate", "ours") for row in rows if row.origin == origin)
     peers = sorted((row for row in rows if row.origin == "peer" and row.tflops), key=lambda row: -(row.tflops or 0.0))
     chosen |= dict.fromkeys(row.kernel for row in peers)
@@ -85,8 +85,9 @@ def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
 
 
 def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Chart]:
-    """A chart a family of at least three problems that differ in nothing but their length, and in the batch where that keeps
-    the number of tokens. A problem is drawn in the first of its families that is one. Kernels without a colour are left out."""
+    """A chart for each family of at least three problems that differ in length alone, or in length and batch with the same
+    number of tokens. A problem is drawn once, in the first of its families of that size. Kernels without a colour are left
+    out."""
     left = [(row, series) for row in rows if row.tflops and (series := parse_problem(row.problem).series()) is not None]
     charts: list[Chart] = []
     for turn in range(max((len(series.families) for _, series in left), default=0)):
@@ -135,9 +136,9 @@ def _round_ticks(most: float) -> list[float]:
 
 
 def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | None:
-    """FLOP/s against FLOPs for each byte of memory, both logarithmic, of the kernels that have a colour. Memory's ceiling rises
-    to the highest of the arithmetic ones, which are flat from there on. None where no point has an intensity, or no ceiling is
-    known."""
+    """FLOP/s against FLOPs for each byte of memory, both logarithmic, of the kernels that have a colour. The memory ceiling is
+    a slope up to the highest arithmetic ceiling; arithmetic ceilings are flat. None where no point has an intensity, or a
+    ceiling of memory or of arithmetic is unknown."""
     points = [(point, at) for point in roofline.points if point.kernel in colours and (at := point.intensity("dram"))]
     memory = roofline.ceilings.get("dram")
     flats = sorted((roofline.ceilings[level] for level in _FLAT if level in roofline.ceilings), key=lambda one: -one.value)
@@ -174,12 +175,12 @@ def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | No
 
 
 def _ceiling_line(of: Ceiling, name: str, unit: str, points: list[tuple[float, float]], label_at: tuple[float, float]) -> Line:
-    """A ceiling's line with its label; full where it was measured."""
+    """A ceiling's line with its label; a full line where the ceiling was measured, else dashed."""
     style = "measured" if of.measured else "specified"
     return Line(of.level, tuple(points), style, f"{name} {significant(of.value / 1e12)} {unit}, {style}", label_at)
 
 
 def _rate(power: int) -> str:
-    """FLOP/s in the unit that a reader would take: 100 G, 10 T."""
+    """10**power FLOP/s with a unit prefix: "100 G", "10 T"."""
     unit = next(((least, name) for least, name in _UNITS if power >= least), None)
     return f"{10.0**power:g}" if unit is None else f"{10 ** (power - unit[0])} {unit[1]}"

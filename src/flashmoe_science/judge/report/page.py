@@ -1,4 +1,4 @@
-"""The sections of a report, in the order in which it is read, from runs that are judged once for all its forms."""
+"""The sections of a report in their order, from runs that are judged once for HTML, Markdown and CSV alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from flashmoe_science.judge.report.charts import colours_of, roofline_chart, spe
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
     claim_table,
-    counts_in_words,
     diagnosis_blocks,
     group_bars,
     group_table,
@@ -28,7 +27,7 @@ from flashmoe_science.judge.report.tables import (
 )
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.stats import call, geometric_mean
-from flashmoe_science.judge.summary import NAMED, Group, candidates, groups, of_suites
+from flashmoe_science.judge.summary import NAMED, Group, candidates, counts_in_words, groups, of_suites
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run
@@ -55,7 +54,7 @@ _DIAGNOSIS = (
 
 
 class Contents:
-    """Runs judged in every way that a report shows; what is judged already is not judged again."""
+    """All that a report shows of runs, judged once."""
 
     def __init__(self, judged: Sequence[JudgedRun], claims: Sequence[Claim] = ()) -> None:
         self.judged = {one.run.header.run: one for one in judged}
@@ -73,7 +72,7 @@ class Contents:
 
 
 def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Verdict]) -> list[Diagnosis]:
-    """Why a candidate is as slow as it is; of ours the worst losses first, or, where there are none, the least win."""
+    """Diagnoses of users' kernels, and of ours where they lose, the worst losses first, or else where they win least."""
     chosen: list[Verdict] = []
     for group in found:
         if group.clock == "graph" or group.gpu == "cpu":
@@ -129,7 +128,7 @@ def _summary(contents: Contents) -> Iterator[Block]:
 
 
 def _won_and_lost(own: Sequence[Group]) -> Iterator[Block]:
-    """The verdicts on one clock in a sentence, a bar each suite, the worst losses; all groups on request."""
+    """The verdicts on one clock in a sentence, a bar for each suite, the worst losses; then all groups, folded."""
     leading = _leading(own)
     rows = of_suites([row for group in leading for row in group.measured])
     if rows:
@@ -155,10 +154,10 @@ def _claims(claims: Sequence[ClaimResult]) -> Iterator[Block]:
     """The claims that do not hold, then those that hold in a fold."""
     if claims:
         yield Paragraph(_CLAIMS)
-        others, holding = ([one for one in claims if (one.outcome == "holds") is holds] for holds in (False, True))
-        if others:
+        found = grouped(claims, lambda one: one.outcome == "holds")
+        if others := found.get(False):
             yield claim_table(others)
-        if holding:
+        if holding := found.get(True):
             yield Fold(f"{count(len(holding), 'claim')} of {len(claims)} that hold", (claim_table(holding),))
 
 
@@ -243,14 +242,14 @@ def _runs(contents: Contents) -> Iterator[Block]:
 
 
 def _shortened(folds: Sequence[Fold], what: str) -> Iterator[Fold]:
-    """The first of them; the others in one."""
+    """The first few folds; the others in one more."""
     yield from folds[:_MOST_FOLDS]
     if rest := tuple(folds[_MOST_FOLDS:]):
         yield Fold(count(len(rest), what), rest)
 
 
 def _run(run: Run) -> Iterator[Block]:
-    """How to repeat a run, where and with what it was made, what stopped all of it, and its notes."""
+    """The command that repeats a run, its machine and software, what was refused for all kernels, and its notes."""
     header, where = run.header, run.header.environment
     memory = f"{where.gpu_memory_bytes / 2**30:.0f} GiB, " if where.gpu_memory_bytes else ""
     gpu = f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}, " if where.gpu else ""

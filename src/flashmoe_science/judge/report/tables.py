@@ -24,7 +24,7 @@ from flashmoe_science.judge.report.blocks import (
 )
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN, call
-from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group
+from flashmoe_science.judge.summary import JUDGEMENTS, Candidate, Group, counts_in_words
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
@@ -33,11 +33,11 @@ _VERDICTS = columns("mono:problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", 
 _DETAILS = columns("n:GB/s", "nw:error, of what is allowed", "n:pairs")
 _CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
-_MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
+_MOST_REASONS = 8  # for refusals, that are shown; the tables of verdicts have all
 
 
 def group_table(groups: Sequence[Group]) -> Table:
-    """A table with a row for each GPU, suite, clock and cache."""
+    """A table with a row for each group."""
     rows = []
     titles = titles_of(groups)
     for group in groups:
@@ -54,7 +54,7 @@ def group_table(groups: Sequence[Group]) -> Table:
 
 
 def titles_of(groups: Sequence[Group]) -> dict[str, str]:
-    """Anchor -> title. Whose kernels they are is left out where it is the same for all groups."""
+    """Anchor -> title. The users' kernels are left out of it where they are the same for all groups."""
     of_one = len({group.tried for group in groups}) == 1
     return {one.anchor: one.title.removeprefix(f"{', '.join(one.tried)}: ") if of_one else one.title for one in groups}
 
@@ -114,11 +114,6 @@ def group_bars(groups: Sequence[Group]) -> Bars:
     return Bars(tuple(bars))
 
 
-def counts_in_words(counts: Mapping[str, int]) -> str:
-    """The number of each verdict as text: "8 faster, 4 equivalent"."""
-    return ", ".join(f"{counts[word]} {word}" for word in JUDGEMENTS if counts[word])
-
-
 def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Block]:
     """The verdict of each problem, then those of every kernel, where there are more."""
     yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
@@ -128,14 +123,14 @@ def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Bl
 
 
 def candidate_summary(one: Candidate) -> Iterator[Block]:
-    """What was found of a user's kernel, what was promised, and why it was refused, where it was."""
+    """The result on a user's kernel, its promise, and the reasons for which it was refused."""
     yield Heading(one.name)
     lead, _, found = one.headline.partition(": ")
     yield Paragraph(found, "big", f"{lead}:", one.verdict)
     if one.promise:
         yield Paragraph(one.promise)
     whole = one.verdict == "refused"
-    for reason in one.refusals[whole:][:_MOST_REASONS]:  # of one that was refused as a whole, the first is the headline
+    for reason in one.refusals[whole:][:_MOST_REASONS]:  # of a kernel that was refused as a whole the first is the headline
         yield Paragraph(reason, lead="refused:" if whole else "refused in part:", state="refused")
 
 
@@ -185,8 +180,8 @@ def _controls_in_words(group: Group) -> str | None:
 
 
 def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
-    """The facts about a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
-    changes that an earlier diagnosis called for gave."""
+    """The facts about a kernel, its share of each ceiling, every cause with its evidence, the changes that these call for, and
+    the gain of changes that an earlier diagnosis called for."""
     facts, launch = one.facts, one.facts.launch
     yield Heading(facts.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {facts.problem}, {facts.machine}")
     found = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
@@ -226,7 +221,7 @@ def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
 
 
 def _plan(one: Diagnosis) -> Iterator[Block]:
-    """The changes in the order of what each can give at the most, and what they give together."""
+    """The changes by the most that each can give, the greatest first, and what they give together."""
     binding, time_ns = one.point.binding if one.point else None, one.facts.time_ns
     if time_ns and binding:
         limit = f"{binding.ceiling.level}: {binding.ceiling}"

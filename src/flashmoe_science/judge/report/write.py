@@ -53,7 +53,7 @@ def _unfolded(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def as_markdown(page: Page) -> str:
-    """The page without its charts and without what is on the page alone."""
+    """The page as Markdown, without its charts and without blocks that are ``page_only``."""
     lines = [f"# {_inline(page.title)}", "", page.lead, ""]
     for section in page.sections:
         written = [line for block in section.blocks for line in _markdown(block)]
@@ -96,7 +96,7 @@ def _inline(text: str) -> str:
 
 
 def markdown_cell(text: str) -> str:
-    """Text that neither ends a Markdown cell nor is taken for HTML, code, a link or a picture."""
+    """Text escaped so that it neither ends a Markdown cell nor is read as HTML, code, a link or a picture."""
     escaped = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
     return escaped.replace("](", "]\\(").replace("&", "&amp;").replace("<", "&lt;")
 
@@ -112,5 +112,5 @@ def as_csv(verdicts: Sequence[Verdict]) -> str:
 
 
 def sheet_cell(value: object) -> object:
-    """A value that a spreadsheet takes as it is: a text that it would run as a formula is marked as text."""
+    """A value for a spreadsheet: a text that would be run as a formula is marked as text."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -2,8 +2,8 @@
 
 Several calls are profiled in one session, each inside a marked range that ends with a synchronisation. A kernel belongs to the
 range in which the host launched it (its correlation id leads to the launch call); where a trace lacks that, to the range in
-which it ran. Two further ranges launch a kernel of our own: they show which stream and which thread are the caller's, as the
-trace numbers them. What a call launches elsewhere, or after it has been waited for, has strayed.
+which it ran. Further ranges launch a kernel of our own, which shows how the trace numbers the caller's stream and thread. What
+a call launches on another stream or thread, or after it has been waited for, has strayed.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
         if session.bench.gpu is not None:
             torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
         for one in subjects:
-            if _runs(session, one):  # who ran on no clock was refused there, and has no call to count
+            if _runs(session, one):  # a subject that ran on no clock was refused, and has no call to count
                 session.show_progress(f"{one}: counters")
                 _count(session, one, folder)
             session.done += 1

@@ -1,8 +1,9 @@
 """The timing of an untrusted function against its rivals, with checks on the times that its process reports.
 
 Values change before every pair; outputs of timed calls are checked against the oracle at random moments; rivals are also timed
-without the function; the clock of its process is compared with this one's, and so is the time of messages while no clock runs:
-work deferred until an answer is read, or done ahead while values are changed, shows there. The threat model: docs/design/0006.
+without the function; the clock of the function's process is compared with the harness's. Messages are timed, too, while no
+clock runs: work that is deferred until a result is read, or done ahead while values change, shows in them. The threat model is
+in docs/design/0006.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.records import Clock
 
-_SUSPECT = 1.3  # of a rival's time without the function: one that is not the best is compared only beyond it
-_SLOWED = 1.10  # of a rival's time in the function's process over its time without it: beyond chance
-_REMEMBERED = 1.25  # of its time on new values over its time on values that it has seen
+_SUSPECT = 1.3  # times its time without the function: a slower rival is checked for being slowed, the best one always
+_SLOWED = 1.10  # a rival's time in the function's process over its time without it, beyond which it is not chance
+_REMEMBERED = 1.25  # the function's time on new values over that on values seen before, beyond which it remembers results
 _ROUNDS, _MAX_OF_SETS = 6, 8
 _WITHOUT = Sampling(min_pairs=8, max_pairs=16, seconds=1.5)
 _PINGS = 7
 _MAX_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _MIN_WALL = 0.98
-_LOOKS = 25  # of which the least counts: where others work too, a few are all disturbed
+_LOOKS = 25  # of which the least counts: on a busy machine a few may all be disturbed
 _CHANGES = 7
-_MORE = 1.25  # of what a message takes without the function: less may be chance
-_FASTER = 0.7  # of the rival's time: who takes more has hidden nothing that is worth it
-_OF_LOOK = 0.3  # of what a rival's calls take that would give as many answers
-_OF_CHANGE = 0.25  # of what a rival's calls take, one on every input set
+_MORE = 1.25  # times what a message takes without the function: less may be chance
+_FASTER = 0.7  # of the rival's time: a function that takes more cannot have hidden much work
+_OF_LOOK = 0.3  # of the time of as many calls of the rival as results are read: less is not worth hiding
+_OF_CHANGE = 0.25  # of the time of one call of the rival on every input set: less is not worth hiding
 
 
 class SandboxedComparer(Comparer):
-    """Times one function against its rivals. One that is caught has no number on the problem: the refusal that the caller of
-    ``go`` records voids what was recorded before. ``against_best`` are the samples against the best rival, and its name."""
+    """Times one function against its rivals. A function that is caught cheating has no number on the problem: the refusal that
+    the caller of ``go`` records voids earlier rows. ``against_best`` are the samples against the best rival, and its name."""
 
     voids = True
 

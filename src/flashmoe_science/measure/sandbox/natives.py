@@ -1,4 +1,4 @@
-"""Functions that a measurement rests on, as they were before a user's code was imported: watched, and put back."""
+"""Functions that a measurement rests on, kept before a user's code is imported: replaced ones are named and put back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OPERATORS = (
     *("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view"),
     *("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_"),
 )
-_ABSENT = object()  # a class need not have itself what it has from another
+_ABSENT = object()  # stands for a name that a class inherits
 
 
 class Natives:
@@ -79,7 +79,7 @@ class Natives:
         if (now := _overriding()) != self._overriding:  # seldom: going through them takes 2 ms, after each message
             operators = _overridden() - self._operators
             self._overriding, self._operators = now, self._operators | operators
-            replaced += sorted(operators)  # cannot be put back from here; it is reported once, which is the end of this process
+            replaced += sorted(operators)  # which cannot be put back; the report ends this process
         return replaced
 
 

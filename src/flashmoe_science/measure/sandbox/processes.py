@@ -1,7 +1,7 @@
-"""All processes that a child started, found by a mark in the environment that they inherit; and what they use of processors.
+"""All processes that a child started, found by a mark in the environment that they inherit; and their processor time.
 
-A process may leave its session and outlive its parent; what it was started with stays in ``/proc``. One that clears its
-environment on purpose is not found. Elsewhere than on Linux none is.
+A process may leave its session and outlive its parent, but the environment that it was started with stays in ``/proc``. A
+process that clears its environment on purpose is not found; on other systems than Linux none is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def marked(mark: str) -> Iterator[int]:
 
 
 def end_marked(mark: str) -> None:
-    """Kill all that has the mark."""
+    """Kill all processes with the mark."""
     for _ in range(_SWEEPS):
         found = list(marked(mark))
         for one in found:
@@ -57,8 +57,8 @@ def _seconds(stat: str, counts: int) -> float:
 
 
 class Usage:
-    """Counts from when it is made. On a CPU a function and its rivals are timed on one thread (``one_thread``): work on other
-    threads or processes is time that no clock shows, or that the rivals lose."""
+    """Processor time used since the object was made. On a CPU a function and its rivals are timed on one thread
+    (``one_thread``): work on other threads or processes is time that no clock shows, or that the rivals lose."""
 
     def __init__(self, child: Child, one_thread: bool) -> None:
         self._child, self._one_thread = child, one_thread

@@ -1,5 +1,5 @@
-"""Settings of PyTorch and of the process that a call may not leave changed, as they affect all that is timed in the process;
-and side effects that are allowed but reported: random generators moved, files opened for writing.
+"""Settings of PyTorch and of the process that a call may not leave changed, as they affect every later call in the process; and
+side effects that are allowed but reported: random generators moved, files opened for writing.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Settings:
         left = []
         for (name, read, put), was in zip(_SETTINGS, self._was, strict=True):
             if (now := _now(read)) != was:
-                with suppress(PermissionError, RuntimeError):  # a priority that was given away does not come back to everyone
+                with suppress(PermissionError, RuntimeError):  # not every user may raise a priority again
                     put(was)
                 left.append(f"{name} {now} (it was {was})")
         return left

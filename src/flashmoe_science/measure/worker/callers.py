@@ -19,7 +19,7 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import Clock
 
 PLAIN = "plain"  # the contract's plain maths, as a peer
-# graph, eager: as that clock times it. exam: with every output that the contract names.
+# What a call is bound for: "graph" and "eager" as that clock times it, "exam" with every output that the contract names.
 Use = Clock | Literal["exam"]
 
 
@@ -83,8 +83,8 @@ T = TypeVar("T")
 
 
 def _by_kernel(call: Callable[..., T], *given: Any) -> T:
-    """The result of a kernel's own code. If memory runs out there, not in the harness, the error says so. No timed call comes
-    through here."""
+    """The result of a kernel's own code. If memory runs out in it, a note of the error says that it was not in the harness. No
+    timed call comes through here."""
     try:
         return call(*given)
     except torch.OutOfMemoryError as error:

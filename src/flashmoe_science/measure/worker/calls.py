@@ -1,4 +1,4 @@
-"""Single calls where a kernel lives, each watched for what only shows from inside; outputs are handed over as numbers."""
+"""Single calls in the process of a kernel, watched for faults that show only there; outputs are handed over as numbers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from flashmoe_science.problem import Problem
 if TYPE_CHECKING:
     from flashmoe_science.measure.worker.worker import Worker
 
-_SETTLE_S, _LOOKS, _IDLE = 0.05, 3, 0.1  # how long and how often a call may be caught still working; a processor's share
+_SETTLE_S, _LOOKS, _IDLE = 0.05, 3, 0.1  # length and number of looks for work after a call; less of a processor is idle
 _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
 
 _sleep, _process_time = time.sleep, time.process_time
 
 
-# The mode, or the place, that a call is made in; "gradients": on inputs that require them.
+# A call's mode of PyTorch, or the thread or stream that it is made on; "gradients": on inputs that require gradients.
 Under = Literal["", "inference", "no_grad", "gradients", "autocast", "thread", "stream"]
 
 
@@ -67,12 +67,12 @@ class Calls:
         """One call.
 
         Args:
-            most: bytes that the outputs may have; of more, as of what is no plain tensor, none is handed over.
+            most: bytes that the outputs may have; if they have more, or one is no plain tensor, none is handed over.
             use: what the call is bound for.
             memory: "new" for new tensors, "same" to write the case's values into the tensors of the call before.
             guard: put NaN around the inputs. poison: guard and poison what the call allocates.
             queued: on a GPU, write the values behind a wait on the current stream, and call without waiting for it.
-            settle: wait a little after the call and look whether anything still works on.
+            settle: look for work of this process that goes on after the call.
             path, inputs_path: names under which the outputs and the inputs are handed over.
         """
         caller = self._caller(who, config, Case(*case).variant)
@@ -136,7 +136,7 @@ class Calls:
         return copies, around
 
     def _poison_freed(self) -> None:
-        """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the call."""
+        """Free blocks of the sizes of the outputs, full of NaN, so that the allocator gives them to the call."""
         previous = [one for one in self._previous if isinstance(one, torch.Tensor) and one.is_floating_point()]
         freed = [torch.full_like(one, torch.nan) for one in previous]
         self.bench.synchronize()
@@ -206,8 +206,8 @@ class Calls:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
 
     def launches(self, who: Sequence[tuple[str, str]], case: Sequence[Any]) -> dict[str, Any]:
-        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
-        process that has profiled must not time any more: CUPTI slows every later launch."""
+        """The kernels that one call of each launches. A kernel of the package is called as planned, and then as its users call
+        it. A process that has profiled must not time any more: CUPTI slows every later launch."""
         unavailable = profiler_works(self.bench.device, self.bench.synchronize)
         if unavailable is not None:
             return {"unavailable": unavailable}
@@ -233,7 +233,7 @@ class Calls:
 
 
 def _within(under: Under) -> AbstractContextManager[Any]:
-    """The mode or stream of a call, for all work on its tensors: those made for inference change only under it."""
+    """The mode or stream of a call, for all work on its tensors: tensors made in inference mode can be changed only in it."""
     if under == "inference":
         return torch.inference_mode()
     if under == "no_grad":

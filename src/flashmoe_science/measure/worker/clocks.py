@@ -1,9 +1,8 @@
-"""Samplers where a kernel lives, on input sets that all samplers of a problem share, and whose values can be changed.
+"""Samplers in the process of a kernel, on input sets that all samplers of a problem share and whose values can be changed.
 
-``refresh`` changes the values without a trace in PyTorch's version counters. A sample can be cut at an unforeseeable call in
-place of being timed, and that call's output is handed over: this catches a kernel that computes only when it is checked. For an
-untrusted function a sample of the wall clock also keeps a few results, each chosen after its call returned, to be checked
-(``show``) later.
+``refresh`` changes the values without a trace in PyTorch's version counters. Instead of being timed, a sample can be cut at an
+unforeseeable call, whose output is handed over: this catches a kernel that computes only when it is checked. For an untrusted
+function a sample of the wall clock also keeps a few results, each chosen after its call returned, for a later check (``show``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
+from flashmoe_science.measure.clocks import EAGER_SAMPLE_NS, CannotTime, Sampler, eager_sampler, graph_sampler
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, is_scaled, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller
 from flashmoe_science.problem import Problem
@@ -47,9 +46,9 @@ class _Cut(Exception):
 
 @dataclass(slots=True)
 class Tap:
-    """Makes every call of a sampler, (input set, bound call) by (input set, bound call), and keeps the results asked for."""
+    """Makes every call of a sampler, given as (input set, bound call), and keeps some of the results to be checked."""
 
-    cut_after: int = 0  # calls left until a sample is cut; 0 or less: it is not
+    cut_after: int = 0  # calls left until the sample is cut; 0: it is not cut
     kept: list[tuple[int, Any]] = field(default_factory=list)  # (input set, result)
     room: int = 1  # for results of a sample of the wall clock
     _called: int = 0
@@ -107,7 +106,7 @@ class Clocks:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._trusted = worker.trusted
         self._sets: list[Tensors] = []
-        # By the index of a set and a kernel's work at load, None for most: the tensors after it, and what kernels take of them.
+        # (index of a set, a kernel's work at load, None for most) -> the tensors after that work, and what kernels are given.
         self._given: dict[tuple[int, Load], tuple[Tensors, Any]] = {}
         self._seed = 0
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -127,14 +126,14 @@ class Clocks:
             gc.set_threshold(0)
         tap = None if self._trusted and clock == "eager" else Tap()
         numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
-        target = {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
+        target_ns = EAGER_SAMPLE_NS if self.bench.gpu is not None else _CPU_SAMPLE_NS
         try:
             if tap is None:
-                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **target)
+                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), target_ns=target_ns)
             elif clock == "graph":
                 sampler = graph_sampler(self.bench, tap.captured, numbered)
             else:
-                sampler = eager_sampler(self.bench, tap.eager, numbered, **target)
+                sampler = eager_sampler(self.bench, tap.eager, numbered, target_ns=target_ns)
         except CannotTime as error:
             return {"cannot": str(error)}
         if tap is not None and clock == "eager":
@@ -174,7 +173,7 @@ class Clocks:
         return {}
 
     def _copy_values(self, scale: float) -> None:
-        """From copies of all sets, in one launch a dtype: sets of a tiny problem are thousands."""
+        """Write the values from copies of all sets, by one launch a dtype: a tiny problem has thousands of sets."""
         if not self._base:
             for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if is_scaled(tensor)):
                 live, base = self._base.setdefault(tensor.dtype, ([], []))
@@ -237,7 +236,7 @@ class Clocks:
 
 
 def _room(outputs: Sequence[Any]) -> int:
-    """How many results of a timed sample are kept, by the outputs of a call. As many for a function, from the first sample on,
-    as for its rival: kept results change a call's memory, which cost 3% of 45 us on a CPU."""
+    """How many results of a timed sample are kept, by the size of a call's outputs. The number is the same for a function and
+    its rival, from the first sample on: kept results change where a call's memory lies, which cost 3% of 45 us on a CPU."""
     size: int = sum(output.nbytes for output in outputs if kind_of(output) == "Tensor")
     return max(1, min(_SHOWN, _SHOWN_BYTES // max(1, size)))

@@ -1,4 +1,4 @@
-"""What a call leaves behind: bytes that stay in use after it, its results and its inputs gone."""
+"""Bytes that stay in use after a call, once its results and its inputs are gone."""
 
 from __future__ import annotations
 

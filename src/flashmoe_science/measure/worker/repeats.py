@@ -1,4 +1,4 @@
-"""One call made again and again on the same tensors: whether its bits stay, and the answers that it gave before."""
+"""One call repeated on the same tensors: whether its results keep their bits, and whether earlier results stay as they were."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from flashmoe_science.measure.inputs import in_parts, kind_of, same_bits
 
-_LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
+_LONGEST_S = 15.0  # of one message: a kernel that takes seconds is slow, and does not hang
 _MORE = 256  # repetitions at the most, where they take little time
-_DRIFT = 3  # answers with other bits, none of them nearer than the one before: no chance
-_HELD_BYTES = 2**28  # of earlier outputs that are kept, as a caller may
+_DRIFT = 3  # outputs with other bits, each as far off as the one before or farther: chance would not do that
+_HELD_BYTES = 2**28  # of earlier outputs that are kept, as a caller may keep them
 
 _monotonic = time.monotonic
 
@@ -61,9 +61,9 @@ class Repeats:
 def repeated(
     call: Callable[[], Sequence[Any]], times: int, more_s: float, wait: Callable[[], None]
 ) -> tuple[Repeats, dict[str, Any]]:
-    """Call once, and then ``times`` times or for as long as a message may take; more often where that is quick (``more_s``).
-    Returns what came back, and the facts: of it, how many ``times`` there were, and the kind (``odd``) of what was no tensor,
-    which ends it."""
+    """Call once, and then ``times`` times or for as long as a message may take; more often within ``more_s`` seconds. Returns
+    the outputs, and the facts: ``Repeats.facts``, how many ``times`` it was called again, and the kind (``odd``) of an output
+    that was no tensor, which ended it."""
     outputs = call()
     seen, index, odd = Repeats(outputs), 0, None
     began = _monotonic()

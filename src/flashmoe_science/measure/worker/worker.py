@@ -6,7 +6,6 @@ the package run in the process of the run. A function of a user runs in its own 
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -29,6 +28,7 @@ from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
 
 MODULE = "flashmoe_science.measure.worker.worker"
+_LISTS = ("distributions", "variants", "sweep_variants", "edge_variants", "calls")  # of a contract, as it gives them
 
 
 class Opened(BaseModel):
@@ -80,12 +80,8 @@ class Worker:
             "problems": [str(one) for one in self.contract.default_problems()],
             "rivals": list(self.contract.rivals()),
             "sweep": [str(one) for one in self.contract.sweep_of(self.fn)],
-            "distributions": list(self.contract.distributions),
-            "variants": list(self.contract.variants),
-            "sweep_variants": list(self.contract.sweep_variants),
-            "edge_variants": list(self.contract.edge_variants),
-            "calls": list(self.contract.calls),
             "promises": Promises.of(getattr(self.fn, "promises", None)).model_dump(exclude_none=True),
+            **{name: list(getattr(self.contract, name)) for name in _LISTS},
         }
 
     def problem(self, text: str) -> dict[str, Any]:
@@ -119,7 +115,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     bench = bench_here()
     if bench.gpu is None:
-        torch.set_num_threads(1)  # as Bench.alone
+        torch.set_num_threads(1)  # as Bench.single_threaded
     else:
         torch.empty(1, device=bench.device)  # makes the context, for which drivers set a part of the L2 aside
         l2_cache.release()  # so that only the loaded function can set some aside later
@@ -135,4 +131,3 @@ def main() -> None:
         answer["remarks"] = [*states.moved(), *files.written()]
 
     serve(worker.command, after)
-    os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add

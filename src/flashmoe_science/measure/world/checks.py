@@ -32,7 +32,7 @@ def entry_of(one: Implementation) -> Entry:
 @dataclass(slots=True)
 class Ready:
     """An implementation that is right. ``results`` are this rank's part, ``by_rank`` the samples of each rank that is timed.
-    ``is_control``: it is the control, the same implementation once more."""
+    ``is_control``: the implementation a second time, as its own rival."""
 
     implementation: Implementation
     call: Callable[[], Results]
@@ -116,7 +116,7 @@ class Checks:
         return all(passed)
 
     def _has_equal_bits(self, one: Implementation) -> bool:
-        """Whether results that must have equal bits have them. True, with a note, where there are none to compare."""
+        """Whether results that must have equal bits have them. True, with a note, where they cannot be computed."""
         try:
             return one.bits is None or torch.equal(*one.bits())
         except ValueError as error:  # the kernel cannot serve the problem, the same on all ranks

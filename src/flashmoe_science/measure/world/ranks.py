@@ -69,8 +69,8 @@ class World:
     def time(self, one: Implementation, call: Callable[[], object], calls: int) -> int:
         """Nanoseconds of so many calls on this rank. All ranks begin at once.
 
-        On a GPU half as many calls run before and are not timed: the host gets ahead, and the clock is that of this work. One
-        GPU's call of the whole is made on every rank: a GPU that idles is slow in the next sample.
+        On a GPU half as many calls run first, untimed: the host gets ahead, and the GPU takes the clock of this work. One GPU's
+        call of the whole problem is made on every rank: a GPU that idles is slow in the next sample.
         """
         with one.context():
             dist.all_reduce(self._gate)  # on a GPU ranks leave it within microseconds, with the calls queued behind it

@@ -2,7 +2,7 @@
 
 Every rank makes the same inputs and takes the same steps; rank 0 writes the rows. A sample begins on all ranks at once and is
 the time of the slowest. The samples of all implementations of a problem alternate. Some elements of each rank's results are
-held to the oracle; how far ours are from one GPU's call is noted.
+compared with the oracle; the largest difference of our results from one GPU's call is noted.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class WorldPlan:
 
 
 def _distributed(text: str) -> DistributedProblem:
-    """The problem on the ranks that there are. Raises ValueError: a text that says another number, or of no operation that is
-    spread."""
+    """The problem on the ranks that torchrun started. Raises ValueError: the text says another number of ranks, or is of an
+    operation that is not measured on several."""
     problem, ranks = parse_problem(text), world_size()
     if not isinstance(problem, DistributedProblem):
         parallelism = next((one.parallelism for one in OPERATIONS if one.name == problem.op), "")

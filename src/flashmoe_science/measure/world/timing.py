@@ -19,10 +19,10 @@ from flashmoe_science.ops.distributed import Results
 from flashmoe_science.problem import DistributedProblem
 from flashmoe_science.records import Cache, Clock
 
-_SAMPLE_NS, _MAX_CALLS = 2e7, 200  # so long that the clock of the GPU settles
+_SAMPLE_NS, _MAX_CALLS = 2e7, 200  # of a sample, which is long enough for the GPU's clock to settle
 _MIN_ROUNDS, _MAX_ROUNDS, _QUICK_ROUNDS = 12, 24, 6
-_ROUNDS_S = 2.0  # of a problem and a clock, beyond the least rounds
-_GRAPH_NS = 1e6  # a call of ours below which the host's time may be most of it: it is timed in a graph too
+_ROUNDS_S = 2.0  # of a problem on a clock; _MIN_ROUNDS may take longer
+_GRAPH_NS = 1e6  # a shorter call of ours may be mostly the host's time: all are timed in graphs too
 
 
 class Timing:
@@ -72,8 +72,8 @@ class Timing:
     def _sampled(self, ready: Sequence[Ready], clock: Clock, rounds: int) -> list[Ready]:
         """Sample all in each round, the first of ours twice: the control. Then compare their results.
 
-        The order of a round is drawn, alike on all ranks: what ran before a sample sets the clock that the power limit leaves
-        it, and in an alternating order each would follow the same two.
+        The order of a round is drawn, the same on all ranks: under a power limit, the GPU's clock in a sample depends on what
+        ran before it, and in an alternating order each implementation would follow the same two.
         """
         first = next((one for one in ready if one.implementation.origin == "ours"), None)
         every = [*ready, *([replace(first, is_control=True)] if first else [])]
@@ -92,7 +92,7 @@ class Timing:
         return [one for one in timed if self._repeats(one, clock)]
 
     def _repeats(self, one: Ready, clock: Clock) -> bool:
-        """Whether one more call, of ours, gives the bits of the first on every rank; else what was sampled is void."""
+        """Whether one more call of ours gives the bits of the first call on every rank; if not, its samples are void."""
         if one.implementation.origin != "ours":
             return True
         repeated = one.implementation.own_part(one.call_in_context())

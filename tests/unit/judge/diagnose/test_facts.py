@@ -56,11 +56,11 @@ def test_one_machine_speaks() -> None:
 
 def test_nothing_known_is_one_line_with_what_is_known() -> None:
     run = Plant().time(PROBLEM, "k", 8.0).done()
-    with pytest.raises(NoRecord, match=r"no record has kernel 'q' on .*; they know k there"):
+    with pytest.raises(NoRecord, match=r"no record has kernel 'q' on .*; kernels on record there: k"):
         gather([run], PROBLEM, "q")
-    with pytest.raises(NoRecord, match=r"^no record on l4 has kernel 'k' on .*; there are such records on h200$"):
+    with pytest.raises(NoRecord, match=r"^no record on l4 has kernel 'k' on .*; there are records of both on h200$"):
         gather([run], PROBLEM, "k", gpu="l4")
-    with pytest.raises(NoRecord, match=r"they know none there$"):
+    with pytest.raises(NoRecord, match=r"kernels on record there: none$"):
         gather([run], "attn b9 h9 q9 d9 fp16", "k")
     with pytest.raises(ProblemError):
         gather([run], "attn b1", "k")
