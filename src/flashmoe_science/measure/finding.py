@@ -31,6 +31,7 @@ CALL_MODES = {  # modes of a call, as text
     "no_grad": "under torch.no_grad()",
     "gradients": "on inputs that require gradients",
     "autocast": "under torch.autocast to the dtype of its inputs",
+    "default": "under torch.set_default_dtype to the dtype of its inputs",
     "thread": "on another thread",
 }
 ON_A_STREAM, REPEATEDLY = "on another stream", "called repeatedly"

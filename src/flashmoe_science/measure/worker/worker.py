@@ -43,6 +43,7 @@ class Opened(BaseModel):
     sweep: list[str]
     distributions: list[str]
     variants: list[str]
+    everywhere: list[str]
     sweep_variants: list[str]
     edge_variants: list[str]
     calls: list[str]
@@ -82,6 +83,7 @@ class Worker:
             "sweep": [str(one) for one in self.contract.sweep_of(self.fn)],
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
+            "everywhere": list(self.contract.everywhere),
             "sweep_variants": list(self.contract.sweep_variants),
             "edge_variants": list(self.contract.edge_variants),
             "calls": list(self.contract.calls),
