@@ -92,7 +92,8 @@ def contract_mismatch(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[s
     """How the results differ from the contract in number, type, shape, dtype or device, as text."""
     required = sum(not one["optional"] for one in wanted)
     if not required <= len(outputs) <= len(wanted):
-        return [f"it returned {len(outputs)} results; the contract has {required}"]
+        given = f"a {outputs[0]['type']}" if len(outputs) == 1 else f"{len(outputs)} results"
+        return [f"it returned {given}; it must return {required} result{'s' if required > 1 else ''}"]
     wrong = []
     for one, right in zip(outputs, wanted[: len(outputs)], strict=True):
         if one["type"] != "Tensor":

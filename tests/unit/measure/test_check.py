@@ -21,7 +21,7 @@ from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, _representative, check_function
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.finding import Finding, contract_mismatch
 from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
@@ -366,6 +366,18 @@ def test_who_crashes_or_hangs_is_wrong_and_asked_no_further(error: Exception, as
 
 
 # What a wrong answer is called ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "required", "words"),
+    [
+        (["dict"], 2, "it returned a dict; it must return 2 results"),
+        (["Tensor", "Tensor", "NoneType"], 1, "it returned 3 results; it must return 1 result"),
+    ],
+)
+def test_results_of_another_number_are_called_what_they_are(returned: list[str], required: int, words: str) -> None:
+    wanted = [{"optional": False}] * required
+    assert contract_mismatch([{"type": one} for one in returned], wanted, "cpu") == [words]
 
 
 def named(
