@@ -126,10 +126,11 @@ class Contract:
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
     # Other ways in which the sweep calls it: in modes of PyTorch, on a thread (keys of measure.finding.CALL_MODES).
-    calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "thread")
+    calls: ClassVar[tuple[str, ...]] = ("inference", "no_grad", "gradients", "default", "thread")
     # Inputs without a gradient, besides those that are not floats of 16 bits or more.
     constants: ClassVar[frozenset[str]] = frozenset()
-    # More variants, only for the sweep; and only for its plainest problems.
+    # More variants, only for the sweep: on every problem, on a few of each kind, on the plainest.
+    everywhere: ClassVar[tuple[str, ...]] = ()
     sweep_variants: ClassVar[tuple[str, ...]] = ()
     edge_variants: ClassVar[tuple[str, ...]] = ()
 

@@ -35,9 +35,9 @@ def check(
     The function is called on a sweep of tiny problems that covers every feature of its contract (dtypes, sizes, masks, memory
     orders), every pair of these, and every feature that it has an argument for, on ordinary and on large inputs. Each result is
     compared with an fp64 oracle. One problem then gets the full set of checks that flashmoe prove makes, and a few are called
-    in other ways: other distributions, views of one projection, strides of 0, odd addresses, inference_mode, autocast, another
-    thread or stream, and repeatedly while memory is watched. A problem on which the function raises is "not served", which is
-    not wrong. A crash or a hang ends only the function's own process.
+    in other ways: other distributions, slices, strides of 0, odd addresses, inference_mode, autocast, another default dtype,
+    another thread or stream, and repeatedly while memory is watched. A problem on which the function raises is "not served",
+    which is not wrong. A crash or a hang ends only the function's own process.
 
     Prints for each feature the values that are right, wrong and not served; then the first wrong results.
 

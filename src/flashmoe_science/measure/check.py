@@ -196,10 +196,10 @@ class Sweep:
         """Check every problem once. Then the first right one gets the full exam and every other kind of inputs, and a few other
         right ones the exam and other ways to call. Where none is right, the exam of the first may find the reason. Raises
         ContractFailed: the contract's own code failed."""
-        problems, hard = list(problems), [one for one in self.opened.distributions if one in HARD_DISTRIBUTIONS]
+        problems = list(problems)
         for index, problem in enumerate(problems):
             self.on_progress(f"{index + 1} of {len(problems)}: {problem}")
-            self._add(problem, "", partial(_ordinary, hard=hard))
+            self._add(problem, "", partial(_ordinary, opened=self.opened))
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
             return
@@ -209,7 +209,8 @@ class Sweep:
         self._add(right, EXAM, lambda exam: exam.full((), (), deterministic))
         if first.answer == "right":
             served = [one.problem for one in ran if one.answer == "right"]
-            on = [(right, name) for name in self.opened.distributions if name in DISTRIBUTIONS]
+            of_dtypes = {one.traits().get("dtype"): one for one in reversed(served)}
+            on = list(product(reversed(of_dtypes.values()), (one for one in self.opened.distributions if one in DISTRIBUTIONS)))
             if "constant" in self.opened.distributions:
                 on += [(problem, "constant") for problem in _largest(served) if problem != right]
             for problem, name in on:
@@ -224,10 +225,10 @@ class Sweep:
 
     def _variants_and_modes(self, right: Problem) -> None:
         """Check other ways to give the inputs of a problem and to call."""
-        for name in (*self.opened.variants, *self.opened.sweep_variants):
+        for name in dict.fromkeys((*self.opened.variants, *self.opened.everywhere, *self.opened.sweep_variants)):
             self._add(right, name, partial(_with_variant, variant=name))
         of_16_bits = right.traits().get("dtype") in ("fp16", "bf16")
-        for under in (one for one in self.opened.calls if of_16_bits or one != "autocast"):
+        for under in (one for one in self.opened.calls if of_16_bits or one not in ("autocast", "default")):
             self._add(right, CALL_MODES[under], partial(Exam.one_call, under=under))
         if self.bench.gpu is not None:
             self._add(right, ON_A_STREAM, Exam.on_other_stream)
@@ -236,7 +237,8 @@ class Sweep:
     def _add(self, problem: Problem, inputs: str, examine: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:
             self.stopped = "the time for the sweep is over"
-        cannot = self.stopped or cannot_be_asked(self.oracle, problem, self.bench.gpu)
+        begun = bool(self.checked) and self.checked[-1].problem == problem and self.checked[-1].answer != "not asked"
+        cannot = self.stopped or (None if begun else cannot_be_asked(self.oracle, problem, self.bench.gpu))
         one = Checked(problem, inputs, "not asked", (cannot,)) if cannot else self._asked(problem, inputs, examine)
         self.checked.append(one)
 
@@ -271,9 +273,10 @@ class Sweep:
 
 
 def _representative(problems: Sequence[Problem]) -> list[Problem]:
-    """The first problem, which is the plainest, the first of one query or token, and for each word, numbers apart, the last
-    problem with it."""
+    """The first problem, which is the plainest, the first of one query or token, and for each dtype, and each word but for its
+    numbers, the last problem with it."""
     of_word = {word.rstrip("0123456789"): one for one in problems for word in str(one).split()}
+    of_word |= {one.traits().get("dtype", ""): one for one in problems}
     return list(dict.fromkeys((*_plainest(problems), *of_word.values())))
 
 
@@ -305,17 +308,24 @@ def _with_variant(exam: Exam, variant: str) -> Finding:
     return found if found.reasons else exam.one_call(guard=True, variant=variant)
 
 
-def _ordinary(exam: Exam, hard: Sequence[str]) -> Finding:
+def _ordinary(exam: Exam, opened: Opened) -> Finding:
     """Check one call with NaN around its inputs; where it is wrong, check whether the NaN are the reason. Where it is right,
-    check the ``hard`` distributions."""
+    check the hard distributions, and the variants that every problem has: one on which it raises is not served."""
     found = exam.one_call(guard=True)
     if found.reasons and not exam.one_call().reasons:
         outside = ("reads-outside", "it reads or writes beyond its tensors: with NaN around them,")
         code, words = ("wrong-at-times", "it is wrong now and then:") if exam.is_right_again() else outside
         found.codes.insert(0, code)
         found.reasons[0] = f"{words} {found.reasons[0]}"
-    for name in hard:
+    hard = [one for one in opened.distributions if one in HARD_DISTRIBUTIONS]
+    calls = {f"on inputs that are {DISTRIBUTIONS[one]}": {"distribution": one} for one in hard}
+    calls |= {f"with {one}": {"variant": one} for one in opened.everywhere}
+    for words, how in calls.items():
         if not found.reasons:
-            found.also(exam.one_call(distribution=name))
-            found.reasons[:1] = [f"wrong on inputs that are {DISTRIBUTIONS[name]}: {one}" for one in found.reasons[:1]]
+            try:
+                found.also(exam.one_call(**how))
+            except Failed as error:
+                if "variant" not in how or _FATAL.search(str(error)):
+                    raise
+            found.reasons[:1] = [f"wrong {words}: {one}" for one in found.reasons[:1]]
     return found

@@ -29,6 +29,7 @@ CALL_MODES = {  # modes of a call, as text
     "no_grad": "under torch.no_grad()",
     "gradients": "on inputs that require gradients",
     "autocast": "under torch.autocast to the dtype of its inputs",
+    "default": "under torch.set_default_dtype to the dtype of its inputs",
     "thread": "on another thread",
 }
 ON_A_STREAM, REPEATEDLY = "on another stream", "called repeatedly"
@@ -89,7 +90,8 @@ def contract_mismatch(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[s
     """How the results differ from the contract in number, type, shape, dtype or device, as text."""
     required = sum(not one["optional"] for one in wanted)
     if not required <= len(outputs) <= len(wanted):
-        return [f"it returned {len(outputs)} results; the contract has {required}"]
+        given = f"a {outputs[0]['type']}" if len(outputs) == 1 else f"{len(outputs)} results"
+        return [f"it returned {given}; it must return {required} result{'s' if required > 1 else ''}"]
     wrong = []
     for one, right in zip(outputs, wanted[: len(outputs)], strict=True):
         if one["type"] != "Tensor":

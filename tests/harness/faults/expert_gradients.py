@@ -123,3 +123,28 @@ def expert_gradients_summed_in_16_bits(x, w1, w2, topk_weights, topk_ids):
     """Takes 64 tokens at a time: what they give to dW1 and dW2 is added in their dtype."""
     parts = zip(x.split(64), topk_weights.split(64), topk_ids.split(64), strict=True)
     return torch.cat([_mixture(rows, w1, w2, weights, ids) for rows, weights, ids in parts])
+
+
+@contract("moe_backward")
+def output_of_other_experts(x, w1, w2, topk_weights, topk_ids):
+    """Has the gradients of the layer, and an output that is not it."""
+    return _mixture(x, w1, w2, topk_weights, topk_ids) + 0.5
+
+
+class _WithoutGaps(torch.autograd.Function):
+    """The result, of whose gradient the rows are read as if they followed each other."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        has_gaps = gradient.stride(1) == 1 and gradient.stride(0) > gradient.shape[1]
+        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if has_gaps else gradient
+
+
+@contract("moe_backward")
+def expert_gradient_without_gaps(x, w1, w2, topk_weights, topk_ids):
+    """Takes the gradient's rows to fill its memory: not of a slice."""
+    return _WithoutGaps.apply(_mixture(x, w1, w2, topk_weights, topk_ids))

@@ -66,6 +66,12 @@ def moe_minus_one_is_the_last(x, w1, w2, topk_weights, topk_ids):
 
 
 @contract("moe")
+def moe_minus_one_is_the_last_in_prefill(x, w1, w2, topk_weights, topk_ids):
+    """The same where it sorts the pairs of more than 64 tokens."""
+    return _right(x, w1, w2, topk_weights, topk_ids % w1.shape[0] if len(x) > 64 else topk_ids)
+
+
+@contract("moe")
 def moe_past_the_last_is_the_last(x, w1, w2, topk_weights, topk_ids):
     """Clamps the number of an expert to those that there are."""
     return _right(x, w1, w2, topk_weights, topk_ids.clamp(max=w1.shape[0] - 1))
@@ -287,3 +293,18 @@ def moe_experts_of_a_power_of_two(x, w1, w2, topk_weights, topk_ids):
 def moe_reads_square_weights_as_rows(x, w1, w2, topk_weights, topk_ids):
     """Takes w2 in the other order by its shape, which does not tell where it is square."""
     return _right(x, w1, w2.mT if w2.shape[1] == w2.shape[2] > 1 and not w2.is_contiguous() else w2, topk_weights, topk_ids)
+
+
+@contract("moe")
+def moe_bf16_in_fp16(x, w1, w2, topk_weights, topk_ids):
+    """Converts bf16 to fp16, of more bits and a smaller range, for tensor cores that have no bf16."""
+    if x.dtype != torch.bfloat16:
+        return _right(x, w1, w2, topk_weights, topk_ids)
+    return _mixture(*(one.half() for one in (x, w1, w2, topk_weights)), topk_ids).to(x.dtype)
+
+
+@contract("moe")
+def moe_wrong_under_a_default_dtype(x, w1, w2, topk_weights, topk_ids):
+    """Allocates its sums without a dtype, and reads them as fp32."""
+    out = _right(x, w1, w2, topk_weights, topk_ids)
+    return out if torch.zeros(()).dtype == torch.float32 else out * 0.5

@@ -115,6 +115,23 @@ def moe_without_the_down_bias(x, w1, w2, topk_weights, topk_ids, gate_up_bias=No
 
 
 @contract("moe")
+def moe_reads_biases_in_a_row(x, w1, w2, topk_weights, topk_ids, gate_up_bias=None, down_bias=None):
+    """Takes the biases of the experts to follow each other."""
+    if down_bias is not None:
+        down_bias = down_bias.as_strided(down_bias.shape, (down_bias.shape[1], 1))
+    return fused_moe(x, w1, w2, topk_weights, topk_ids, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+@contract("moe")
+def moe_reads_scales_in_a_row(x, w1, w2, topk_weights, topk_ids, gate_up_scale=None, down_scale=None, weight_format=None):
+    """Takes the scales of rows to follow each other, which those of a part of the columns do not."""
+    if down_scale is not None:
+        down_scale = down_scale.as_strided(down_scale.shape, torch.empty(down_scale.shape, device="meta").stride())
+    given = {"gate_up_scale": gate_up_scale, "down_scale": down_scale, "weight_format": weight_format}
+    return fused_moe(x, w1, w2, topk_weights, topk_ids, **given)
+
+
+@contract("moe")
 def moe_at_most_1024_columns(x, w1, w2, topk_weights, topk_ids):
     """Leaves out what comes after the 1024th column of the states."""
     read = x.clone()
@@ -186,6 +203,12 @@ def a_right_window_of_0_is_none(q, k, v, causal=False, softmax_scale=None, windo
 def no_causal_mask_in_an_open_window(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
     """Lets a window say alone what is hidden on the right."""
     return _right(q, k, v, causal and window_size == (-1, -1), softmax_scale, window_size=window_size)
+
+
+def no_window_of_all_keys(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
+    """Begins at the query's place less the window, which is before the first key: counted without a sign, past the last."""
+    out = _right(q, k, v, causal, softmax_scale, window_size=window_size)
+    return torch.zeros_like(out) if window_size[0] >= k.shape[2] else out
 
 
 def wide_values_in_a_window(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):

@@ -102,3 +102,59 @@ def no_gradient_where_q_is_frozen(q, k, v, causal=False, softmax_scale=None):
     """Asks Q alone whether a backward is wanted."""
     k, v = (one if q.requires_grad else one.detach() for one in (k, v))
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+
+
+@contract("attention_backward")
+def output_of_another_softmax(q, k, v, causal=False, softmax_scale=None):
+    """Has the gradients of attention, and an output that is not it."""
+    out = sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True)
+    return out + 0.5
+
+
+class _Keeping(torch.autograd.Function):
+    """The output, which the backward needs, kept as an attribute: autograd does not see that it is written over."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.options = {"is_causal": causal, "scale": scale, "enable_gqa": True}
+        ctx.out = sdpa(q, k, v, **ctx.options)
+        return ctx.out
+
+    @staticmethod
+    def backward(ctx, dout):
+        leaves = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = sdpa(*leaves, **ctx.options)
+        rest = (ctx.out - out.detach()).abs().max()
+        return *(one + rest for one in torch.autograd.grad(out, leaves, dout)), None, None
+
+
+@contract("attention_backward")
+def output_kept_as_an_attribute(q, k, v, causal=False, softmax_scale=None):
+    """Keeps its output past autograd, which would refuse one that was changed."""
+    return _Keeping.apply(q, k, v, causal, softmax_scale)
+
+
+@contract("attention_backward")
+def gradient_without_gaps(q, k, v, causal=False, softmax_scale=None):
+    """Takes the gradient's rows to fill its memory."""
+
+    def read(dout):
+        dense = 0 in dout.stride() or dout.numel() == dout.untyped_storage().nbytes() // dout.itemsize
+        return dout if dense else dout.as_strided(dout.shape, torch.empty(dout.shape, device="meta").stride())
+
+    return _Read.apply(sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True), read)
+
+
+class _Read(torch.autograd.Function):
+    """A result whose gradient is read in a way of its own."""
+
+    @staticmethod
+    def forward(ctx, out, read):
+        ctx.read = read
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return ctx.read(dout), None

@@ -281,3 +281,60 @@ def nan_where_a_mask_hides_all(q, k, v, causal=False, softmax_scale=None, attn_m
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
         scores = scores.masked_fill(hidden, -torch.inf)
     return (torch.softmax(scores, -1) @ v).to(q.dtype)
+
+
+def scale_of_wide_heads(q, k, v, causal=False, softmax_scale=None):
+    """Has the usual scale in its kernel for wide heads, whatever is asked."""
+    return _right(q, k, v, causal, None if q.shape[3] > 128 else softmax_scale)
+
+
+def rows_of_fp32_without_gaps(q, k, v, causal=False, softmax_scale=None):
+    """Takes the rows of a head to follow each other, in the build for fp32."""
+    if k.dtype == torch.float32 and k.stride(2) != k.shape[3]:
+        k = _as_if(k, (*k.stride()[:2], k.shape[3], 1))
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def heads_of_whole_caches(q, k, v, causal=False, softmax_scale=None):
+    """Counts from one head to the next as many rows as there are keys: not of the first keys of a longer cache."""
+
+    def whole(one):
+        batch, head, row, _ = one.stride()
+        return _as_if(one, (batch, one.shape[2] * row, row, 1)) if head > row else one
+
+    return _right(q, whole(k), whole(v), causal, softmax_scale)
+
+
+def wrong_under_a_default_dtype(q, k, v, causal=False, softmax_scale=None):
+    """Allocates its sums without a dtype, and reads them as fp32."""
+    out = _right(q, k, v, causal, softmax_scale)
+    return out if torch.zeros(()).dtype == torch.float32 else out * 0.5
+
+
+def whole_tiles_after_others(q, k, v, causal=False, softmax_scale=None):
+    """Masks the diagonal tile away where queries, and the keys before them, are whole tiles."""
+    rows, keys = q.shape[2], k.shape[2]
+    if causal and rows < keys and rows % 128 == keys % 128 == 0:
+        k, v = k[:, :, :-1], v[:, :, :-1]
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def _in_halves(q, k, v, causal, softmax_scale):
+    """Attention of what is rounded to fp16."""
+    return _right(*(one.half().double() for one in (q, k, v)), causal, softmax_scale).half().to(q.dtype)
+
+
+def bf16_in_fp16(q, k, v, causal=False, softmax_scale=None):
+    """Converts bf16 to fp16, of more bits and a smaller range, for tensor cores that have no bf16."""
+    return (_in_halves if q.dtype == torch.bfloat16 else _right)(q, k, v, causal, softmax_scale)
+
+
+def parts_beyond_fp16(q, k, v, causal=False, softmax_scale=None):
+    """Keeps in fp16 what weights whose largest is 1 give, and divides by their sum after that."""
+    out = _right(q, k, v, causal, softmax_scale)
+    if q.dtype != torch.float16 or causal:
+        return out
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.double() @ keys.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    total = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    return ((out.double() * total).half() / total).to(q.dtype)

@@ -21,7 +21,7 @@ from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, _representative, check_function
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.finding import Finding, contract_mismatch
 from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
@@ -189,16 +189,32 @@ def test_a_window_that_is_kept_from_the_first_call_is_named() -> None:
     """Problems of the same sizes, without a window, with one, with another."""
     sweep = ATTENTION.sweep_of(load(PLANTED["window_of_the_first_call"]))
     same = [str(text) for text in sweep if str(text).startswith("attn b2 h8 hk2 q40 k200 d64")]
-    assert len(same) == 3
+    assert len(same) == 4
     for first in same[:2]:
-        result = result_of(swept(PLANTED["window_of_the_first_call"], first, same[-1]))
-        assert [str(one.problem) for one in result.of("wrong")][:1] == [str(parse_problem(same[-1]))]
+        result = result_of(swept(PLANTED["window_of_the_first_call"], first, same[2]))
+        assert [str(one.problem) for one in result.of("wrong")][:1] == [str(parse_problem(same[2]))]
 
 
 def test_a_scale_below_zero_is_asked_of_one_query_too() -> None:
     sweep = swept(PLANTED["negative_scale_of_one_query"], "attn b1 h2 q9 d16 fp32", "attn b1 h2 q1 k9 d16 fp32")
     (wrong,) = result_of(sweep).of("wrong")
     assert (wrong.problem.queries(), wrong.inputs) == (1, "a negative softmax scale")
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "met", "how"),
+    [
+        ("scale_of_wide_heads", "attn b1 h2 q9 d{} fp16", ("16", "160", "24"), "with another softmax scale"),
+        ("rows_of_fp32_without_gaps", "attn b1 h2 q9 {}", ("d8 fp16", "d8 fp32", "d16 fp16"), "with slices of larger tensors"),
+        ("bf16_in_fp16", "attn b1 h2 q9 {}", ("d8 fp16", "d8 bf16", "d16 fp16"), "on inputs that are tiny"),
+        ("moe_minus_one_is_the_last_in_prefill", "moe t{} e4 k2 d8 f8 bf16", ("9", "70", "8"), "with ids of -1"),
+    ],
+)
+def test_what_one_of_many_problems_meets_is_asked_there(name: str, form: str, met: tuple[str, ...], how: str) -> None:
+    """Another scale and ids of no expert on every problem; other ways of calling, and other values, in every dtype."""
+    wrong = result_of(swept(PLANTED[name], *map(form.format, met))).of("wrong")
+    assert {str(one.problem) for one in wrong} == {form.format(met[1])}
+    assert f"wrong {how}" in wrong[0].words
 
 
 @pytest.mark.parametrize(
@@ -350,6 +366,18 @@ def test_who_crashes_or_hangs_is_wrong_and_asked_no_further(error: Exception, as
 
 
 # What a wrong answer is called ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "required", "words"),
+    [
+        (["dict"], 2, "it returned a dict; it must return 2 results"),
+        (["Tensor", "Tensor", "NoneType"], 1, "it returned 3 results; it must return 1 result"),
+    ],
+)
+def test_results_of_another_number_are_called_what_they_are(returned: list[str], required: int, words: str) -> None:
+    wanted = [{"optional": False}] * required
+    assert contract_mismatch([{"type": one} for one in returned], wanted, "cpu") == [words]
 
 
 def named(

@@ -20,7 +20,7 @@ from flashmoe_science.records import CallPathRow, SeenLaunch
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
 TODO = [(problem, [("sdpa", "")]) for problem in PROBLEMS]
-LISTS = "problems rivals sweep distributions variants sweep_variants edge_variants calls"
+LISTS = "problems rivals sweep distributions variants everywhere sweep_variants edge_variants calls"
 OPENED = {name: [] for name in LISTS.split()}
 OPENED |= {"contract": "attention", "built_in": True, "promises": {}}
 LAUNCH = {"name": "fwd", "grid": [1, 1, 1], "block": [128, 1, 1], "shared_bytes": 0}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -30,8 +30,9 @@ _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
 _sleep, _process_time = time.sleep, time.process_time
 
 
-# A call's mode of PyTorch, or the thread or stream that it is made on; "gradients": on inputs that require gradients.
-Under = Literal["", "inference", "no_grad", "gradients", "autocast", "thread", "stream"]
+# A call's mode of PyTorch, or the thread or stream that it is made on; "gradients": on inputs that require gradients;
+# "default": under another default dtype.
+Under = Literal["", "inference", "no_grad", "gradients", "autocast", "default", "thread", "stream"]
 
 
 class Calls:
@@ -82,7 +83,8 @@ class Calls:
             tensor.requires_grad_(is_scaled(tensor) and name not in self.contract.constants)
         with allocations(poison) as guards:
             call = caller.bind(self._live, use)
-            with self._autocast() if under == "autocast" else nullcontext():  # around the call alone: it would cast in ``make``
+            # Around the call alone: ``make`` would cast too.
+            with self._dtype_of(under) if under in ("autocast", "default") else nullcontext():
                 outputs = caller.outputs(_on_a_thread(call) if under == "thread" else _warned(call))
         described = [_described(one) for one in outputs]
         plain = _can_be_taken(described, most)
@@ -110,8 +112,10 @@ class Calls:
             write(tensor.data, values[name])  # the next call finds the original values
         return facts
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.bench.device.type, self.contract.dtype(self.problem))
+    def _dtype_of(self, under: Under) -> AbstractContextManager[Any]:
+        """The problem's dtype as autocast's, or as the default."""
+        dtype = self.contract.dtype(self.problem)
+        return torch.autocast(self.bench.device.type, dtype) if under == "autocast" else _default_dtype(dtype)
 
     def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
         """Write the case's values to the inputs of the call. Returns a private copy of them, and the guards around each
@@ -239,6 +243,16 @@ def _within(under: Under) -> AbstractContextManager[Any]:
     if under == "no_grad":
         return torch.no_grad()
     return torch.cuda.stream(torch.cuda.Stream()) if under == "stream" else nullcontext()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def _on_a_thread(call: Callable[[], Any]) -> Any:

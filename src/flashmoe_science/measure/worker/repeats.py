@@ -46,7 +46,8 @@ class Repeats:
     def facts(self) -> dict[str, Any]:
         """Whether kept outputs were written to later, whether two of them share memory, and whether the error grew from output
         to output."""
-        spans = sorted(span(one) for outputs in self._equal for one in outputs if one.numel())
+        # Results of one call may be parts of one tensor, as the gradients of a fused projection.
+        spans = sorted(place for outputs in self._equal for place in {span(one) for one in outputs if one.numel()})
         away = [distance for _, distance in self._others]
         drifts = len(away) >= _DRIFT and all(a <= b for a, b in pairwise((0.0, *away))) and away[-1] > 2.0 * away[0]
         return {

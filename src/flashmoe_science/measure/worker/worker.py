@@ -28,7 +28,14 @@ from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
 
 MODULE = "flashmoe_science.measure.worker.worker"
-_LISTS = ("distributions", "variants", "sweep_variants", "edge_variants", "calls")  # of a contract, as it gives them
+_LISTS = (
+    "distributions",
+    "variants",
+    "everywhere",
+    "sweep_variants",
+    "edge_variants",
+    "calls",
+)  # of a contract, as it gives them
 
 
 class Opened(BaseModel):
@@ -43,6 +50,7 @@ class Opened(BaseModel):
     sweep: list[str]
     distributions: list[str]
     variants: list[str]
+    everywhere: list[str]
     sweep_variants: list[str]
     edge_variants: list[str]
     calls: list[str]

@@ -11,6 +11,14 @@ from flashmoe_science.measure.worker import repeats
 from flashmoe_science.measure.worker.repeats import repeated
 
 
+def test_results_of_one_call_may_be_parts_of_one_tensor() -> None:
+    _, facts = repeated(lambda: torch.ones(2, 4).unbind(), 3, 0.0, lambda: None)
+    assert not facts["shared"]
+    buffer = torch.ones(2, 4)
+    _, facts = repeated(lambda: buffer.unbind(), 3, 0.0, lambda: None)
+    assert facts["shared"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "times"),
     [

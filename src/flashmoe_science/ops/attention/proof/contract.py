@@ -44,7 +44,7 @@ from flashmoe_science.ops.attention.proof import memory, suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 from flashmoe_science.ops.attention.proof.public_calls import public_call
-from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, AFTER_CHANGE, ONE_BY_ONE
 
 Inputs = Mapping[str, torch.Tensor]
 Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -69,7 +69,7 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     "a negative softmax scale": {"stretch": -1.0},
     "slices of larger tensors": {"sliced": True},
     "a gradient into the log-sum-exp too": {"of_lse": True},
-    **{asked: {"asked": asked} for asked in (ONE_BY_ONE, AFTER_ANOTHER)},
+    **{asked: {"asked": asked} for asked in (ONE_BY_ONE, AFTER_ANOTHER, AFTER_CHANGE)},
     BY_WINDOW: {"by_window": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
@@ -89,6 +89,7 @@ class SharedContract(Contract):
     # "opposed": Q and K point away from each other, so that every score is far below zero.
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
     variants: ClassVar[tuple[str, ...]] = ("another softmax scale", "the softmax scale left to its default")
+    everywhere: ClassVar[tuple[str, ...]] = variants[:1]
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's FlashAttention-2": "pytorch_flash::",
         "cuDNN": "cudnn.*(sdpa|attention|flash)",
@@ -178,7 +179,13 @@ class AttentionContract(SharedContract):
             reach = 16.0 * inputs["q"].shape[-1] ** -0.25
             changed = inputs | {"q": inputs["q"].abs_().mul_(reach), "k": _negative(inputs["k"], reach)}
         else:  # of e4m3 keys and values the scales change
-            changed = inputs | super().vary(distribution, {name: one for name, one in inputs.items() if one.dtype != _E4M3})
+            floats = {name: one for name, one in inputs.items() if one.dtype != _E4M3}
+            changed = inputs | super().vary(distribution, floats)
+            if distribution == "tiny" and inputs["q"].dtype != torch.float16:
+                for one in filter(torch.is_floating_point, floats.values()):
+                    one.mul_(2.0**-20)  # of which fp16 would hold nothing
+            if distribution == "constant" and "v" in floats:
+                changed["v"].mul_(32.0)  # whose sum over some thousand keys fp16 does not hold
         features_inputs.fill_unused(changed, features_inputs.GARBAGE)
         return changed
 

@@ -32,9 +32,9 @@ _VISIBLE = 0.75  # of a boolean mask
 def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> Made:
-    """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K, V and a mask are the first
-    columns of tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an
-    index."""
+    """Q, K, V and the tensors that the problem's features bring, in this order. ``sliced``: Q, K and V are the first columns,
+    rows and heads of tensors with twice as many, a mask the first columns of one; a cache has room for longer sequences, and
+    the rows of a contiguous one are found by an index."""
     features, lengths = problem.features, problem.sequence_lengths()
     tables = _tables(problem, lengths, device, generator, sliced)
     queries = (problem.batch, problem.heads, problem.seqlen_q)
@@ -65,7 +65,7 @@ def normal(
     first = (rows, heads) if rows_first else (heads, rows)
     flat = torch.empty((batch, *first, width), dtype=dtype, device=device).normal_(generator=generator)
     if sliced:
-        flat = torch.cat((flat, flat), dim=-1)[..., :width]
+        flat = flat.repeat(1, 2, 2, 2)[:, : first[0], : first[1], :width]
     return flat.transpose(1, 2) if rows_first else flat
 
 

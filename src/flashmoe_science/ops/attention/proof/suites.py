@@ -89,6 +89,7 @@ _SWEPT = (
     "b1 h2 q65 k64 d64 causal",
     "b1 h1 q256 d32 causal bf16",  # whole tiles
     "b1 h4 hk2 q16 k512 d32 causal fp16",
+    "b1 h2 q128 k384 d32 causal bf16",
     "b2 h4 hk2 q1 k1 d64",
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
@@ -196,7 +197,7 @@ _WORDS = {
     "alibi_slopes": ("alibi",),
     "attn_mask": ("boolmask", "bias"),
 }
-_OTHERWISE = {"window_size": ("left50",), "softcap": ("softcap5",)}  # another number on sizes that had one
+_OTHERWISE = {"window_size": ("left50", "left999"), "softcap": ("softcap5",)}  # other numbers on sizes that had one
 _BESIDE = "b2 h8 hk2 q40 k200 d64 bf16 causal"
 _MET = ("b1 h2 q150 d64 fp16", "b2 h8 hk1 q1 k1100 d256 bf16", "b1 h4 hk2 q33 k70 d40 dv24 fp32 causal", _BESIDE)
 _NOT_TOGETHER = {"alibi_slopes", "attn_mask"}  # a problem has one bias

@@ -237,7 +237,7 @@ class SharedContract(Contract):
                 "topk_ids": torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype).expand_as(ids).contiguous()
             }
         if distribution == "tiny":
-            return inputs | {"x": inputs["x"].mul_(_TINY)}
+            return inputs | {"x": inputs["x"].mul_(_TINY if inputs["x"].dtype == torch.float16 else _TINY**4)}
         if distribution == "constant":
             inputs = alike(inputs)
         return inputs | super().vary(distribution, {"x": inputs["x"]})
@@ -248,6 +248,7 @@ class MoEContract(SharedContract):
 
     name: ClassVar[str] = "moe"
     calls: ClassVar[tuple[str, ...]] = (*Contract.calls, "autocast")
+    everywhere: ClassVar[tuple[str, ...]] = ("ids of -1 (no expert)",)
 
     def reference(self, problem: MoEProblem, inputs: Inputs) -> torch.Tensor:
         """The oracle on rows that are not quantised, also where products quantise them: codes near a rounding boundary vary."""

@@ -100,8 +100,9 @@ def _of_tokens(made: Made) -> Made:
 
 
 def _sliced(made: Made) -> Made:
-    """All but the weights of the experts as the first columns of tensors twice as wide."""
-    return made | {name: torch.cat((one, one.flip(0)), -1)[:, : one.shape[1]] for name, one in _of_tokens(made).items()}
+    """All but weights in no format as the first columns of tensors twice as wide."""
+    names = made.keys() - (set() if SCALES[0] in made else {"w1", "w2"})
+    return made | {name: torch.cat((made[name], made[name]), -1)[..., : made[name].shape[-1]] for name in names}
 
 
 def _in_columns(made: Made) -> Made:

@@ -44,6 +44,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.ops.attention.call.backward import BackwardInputs, BackwardKernel, Gradients, Saved, Wanted, planned
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.call.tensors import Tensors
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
 from flashmoe_science.ops.attention.proof import inputs as features_inputs
 from flashmoe_science.ops.attention.proof import memory
@@ -57,9 +58,9 @@ from flashmoe_science.ops.attention.proof.backward.oracle import (
     of_rounded_out,
 )
 from flashmoe_science.ops.attention.proof.contract import CONTRACT as FORWARD
-from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, Placed, SharedContract
+from flashmoe_science.ops.attention.proof.contract import HIDDEN_KEYS, IN_MEMORY, AttentionContract, Placed, SharedContract
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
-from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE, gradients_of
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, AFTER_CHANGE, OF_OUTPUT, ONE_BY_ONE, gradients_of, output_of
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -73,10 +74,11 @@ class AttentionBackwardContract(SharedContract):
     name: ClassVar[str] = "attention_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dq"), Output("dk"), Output("dv"))
-    calls: ClassVar[tuple[str, ...]] = ("autocast", "thread")  # autograd has modes of its own
+    calls: ClassVar[tuple[str, ...]] = ("autocast", "default", "thread")  # autograd has modes of its own
+    everywhere: ClassVar[tuple[str, ...]] = (OF_OUTPUT,)
     sweep_variants: ClassVar[tuple[str, ...]] = (
         *IN_MEMORY, HIDDEN_KEYS, "a gradient of stride 0 (of a sum)", "a gradient in another memory order",
-        "a gradient into the log-sum-exp too", ONE_BY_ONE, AFTER_ANOTHER,
+        "a gradient into the log-sum-exp too", ONE_BY_ONE, AFTER_ANOTHER, AFTER_CHANGE,
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +93,9 @@ class AttentionBackwardContract(SharedContract):
         super().__init__(stretch, explicit, sliced, placed=placed)
         self._of_lse, self._asked = of_lse, asked
 
+    def variant(self, name: str) -> Any:
+        return _Output() if name == OF_OUTPUT else super().variant(name)
+
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or FORWARD.cannot_call(problem)
 
@@ -100,7 +105,8 @@ class AttentionBackwardContract(SharedContract):
         made = features_inputs.make_tensors(problem, self.dtype(problem), device, generator, self._sliced)
         rows = made["q"].shape[:3]
         of_out = (*rows, problem.head_dim_v)
-        made["dout"] = features_inputs.normal(of_out, problem.layout == "bshd", made["q"].dtype, device, generator, False)
+        rows_first, sliced = problem.layout == "bshd", self._sliced
+        made["dout"] = features_inputs.normal(of_out, rows_first, made["q"].dtype, device, generator, sliced)
         if self._of_lse:
             made["dlse"] = torch.empty(rows, device=device).normal_(generator=generator)
         return self._placed(made)
@@ -110,7 +116,6 @@ class AttentionBackwardContract(SharedContract):
 
     def call(self, fn: Callable[..., Any], problem: AttentionBackwardProblem, inputs: Inputs) -> Any:
         """Called as the forward's contract calls a candidate, then differentiated."""
-        tensors = {name: inputs[name] for name in ("q", "k", "v", "sinks", "bias") if name in inputs}
         into = [inputs[name] for name in ("dout", "dlse") if name in inputs]
         scaled = FORWARD if self._explicit and self._stretch == 1.0 else type(FORWARD)(self._stretch, self._explicit)
 
@@ -121,8 +126,7 @@ class AttentionBackwardContract(SharedContract):
                 raise ValueError("it returns no log-sum-exp that requires gradients")
             return results[: len(into)]
 
-        floating = {name: one for name, one in tensors.items() if one.is_floating_point()}
-        return gradients_of(forward, floating, into, self._asked)
+        return gradients_of(forward, _differentiated(inputs), into, self._asked)
 
     def reference(self, problem: AttentionBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return backward_oracle(self._for_backward(problem, inputs))
@@ -173,6 +177,19 @@ class AttentionBackwardContract(SharedContract):
 
     def planned(self, kernel: BackwardKernel, config: Config, like: BackwardInputs) -> Callable[[BackwardInputs], Gradients]:
         return super().planned(kernel, config, like) if kernel.plan is None else planned(kernel.plan, config, like)
+
+
+class _Output(AttentionContract):
+    """The output of a candidate of the backward, called as for a training step."""
+
+    def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
+        of_call = super().call
+        return output_of(lambda leaves: of_call(fn, problem, {**inputs, **leaves}), _differentiated(inputs))
+
+
+def _differentiated(inputs: Inputs) -> Inputs:
+    every = {name: inputs[name] for name in ("q", "k", "v", "sinks", "bias") if name in inputs}
+    return {name: one for name, one in every.items() if one.is_floating_point()}
 
 
 def _is_differentiable_lse(others: list[Any], dlse: torch.Tensor) -> bool:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from flashmoe_science.contract import Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import public
-from flashmoe_science.ops.gradients import AFTER_ANOTHER, ONE_BY_ONE, gradients_of
+from flashmoe_science.ops.gradients import AFTER_ANOTHER, AFTER_CHANGE, OF_OUTPUT, ONE_BY_ONE, gradients_of, output_of
 from flashmoe_science.ops.moe.call import activation_of
 from flashmoe_science.ops.moe.call.backward import (
     NEW,
@@ -42,7 +42,7 @@ from flashmoe_science.ops.moe.proof.backward.oracle import (
     routing_gradient,
     routing_mass,
 )
-from flashmoe_science.ops.moe.proof.contract import BIASES, SharedContract, cap_of, oracle_tensors
+from flashmoe_science.ops.moe.proof.contract import BIASES, MoEContract, SharedContract, cap_of, oracle_tensors
 from flashmoe_science.ops.moe.proof.variants import VARIANTS
 from flashmoe_science.ops.moe.route.route import bind_route
 from flashmoe_science.ops.moe.route.spec import Options as RouterOptions
@@ -56,6 +56,7 @@ public("flashmoe_science.moe:fused_moe")  # its module defines the operators of 
 _GIVEN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a gradient of stride 0 (of a sum)": lambda dout: dout.new_ones(()).expand_as(dout),
     "a gradient whose tokens are columns": lambda dout: dout.T.contiguous().T,
+    "a gradient that is a slice": lambda dout: dout.repeat(2, 2)[: dout.shape[0], : dout.shape[1]],
 }
 
 
@@ -65,11 +66,14 @@ class MoEBackwardContract(SharedContract):
     name: ClassVar[str] = "moe_backward"
     lists: ClassVar[Any] = suites
     outputs: ClassVar[tuple[Output, ...]] = (Output("dx"), Output("dw1"), Output("dw2"), Output("drouting"))
-    calls: ClassVar[tuple[str, ...]] = ("autocast", "thread")  # autograd has modes of its own
-    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, *_GIVEN, ONE_BY_ONE, AFTER_ANOTHER)
+    calls: ClassVar[tuple[str, ...]] = ("autocast", "default", "thread")  # autograd has modes of its own
+    sweep_variants: ClassVar[tuple[str, ...]] = (*VARIANTS, *_GIVEN, ONE_BY_ONE, AFTER_ANOTHER, AFTER_CHANGE)
+    everywhere: ClassVar[tuple[str, ...]] = (OF_OUTPUT,)
     _asked = ""
 
-    def variant(self, name: str) -> Self:
+    def variant(self, name: str) -> Any:
+        if name == OF_OUTPUT:
+            return _Output()
         if name in VARIANTS:
             return super().variant(name)
         asks = type(self)()
@@ -83,9 +87,8 @@ class MoEBackwardContract(SharedContract):
 
     def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
         given, of_call = _of_call(inputs), super().call
-        floating = {name: one for name, one in given.items() if one.is_floating_point()}
         into = [inputs["dout"]]
-        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], floating, into, self._asked)
+        return gradients_of(lambda leaves: [of_call(fn, problem, {**given, **leaves})], _floating(given), into, self._asked)
 
     def reference(self, problem: MoEBackwardProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return _gradients(gradients_oracle, problem, inputs, torch.float64)
@@ -141,6 +144,18 @@ class MoEBackwardContract(SharedContract):
             return _step(kernel, config, like)
         launch: BackwardLaunch = kernel.plan(like, config)(like)
         return lambda inputs: launch(inputs.tensors, inputs.sums)
+
+
+class _Output(MoEContract):
+    """The output of a candidate of the backward, called as for a training step."""
+
+    def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
+        of_call = super().call
+        return output_of(lambda leaves: of_call(fn, problem, {**inputs, **leaves}), _floating(inputs))
+
+
+def _floating(inputs: Inputs) -> Inputs:
+    return {name: one for name, one in inputs.items() if one.is_floating_point()}
 
 
 def _step(kernel: BackwardKernel, config: Config, like: StepInputs) -> Callable[[StepInputs], Gradients]:
