@@ -95,9 +95,7 @@ class Exchanges(NamedTuple):
             kept = "not for" if one == "ring" else "also for"
             words[one] = f"{self.cost(one, known)}, {self.held(one) / 1e6:.1f} MB held, {kept} a backward"
         if known and window is not None and q.element_size() == 2:
-            off = "no ring is on record"
-            if exchange in MISFIT:
-                off = f"calls of two GPUs on record are up to {100 * MISFIT[exchange]:.0f}% off"
+            off = f"calls of two GPUs on record are up to {100 * MISFIT[exchange]:.0f}% off"
             words[exchange] += f", attention{in_time(self.seconds(exchange, window))}; {off}"
         reason = f"{decision.reason}; exchange is {exchange!r}, {why}: {words.pop(exchange)}"
         others = tuple((f"exchange {one!r}", told) for one, told in words.items())

@@ -14,7 +14,7 @@ from flashmoe_science.parallel.layout import Cut
 
 FLOPS = 640e12  # a second, of attention in 16 bits with heads of 128, by an H100 or an H200
 MERGE = 18 / 3.0e12  # seconds of merging an element of a result: bytes by a rate, which no record tells
-MISFIT: dict[str, float] = {"keys": 0.08, "heads": 0.25}  # the most by which a call of two GPUs on record is off; tests hold it
+MISFIT = {"keys": 0.08, "heads": 0.22, "ring": 0.08}  # the most by which a call of two GPUs on record is off; tests hold it
 
 
 class Link(NamedTuple):
