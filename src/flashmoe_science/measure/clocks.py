@@ -182,7 +182,7 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
     return sample
 
 
-def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int) -> Sampler:
+def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
     """A sampler of back-to-back calls on the wall clock, as many a sample as take about ``target_ns``. All samplers rotate
     through the same input sets."""
     clock = time.perf_counter_ns
