@@ -167,7 +167,8 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[Shape, ...]:
     if few_out and not problem.features.window and tile_bytes(problem, long) <= SHARED_BYTES:
         if tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
-        few = problem.causal and problem.seqlen_k <= 1024 - is_packed(problem)
+        few_keys = 1024 if problem.head_dim == problem.head_dim_v and not is_packed(problem) else 896
+        few = problem.causal and problem.seqlen_k <= few_keys
         return (lone, long) if few and not _ragged(problem) else (long, lone)
     return (deep, short) if tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
