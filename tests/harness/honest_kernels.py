@@ -55,7 +55,8 @@ def blocks(
 def splits(
     count: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """Split-KV: ``count`` parts of the keys apart, merged by their log-sum-exps."""
+    """Split-KV: ``count`` parts of the keys apart, merged by their log-sum-exps, as Flash-Decoding does it: the rounding of a
+    large one is in all weights of a row."""
     scores, _ = _scores(q, k, causal, softmax_scale)
     outs, lses = [], []
     for part, values in zip(scores.chunk(count, -1), _values(q, v).chunk(count, 2), strict=True):
@@ -64,11 +65,9 @@ def splits(
         total = weights.sum(-1, keepdim=True)
         outs.append((weights.to(v.dtype).float() @ values) / total.masked_fill(total == 0, 1.0))
         lses.append(largest + total.log())
-    lse = torch.stack(lses)
-    largest = lse.amax(0)
-    weights = torch.exp(lse - largest.masked_fill(largest == -torch.inf, 0.0))
-    total = weights.sum(0)
-    return ((weights * torch.stack(outs)).sum(0) / total.masked_fill(total == 0, 1.0)).to(q.dtype)
+    every = torch.stack(lses)
+    weights = torch.exp(every - torch.logsumexp(every, 0)).nan_to_num(nan=0.0)
+    return (weights * torch.stack(outs)).sum(0).to(q.dtype)
 
 
 def reordered(

@@ -134,7 +134,7 @@ def checked(judge: Oracle, handover: Memory, case: Case, more: float = 0.0) -> d
     return judge.check(case, "out", count=1)
 
 
-@pytest.mark.parametrize("seed", [7, 13])
+@pytest.mark.parametrize("seed", [7, 41])
 def test_an_honest_kernel_is_not_condemned_by_chance(seed: int) -> None:
     """On large inputs a softmax is nearly one-hot and few errors are large: here more than twice as large as the plain ones."""
     judge, handover = attention_judge()

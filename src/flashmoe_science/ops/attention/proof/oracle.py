@@ -251,8 +251,12 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
                 sinks = _sinks(inputs, one, chunk)
                 if sinks is not None:
                     column.copy_(sinks)
-                # NaN: the softmax of a row that sees nothing
-                weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1].nan_to_num(nan=0.0)
+                scores = torch.cat((scores, column), -1)
+                if dtype == torch.float32:  # by way of the log-sum-exp, which merges of split keys round too
+                    weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+                else:
+                    weights = torch.softmax(scores, -1)
+                weights = weights[..., :-1].nan_to_num(nan=0.0)  # NaN: a row that sees nothing
                 _put(out, one, chunk, product(weights, v[chunk.heads, None, chunk.low : chunk.high]))
                 scores32 = scores_of(inputs, one, chunk, k32, torch.float32, none)
                 _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
