@@ -109,20 +109,26 @@ def test_the_work_of_tiles_is_counted_as_they_are(mask: str) -> None:
             assert counted == pytest.approx(sum(of_head) * heads / gpu.sm_count if mask else busiest)
 
 
-def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
+def launched(monkeypatch: pytest.MonkeyPatch, constant: str) -> list[int]:
+    """The value of a constant of the kernel in each launch from now on; nothing is launched."""
+    found: list[int] = []
 
     class Recorded:
         def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
-            self.consumers = arguments[function.arg_names.index("CONSUMERS")]
+            self.value = arguments[function.arg_names.index(constant)]
 
         def encoder(self, *args: Any) -> Any:
             return lambda tensor: ()
 
         def launch(self, grid: Any, *args: Any) -> None:
-            launched.append(self.consumers)
+            found.append(self.value)
 
     monkeypatch.setattr(fwd_launcher, "Build", Recorded)
+    return found
+
+
+def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = launched(monkeypatch, "CONSUMERS")
     monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
     monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
     one = parse_problem("attn b1 h64 q4096 d128 bf16 causal")
@@ -136,23 +142,11 @@ def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.Monke
     for length in (4096, 4097, 1220, 4097):
         call = inputs(length)
         launcher.bind(call.tensors, call.options)(call.tensors, None, ALL_KEYS, None, None)
-    assert launched == [2, 3, 2, 3]
+    assert found == [2, 3, 2, 3]
 
 
 def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[int] = []
-
-    class Recorded:
-        def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
-            self.schedule = arguments[function.arg_names.index("SCHEDULE")]
-
-        def encoder(self, *args: Any) -> Any:
-            return lambda tensor: ()
-
-        def launch(self, grid: Any, *args: Any) -> None:
-            launched.append(self.schedule)
-
-    monkeypatch.setattr(fwd_launcher, "Build", Recorded)
+    found = launched(monkeypatch, "SCHEDULE")
     one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
     config = host.configs(one, h200)[0]
@@ -161,7 +155,7 @@ def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.Mon
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
         launcher.bind(Tensors(q, k, k), Options())((q, k, k), None, ALL_KEYS, None, None)
-    assert launched == [variant.PAIRED.value, variant.PAIRED_TAIL.value, variant.PAIRED.value]
+    assert found == [variant.PAIRED.value, variant.PAIRED_TAIL.value, variant.PAIRED.value]
 
 
 def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
