@@ -116,6 +116,13 @@ def _lone(problem: AttentionProblem) -> Shape:
     return shape_of(1, 64, 2, 2, occupancy=2)
 
 
+def _trio(problem: AttentionProblem) -> Shape:
+    if problem.head_dim <= 96:
+        return shape_of(3, 64, 2, 3)
+    # Wider, a third stage and memory of its own for O do not both fit.
+    return shape_of(3, 64, 2, 3, own_out=0) if problem.causal else shape_of(3, 64, 2, 2)
+
+
 def fitted(problem: AttentionProblem, sizes: AttentionProblem | ProblemShape, config: Config, gpu: Gpu) -> Config:
     """The config; for FITTED the one with the least to compute at these sizes of the problem: its tiles fill the processors,
     and cover queries and keys, better than those of the others.
@@ -124,12 +131,11 @@ def fitted(problem: AttentionProblem, sizes: AttentionProblem | ProblemShape, co
     """
     if config["consumers"]:
         return config
-    shapes, width = [(1.0, _pair(problem))], next(width for width in TRIO_GAINS if problem.head_dim <= width)
-    if sizes.seqlen_q % 128 or sizes.seqlen_k % 128:
-        deep = width < 128 or sizes.causal
-        trio = shape_of(3, 64, 2, 3 if deep else 2, own_out=int(width < 128 or not deep))
-        if not sizes.causal or _persistent(sizes, gpu, trio)["persistent"]:
-            shapes.append((TRIO_GAINS[width][sizes.causal], trio))
+    shapes, trio = [(1.0, _pair(problem))], _trio(problem)
+    divided = sizes.seqlen_q % 128 == sizes.seqlen_k % 128 == 0
+    if not divided and (not sizes.causal or _persistent(sizes, gpu, trio)["persistent"]):
+        gains = next(gains for width, gains in TRIO_GAINS.items() if problem.head_dim <= width)
+        shapes.append((gains[sizes.causal], trio))
     if problem.head_dim in LONE_GAINS and sizes.causal and sizes.causal_offset == 0 and sizes.seqlen_k > LONE_KEYS:
         shapes.append((LONE_GAINS[problem.head_dim], _lone(problem)))
     return _persistent(sizes, gpu, min(shapes, key=lambda one: _pairs_of_busiest(sizes, gpu, one[1]) / one[0])[1])
