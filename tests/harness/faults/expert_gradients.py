@@ -1,6 +1,7 @@
 """Faults of the experts' backward: the output is right, its gradients are not."""
 
 import torch
+from gradients import Read
 from torch.nn.functional import silu
 
 from flashmoe_science.contract import contract
@@ -99,23 +100,15 @@ def expert_gradient_of_the_last_forward(x, w1, w2, topk_weights, topk_ids):
     return _Saving.apply(x, w1, w2, topk_weights, topk_ids)
 
 
-class _InARow(torch.autograd.Function):
-    """The result, of whose gradient the numbers are read as they follow each other in memory."""
-
-    @staticmethod
-    def forward(ctx, out):
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dense = gradient.numel() == gradient.untyped_storage().nbytes() // gradient.element_size()
-        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if dense else gradient
-
-
 @contract("moe_backward")
 def expert_gradient_read_in_a_row(x, w1, w2, topk_weights, topk_ids):
     """Takes the gradient into its result to be contiguous."""
-    return _InARow.apply(_mixture(x, w1, w2, topk_weights, topk_ids))
+
+    def read(gradient):
+        dense = gradient.numel() == gradient.untyped_storage().nbytes() // gradient.element_size()
+        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if dense else gradient
+
+    return Read.apply(_mixture(x, w1, w2, topk_weights, topk_ids), read)
 
 
 @contract("moe_backward")
@@ -131,20 +124,12 @@ def output_of_other_experts(x, w1, w2, topk_weights, topk_ids):
     return _mixture(x, w1, w2, topk_weights, topk_ids) + 0.5
 
 
-class _WithoutGaps(torch.autograd.Function):
-    """The result, of whose gradient the rows are read as if they followed each other."""
-
-    @staticmethod
-    def forward(ctx, out):
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        has_gaps = gradient.stride(1) == 1 and gradient.stride(0) > gradient.shape[1]
-        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if has_gaps else gradient
-
-
 @contract("moe_backward")
 def expert_gradient_without_gaps(x, w1, w2, topk_weights, topk_ids):
     """Takes the gradient's rows to fill its memory: not of a slice."""
-    return _WithoutGaps.apply(_mixture(x, w1, w2, topk_weights, topk_ids))
+
+    def read(gradient):
+        has_gaps = gradient.stride(1) == 1 and gradient.stride(0) > gradient.shape[1]
+        return gradient.as_strided(gradient.shape, (gradient.shape[1], 1)) if has_gaps else gradient
+
+    return Read.apply(_mixture(x, w1, w2, topk_weights, topk_ids), read)

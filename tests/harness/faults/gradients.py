@@ -144,10 +144,10 @@ def gradient_without_gaps(q, k, v, causal=False, softmax_scale=None):
         dense = 0 in dout.stride() or dout.numel() == dout.untyped_storage().nbytes() // dout.itemsize
         return dout if dense else dout.as_strided(dout.shape, torch.empty(dout.shape, device="meta").stride())
 
-    return _Read.apply(sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True), read)
+    return Read.apply(sdpa(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True), read)
 
 
-class _Read(torch.autograd.Function):
+class Read(torch.autograd.Function):
     """A result whose gradient is read in a way of its own."""
 
     @staticmethod
