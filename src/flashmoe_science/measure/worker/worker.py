@@ -28,14 +28,8 @@ from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
 
 MODULE = "flashmoe_science.measure.worker.worker"
-_LISTS = (
-    "distributions",
-    "variants",
-    "everywhere",
-    "sweep_variants",
-    "edge_variants",
-    "calls",
-)  # of a contract, as it gives them
+# Of a contract, as it gives them.
+_LISTS = ("distributions", "variants", "everywhere", "sweep_variants", "edge_variants", "calls")
 
 
 class Opened(BaseModel):
