@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
-from flashmoe_science.ops.plain import plain_product
+from flashmoe_science.ops.plain import plain_product, without_tf32
 
 CHUNK_SCORES = 2**25  # scores in memory at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**26
@@ -228,40 +228,35 @@ def attention_oracle(inputs: AttentionInputs, rules: Rules | None = None) -> tup
     return out, lse
 
 
+@without_tf32()
 def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The same maths in the dtype of Q, each step rounded to it: what an honest kernel must not be much worse than.
 
     K is scaled in place of Q, so that the order of operations differs from a kernel's (as FlashAttention's tests do). An e4m3
     cache is dequantised to the dtype of Q first. The log-sum-exp is done in fp32 throughout, which is what a kernel that
-    returns it in fp32 has to match. Returns out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them. TF32
-    is off, whatever the caller has set.
+    returns it in fp32 has to match. Returns out in the dtype of Q, lse in fp32, shaped as ``attention_oracle`` gives them.
     """
     dtype, none = inputs.q.dtype, Rules()
     product = plain_product(dtype, inputs.q.device)
     out, lse = _empty(inputs, dtype, torch.float32)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        for one in sequences(inputs):
-            k32, v32 = _scaled(inputs, one, torch.float32)
-            k, v = k32.to(dtype), v32.to(dtype)
-            for chunk in chunks_of(inputs, one, _PLAIN_CHUNK_SCORES, False):
-                scores = scores_of(inputs, one, chunk, k, dtype, none, product)
-                column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-                sinks = _sinks(inputs, one, chunk)
-                if sinks is not None:
-                    column.copy_(sinks)
-                scores = torch.cat((scores, column), -1)
-                if dtype == torch.float32:  # by way of the log-sum-exp, which merges of split keys round too
-                    weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
-                else:
-                    weights = torch.softmax(scores, -1)
-                weights = weights[..., :-1].nan_to_num(nan=0.0)  # NaN: a row that sees nothing
-                _put(out, one, chunk, product(weights, v[chunk.heads, None, chunk.low : chunk.high]))
-                scores32 = scores_of(inputs, one, chunk, k32, torch.float32, none)
-                _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    for one in sequences(inputs):
+        k32, v32 = _scaled(inputs, one, torch.float32)
+        k, v = k32.to(dtype), v32.to(dtype)
+        for chunk in chunks_of(inputs, one, _PLAIN_CHUNK_SCORES, False):
+            scores = scores_of(inputs, one, chunk, k, dtype, none, product)
+            column = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
+            sinks = _sinks(inputs, one, chunk)
+            if sinks is not None:
+                column.copy_(sinks)
+            scores = torch.cat((scores, column), -1)
+            if dtype == torch.float32:  # by way of the log-sum-exp, which merges of split keys round too
+                weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+            else:
+                weights = torch.softmax(scores, -1)
+            weights = weights[..., :-1].nan_to_num(nan=0.0)  # NaN: a row that sees nothing
+            _put(out, one, chunk, product(weights, v[chunk.heads, None, chunk.low : chunk.high]))
+            scores32 = scores_of(inputs, one, chunk, k32, torch.float32, none)
+            _put(lse, one, chunk, _norm(inputs, one, chunk, scores32)[..., 0])
     return out, lse
 
 

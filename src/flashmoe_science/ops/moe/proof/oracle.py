@@ -12,7 +12,7 @@ import torch
 from flashmoe_science.ops.formats import dequantized
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
 from flashmoe_science.ops.moe.pytorch import activate, add_bias, as_multiplied
-from flashmoe_science.ops.plain import plain_product
+from flashmoe_science.ops.plain import plain_product, without_tf32
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -39,17 +39,10 @@ def _in_14_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@without_tf32()
 def moe_plain(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
-    """The same in the dtype of x, each step rounded to it: the error that a kernel's is compared with.
-
-    TF32 is off, whatever the caller has set.
-    """
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        return _experts(tensors, activation, tensors.x.dtype, plain_product(tensors.x.dtype, tensors.x.device))
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    """The same in the dtype of x, each step rounded to it: the error that a kernel's is compared with."""
+    return _experts(tensors, activation, tensors.x.dtype, plain_product(tensors.x.dtype, tensors.x.device))
 
 
 def _experts(

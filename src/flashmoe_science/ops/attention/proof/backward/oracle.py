@@ -22,6 +22,7 @@ from flashmoe_science.ops.attention.proof.oracle import (
     scores_of,
     sequences,
 )
+from flashmoe_science.ops.plain import without_tf32
 
 _FLUSHED = torch.finfo(torch.float32).tiny  # below it GPUs may take an fp32 number for 0
 
@@ -158,28 +159,24 @@ def _weights(call: AttentionInputs, one: Sequence, chunk: Chunk, wide: torch.dty
     return weights, norm.masked_fill(empty, 0.0)
 
 
+@without_tf32()
 def _gradients(inputs: BackwardInputs, wide: torch.dtype) -> Made:
     leaves = [one.detach().to(wide).requires_grad_() for one in _inputs_of(inputs)]
     names = [name for name, wanted in zip(Wanted._fields, inputs.wanted, strict=True) if wanted]
     of_sum = torch.float64 if wide == torch.float64 else torch.float32
     sums = [torch.zeros_like(one, dtype=of_sum) for one in leaves]
     given = {name.removeprefix("d"): leaf for name, leaf in zip(names, leaves, strict=True)}
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.enable_grad():
-            call = _call(inputs, wide)
-            if "bias" in given and inputs.tensors.bias is not None:
-                given["bias"] = given["bias"].expand(inputs.tensors.bias.shape)
-            call = replace(call, tensors=call.tensors._replace(**given))
-            for one in sequences(call):
-                for chunk in chunks_of(call, one, CHUNK_SCORES, False):
-                    loss = _loss(inputs, call, one, chunk, wide)
-                    if loss.requires_grad:
-                        parts = torch.autograd.grad(loss, leaves, allow_unused=True)
-                        _add(sums, parts)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with torch.enable_grad():
+        call = _call(inputs, wide)
+        if "bias" in given and inputs.tensors.bias is not None:
+            given["bias"] = given["bias"].expand(inputs.tensors.bias.shape)
+        call = replace(call, tensors=call.tensors._replace(**given))
+        for one in sequences(call):
+            for chunk in chunks_of(call, one, CHUNK_SCORES, False):
+                loss = _loss(inputs, call, one, chunk, wide)
+                if loss.requires_grad:
+                    parts = torch.autograd.grad(loss, leaves, allow_unused=True)
+                    _add(sums, parts)
     return tuple(sums)
 
 

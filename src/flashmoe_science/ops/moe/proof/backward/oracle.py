@@ -9,6 +9,7 @@ import torch
 from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.moe.proof.oracle import assigned
 from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.plain import without_tf32
 
 
 def gradients_oracle(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -16,14 +17,10 @@ def gradients_oracle(tensors: Tensors, activation: Activation, dout: torch.Tenso
     return _gradients(tensors, activation, dout, torch.float64)
 
 
+@without_tf32()
 def gradients_plain(tensors: Tensors, activation: Activation, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same in the dtype of x, each step rounded to it; an expert's part of dx is added in fp32. TF32 is off."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        made = _gradients(tensors, activation, dout, tensors.x.dtype)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    """The same in the dtype of x, each step rounded to it; an expert's part of dx is added in fp32."""
+    made = _gradients(tensors, activation, dout, tensors.x.dtype)
     return tuple(one.to(like.dtype) for one, like in zip(made, _differentiated(tensors), strict=True))
 
 
