@@ -231,8 +231,7 @@ def _check_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
             raise ValueError(
                 f"exchange is 'heads', and {name} has {one.shape[-2]} heads; they must be a multiple of {ranks} ranks"
             )
-    if call.softmax_scale is not None:
-        checked_scale(call.softmax_scale, "softmax_scale")
+    checked_scale(call.softmax_scale, "softmax_scale")
     if call.sinks is not None:
         check_argument(call.sinks, "s_aux", (q.shape[-2],), q, (torch.float32, q.dtype))
     if call.max_seqlen is not None:

@@ -221,8 +221,10 @@ def check_contiguous(tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{have}; it must be contiguous there: pass {name}.contiguous()")
 
 
-def checked_scale(scale: object, name: str) -> float:
-    """``scale`` as a finite Python float. Raises TypeError: not a real number. Raises ValueError: NaN or infinite."""
+def checked_scale(scale: object, name: str) -> float | None:
+    """``scale`` as a finite Python float, or None. Raises TypeError: not a real number. Raises ValueError: NaN or infinite."""
+    if scale is None:
+        return None
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} is {shown(scale)}; it must be a real number or None")
     if not -math.inf < scale < math.inf:  # in comparisons, which torch.compile can trace

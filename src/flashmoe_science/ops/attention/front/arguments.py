@@ -32,7 +32,5 @@ def unpacked(
     *rest: Any,
 ) -> tuple[Tensors, Options, float | None]:
     """What an operator's arguments are; ``rest``: those of SCHEMA_OF_FEATURES, or the first of them."""
-    if softmax_scale is not None:
-        softmax_scale = checked_scale(softmax_scale, "softmax_scale")
-    count = len(FEATURES)
-    return Tensors(*qkv, *rest[:count]), Options(mask, return_lse, kernel_name, *rest[count:]), softmax_scale
+    scale, count = checked_scale(softmax_scale, "softmax_scale"), len(FEATURES)
+    return Tensors(*qkv, *rest[:count]), Options(mask, return_lse, kernel_name, *rest[count:]), scale

@@ -125,8 +125,7 @@ def attend_with_dropout(
         decision = choose_fallback(AttentionProblem.op, options.kernel, why)
         if is_explaining() and decision is not None:
             raise Explained(decision)
-    if softmax_scale is not None:
-        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    softmax_scale = checked_scale(softmax_scale, options.names.scale)
     out, lse, weights = dropped_attention(every, options, softmax_scale, float(dropout_p))
     if options.tokens_first:
         out, lse = tokens_first((out, lse), every.cu_seqlens_q is not None)
@@ -307,8 +306,7 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
     check_call(every, options)
-    if softmax_scale is not None:
-        softmax_scale = checked_scale(softmax_scale, options.names.scale)
+    softmax_scale = checked_scale(softmax_scale, options.names.scale)
     return plan_call(every, options, softmax_scale)[0].decision
 
 

@@ -128,7 +128,7 @@ def by_pytorch(call: TorchCall, why: Unsupported | str) -> torch.Tensor:
 def _by_pytorch(call: TorchCall, refusal: Unsupported | None) -> torch.Tensor:
     if call.kernel is not None:
         _check_kernel(call.kernel, call.attn_mask, call.dropout_p, refusal)
-    scale = None if call.scale is None else checked_scale(call.scale, "scale")
+    scale = checked_scale(call.scale, "scale")
     try:
         return F.scaled_dot_product_attention(*call[:6], scale=scale, enable_gqa=call.enable_gqa)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
