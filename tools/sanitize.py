@@ -24,6 +24,11 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import flashmoe_science as fms
+from flashmoe_science.ops.moe.products import grouped
+
 CHECKS = ("memcheck", "racecheck")
 _MOST_ERROR = 0.02  # RMS, relative to the CPU's
 _SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (.*)")
@@ -36,9 +41,6 @@ _PLACES = "/usr/local/cuda*/bin/compute-sanitizer"
 
 def _apart() -> None:
     """Give each intermediate buffer of two launches an allocation of its own."""
-    import torch
-
-    from flashmoe_science.ops.moe.products import grouped
 
     def allocator(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
         def take() -> tuple[Any, ...]:
@@ -51,48 +53,36 @@ def _apart() -> None:
 
 
 def _normal(*shape: int, width: int = 1) -> Any:
-    import torch
-
     return (torch.randn(shape) * width**-0.5).bfloat16()
 
 
 def _moe(kernel: str, tokens: int, experts: int, top_k: int, dim: int, hidden: int) -> Callable[[str], Any]:
     """``route``, then ``fused_moe`` by one kernel. Token 0 has an id that is no expert's."""
-    import torch
-
-    from flashmoe_science.moe import fused_moe, route
-
     x, logits = _normal(tokens, dim), torch.randn(tokens, experts)
     w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
 
     def call(device: str) -> Any:
-        weights, ids = route(logits.to(device), top_k, normalize="sum")
+        weights, ids = fms.route(logits.to(device), top_k, normalize="sum")
         ids, stranger = ids.cpu(), torch.tensor(-1, dtype=ids.dtype)
         ids[0, 0] = stranger
         tensors = (one.to(device) for one in (x, w1, w2, weights, ids))
-        return (fused_moe(*tensors, kernel=kernel if device == "cuda" else None),)
+        return (fms.fused_moe(*tensors, kernel=kernel if device == "cuda" else None),)
 
     return call
 
 
 def _grouped_router() -> Callable[[str], Any]:
     """DeepSeek-V3's router, whose experts are an odd number a group."""
-    import torch
-
-    from flashmoe_science.moe import route
-
     logits, bias = torch.randn(37, 60), torch.randn(60)
     groups: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 4, "top_k_groups": 2}
 
     def call(device: str) -> Any:
-        return route(logits.to(device), 3, selection_bias=bias.to(device), **groups)
+        return fms.route(logits.to(device), 3, selection_bias=bias.to(device), **groups)
 
     return call
 
 
 def _forward(kernel: str, queries: int = 200, keys: int = 333, fp32: bool = False) -> Callable[[str], Any]:
-    import flashmoe_science as fms
-
     q, k, v = _normal(1, 2, queries, 64), _normal(1, 1, keys, 64), _normal(1, 1, keys, 64)
 
     def call(device: str) -> Any:
@@ -105,10 +95,6 @@ def _forward(kernel: str, queries: int = 200, keys: int = 333, fp32: bool = Fals
 
 def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
     """A mask or a bias of each head, whose rows have ``keys`` elements."""
-    import torch
-
-    import flashmoe_science as fms
-
     q, k, v, mask = _normal(1, 2, 200, 64), _normal(1, 1, keys, 64), _normal(1, 1, keys, 64), _normal(1, 2, 200, keys)
     given = mask if additive else mask > torch.tensor(-0.5)
 
@@ -122,10 +108,6 @@ def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
 
 def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
     """Four sequences, one of no query and one of more queries than keys, the keys in pages of 16 rows or packed."""
-    import torch
-
-    import flashmoe_science as fms
-
     queries, keys = (0, 150, 150, 250, 333), (0, 200, 300, 390, 433)
     q, k, v = _normal(queries[-1], 4, 64), _normal(keys[-1], 2, 64), _normal(keys[-1], 2, 64)
     starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
@@ -133,11 +115,8 @@ def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
     table, lengths = torch.randperm(30)[:28].view(4, 7).int(), torch.tensor([112, 100, 90, 43], dtype=torch.int32)
 
     def call(device: str) -> Any:
-        more: dict[str, Any] = {
-            "causal": True,
-            "window_size": (left, -1),
-            "kernel": "fwd_gluon_sm90" if device == "cuda" else None,
-        }
+        named = "fwd_gluon_sm90" if device == "cuda" else None
+        more: dict[str, Any] = {"causal": True, "window_size": (left, -1), "kernel": named}
         a, b, c, d, e, of_q, of_k, pages, used = (one.to(device) for one in (q, k, v, *caches, *starts, table, lengths))
         if paged:
             more |= {"cu_seqlens_q": of_q, "max_seqlen_q": 150, "page_table": pages, "cache_seqlens": used}
@@ -149,10 +128,6 @@ def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
 
 def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
     """Two sequences over a cache, in two splits; with ``appended`` new keys, rotated as they are appended."""
-    import torch
-
-    import flashmoe_science as fms
-
     q = _normal(2, 1, 4, 64)
     shape = (9, 48, 1, 64) if paged else (2, 205, 1, 64)
     keys, values, new = _normal(*shape), _normal(*shape), (_normal(2, appended, 1, 64), _normal(2, appended, 1, 64))
@@ -178,10 +153,6 @@ def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
 
 def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
     """17 sequences: one much longer than the others, so that programs share keys in ranges; then all of one length."""
-    import torch
-
-    import flashmoe_science as fms
-
     q = _normal(17, 1, 8, 64)
     keys, values = (_normal(*((2176, 16, 8, 64) if paged else (17, 2048, 8, 64))) for _ in range(2))
     lengths = torch.randint(1, 60, (17,), dtype=torch.int32)
@@ -200,10 +171,6 @@ def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
 
 def _gradients(kernel: str, queries: int, keys: int, dim: int = 64, dim_v: int = 64) -> Callable[[str], Any]:
     """Of two query heads that share keys, under a causal mask."""
-    import torch
-
-    import flashmoe_science as fms
-
     shapes = (2, 4, queries, dim), (2, 2, keys, dim), (2, 2, keys, dim_v), (2, 4, queries, dim_v)
     *given, dout = (_normal(*shape) for shape in shapes)
 
@@ -218,10 +185,6 @@ def _gradients(kernel: str, queries: int, keys: int, dim: int = 64, dim_v: int =
 
 def _packed_gradients(kernel: str, left: int = -1) -> Callable[[str], Any]:
     """Three sequences, one of none, of which the second has more queries than keys."""
-    import torch
-
-    import flashmoe_science as fms
-
     queries, keys = (0, 150, 150, 333), (0, 200, 300, 390)
     *given, dout = (_normal(rows, heads, 64) for rows, heads in ((333, 4), (390, 2), (390, 2), (333, 4)))
     starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
@@ -237,40 +200,32 @@ def _packed_gradients(kernel: str, left: int = -1) -> Callable[[str], Any]:
 
 
 def _moe_gradients(kernel: str, tokens: int, experts: int, dim: int, hidden: int) -> Callable[[str], Any]:
-    import torch
-
-    from flashmoe_science.moe import fused_moe, route
-
     logits, dout = torch.randn(tokens, experts), _normal(tokens, dim)
     weights = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
     given = _normal(tokens, dim), *weights
 
     def call(device: str) -> Any:
         leaves = [one.to(device).requires_grad_() for one in given]
-        chosen, ids = route(logits.to(device), 2, normalize="sum")
+        chosen, ids = fms.route(logits.to(device), 2, normalize="sum")
         x, w1, w2 = leaves
-        out = fused_moe(x, w1, w2, chosen, ids, kernel=kernel if device == "cuda" else None)
+        out = fms.fused_moe(x, w1, w2, chosen, ids, kernel=kernel if device == "cuda" else None)
         return torch.autograd.grad(out, leaves, dout.to(device))
 
     return call
 
 
 def _moe_in_format(kernel: str, form: str, tokens: int, experts: int, dim: int, hidden: int) -> Callable[[str], Any]:
-    import torch
-
-    from flashmoe_science.moe import fused_moe, quantize_experts, route
-
     x, logits = _normal(tokens, dim), torch.randn(tokens, experts)
     w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
-    weights = quantize_experts(w1, w2, form)
+    weights = fms.quantize_experts(w1, w2, form)
 
     def call(device: str) -> Any:
-        chosen, ids = route(logits.to(device), 2, normalize="sum")
+        chosen, ids = fms.route(logits.to(device), 2, normalize="sum")
         there: dict[str, Any] = {
             name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in weights.items()
         }
         named = kernel if device == "cuda" else None
-        return (fused_moe(x.to(device), top_k_weights=chosen, top_k_ids=ids, kernel=named, **there),)
+        return (fms.fused_moe(x.to(device), top_k_weights=chosen, top_k_ids=ids, kernel=named, **there),)
 
     return call
 
@@ -322,8 +277,6 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
 
 def call_once(name: str) -> None:
     """Compare one call on the GPU with the CPU's; ends the process with 3 where it is wrong."""
-    import torch
-
     torch.manual_seed(0)
     _apart()
     call = CALLS[name]()
