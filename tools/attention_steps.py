@@ -53,10 +53,8 @@ def leaves_of(problem: Any, bench: Bench) -> InputSets[Leaves]:
         return torch.randn(problem.batch, seqlen, heads, width, device=bench.device, dtype=dtype).transpose(1, 2)
 
     def one() -> Leaves:
-        q, k = (
-            made(problem.heads, problem.seqlen_q, problem.head_dim),
-            made(problem.heads_kv, problem.seqlen_k, problem.head_dim),
-        )
+        q = made(problem.heads, problem.seqlen_q, problem.head_dim)
+        k = made(problem.heads_kv, problem.seqlen_k, problem.head_dim)
         v = made(problem.heads_kv, problem.seqlen_k, problem.head_dim_v)
         dout = made(problem.heads, problem.seqlen_q, problem.head_dim_v)
         return (*(leaf.requires_grad_() for leaf in (q, k, v)), dout)

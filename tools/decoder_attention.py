@@ -26,7 +26,7 @@ class Attention(Protocol):
         """One new token, appended to the caches behind ``lengths`` (all ``length``), attends to all."""
 
 
-def _first(result: Any) -> Tensor:
+def alone(result: Any) -> Tensor:
     """The output alone, where the log-sum-exp may come with it."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
@@ -37,13 +37,13 @@ class Ours:
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
         if more:  # flash_attn_func has no sinks
-            return _first(flash_attn_with_kvcache(q, k, v, causal=True, **more))
-        return _first(flash_attn_func(q, k, v, causal=True))
+            return alone(flash_attn_with_kvcache(q, k, v, causal=True, **more))
+        return alone(flash_attn_func(q, k, v, causal=True))
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int, **more: Any
     ) -> Tensor:
-        return _first(flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True, **more))
+        return alone(flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True, **more))
 
 
 class FlashAttention3:
@@ -55,10 +55,10 @@ class FlashAttention3:
         self.library = fa3_fwd_interface
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _first(self.library.flash_attn_func(q, k, v, causal=True))
+        return alone(self.library.flash_attn_func(q, k, v, causal=True))
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
-        return _first(self.library.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True))
+        return alone(self.library.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True))
 
 
 class Sdpa:
@@ -87,13 +87,11 @@ class AtenFlash:
     name = "aten-flash"
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, *, window_size: tuple[int, int], s_aux: Tensor) -> Tensor:
-        lengths, window = (
-            (q.shape[1], k.shape[1]),
-            dict(zip(("window_size_left", "window_size_right"), window_size, strict=True)),
-        )
+        lengths, (left, right) = (q.shape[1], k.shape[1]), window_size
+        window = {"window_size_left": left, "window_size_right": right}
         out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, *lengths, 0.0, True, False, **window)
         of_keys = torch.sigmoid(lse.reshape(q.shape[0], q.shape[2], -1) - s_aux[:, None])  # [batch, heads, length]
-        return _first(out.mul_(of_keys.transpose(1, 2)[..., None]))
+        return alone(out.mul_(of_keys.transpose(1, 2)[..., None]))
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int,

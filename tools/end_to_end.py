@@ -213,6 +213,19 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
+def in_turns(calls: dict[str, Callable[[], object]], samples: int, device: str) -> dict[str, list[float]]:
+    """Seconds of so many samples of each call, forth and back."""
+    sampled: dict[str, list[float]] = {one: [] for one in calls}
+    for sample in range(samples):
+        for one in calls if sample % 2 == 0 else reversed(calls):
+            sampled[one].append(seconds(calls[one], device))
+    return sampled
+
+
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+
+
 def timed(work: Work, name: str, how: str, batch: int, context: int, found: list[Way], samples: int) -> list[Row]:
     """A row a way; one that fails says why, and the others go on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,12 +247,9 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, found: list
             calls[way.name] = captured(call) if how == "graph" else call
             seconds(calls[way.name], device)
         except Exception as error:
-            row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            row.failed = in_one_line(error)
             calls.pop(way.name, None)
-    sampled: dict[str, list[float]] = {one: [] for one in calls}
-    for sample in range(samples):
-        for one in calls if sample % 2 == 0 else reversed(calls):
-            sampled[one].append(seconds(calls[one], device))
+    sampled = in_turns(calls, samples, device)
     for row in rows:
         if sampled.get(row.way):
             row.samples = [round(one, 9) for one in sampled[row.way]]

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from decoder import SIZES, Decoder, Size
 from decoder_attention import Ours, Sdpa
-from end_to_end import Way, ways
+from end_to_end import Way, in_one_line, ways
 from record import write_record
 
 Tensor = torch.Tensor
@@ -106,7 +106,7 @@ def curves(size: Size, device: str, batches: list[Tensor]) -> list[Row]:
             with deterministic(same_bits):
                 row.losses = trained(way, size, of_way, device, batches)
         except Exception as error:
-            row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            row.failed = in_one_line(error)
         rows.append(row)
     return rows
 

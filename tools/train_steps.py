@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from decoder import SIZES, Decoder, Layer, Size
-from decoder_attention import Sdpa
-from end_to_end import Way, seconds, ways
+from decoder_attention import Sdpa, alone
+from end_to_end import Way, in_one_line, in_turns, seconds, ways
 from record import write_record
 
 import flashmoe_science as fms
@@ -42,9 +42,7 @@ class Ours:
         self.name = "fms-deterministic" if deterministic else "fms"
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = fms.flash_attn_func(q, k, v, causal=True, deterministic=self.deterministic)
-        assert isinstance(out, Tensor)
-        return out
+        return alone(fms.flash_attn_func(q, k, v, causal=True, deterministic=self.deterministic))
 
 
 class FlashAttention4:
@@ -56,8 +54,7 @@ class FlashAttention4:
         self.call = flash_attn_func
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = self.call(q, k, v, causal=True)
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        return alone(self.call(q, k, v, causal=True))
 
 
 def by_sonicmoe(x: Tensor, logits: Tensor, layer: Layer, size: Size) -> Tensor:
@@ -142,7 +139,7 @@ def compared(training: Training, found: list[Way]) -> list[Row]:
             off = sum((one.float() - right).square().sum().item() for one, right in zip(gradients, reference, strict=True))
             row.error = (off / sum(one.float().square().sum().item() for one in reference)) ** 0.5
         except Exception as error:
-            row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            row.failed = in_one_line(error)
         rows.append(row)
     return rows
 
@@ -158,10 +155,7 @@ def timed(training: Training, found: list[Way], rows: list[Row], samples: int, d
                 torch.cuda.reset_peak_memory_stats()
             seconds(calls[way.name], device)
             row.peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    sampled: dict[str, list[float]] = {one: [] for one in calls}
-    for sample in range(samples):
-        for one in calls if sample % 2 == 0 else reversed(calls):
-            sampled[one].append(seconds(calls[one], device))
+    sampled = in_turns(calls, samples, device)
     gpu = current_gpu()
     for row in rows:
         if row.way in sampled:
