@@ -229,10 +229,24 @@ _BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu
 def gpu_named(text: str) -> Gpu:
     """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case. Raises ValueError: no such GPU;
     the message lists the names."""
-    found = _BY_PLAIN_NAME.get(_plain(text))
+    found = listed(text)
     if found is None:
         raise ValueError(f"gpu is {text!r}; it must be one of {', '.join(GPUS)}")
     return found
+
+
+def listed(text: str) -> Gpu | None:
+    """As ``gpu_named``; None if there is no such GPU."""
+    return _BY_PLAIN_NAME.get(_plain(text))
+
+
+def short_name(product: str, sm_count: int | None) -> str:
+    """A card's name in the table, else a slug of its product's. Other SMs than the table's are part of the name: a partition,
+    or a wrong product, is not the card that was measured."""
+    found = listed(product)
+    if found is None:
+        return re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-") or "unnamed"
+    return found.name if sm_count in (None, found.sm_count) else f"{found.name}-{sm_count}sm"
 
 
 def gpu_for_device(product: str, capability: tuple[int, int], sm_count: int, **reported: Any) -> Gpu:
@@ -243,19 +257,18 @@ def gpu_for_device(product: str, capability: tuple[int, int], sm_count: int, **r
     driver's name for the card. ``capability``: (major, minor). ``reported``: further fields of a Gpu; None where the driver
     does not report it.
     """
-    listed = _BY_PLAIN_NAME.get(_plain(product))
-    if listed is not None and (listed.compute_capability, listed.sm_count) == (capability, sm_count):
-        return listed
+    known = listed(product)
+    if known is not None and (known.compute_capability, known.sm_count) == (capability, sm_count):
+        return known
     nearest = max((key for key in _CAPABILITIES if key <= capability), default=min(_CAPABILITIES))
     fields: dict[str, Any] = _limits(nearest) | {
         "memory_bandwidth": max(gpu.memory_bandwidth for gpu in _TABLE),
-        "boost_clock_hz": max(gpu.boost_clock_hz for gpu in _TABLE) if listed is None else listed.boost_clock_hz,
+        "boost_clock_hz": max(gpu.boost_clock_hz for gpu in _TABLE) if known is None else known.boost_clock_hz,
     }
     fields |= {name: value for name, value in reported.items() if value is not None}
-    name = re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-")
     rates, cycles = _CAPABILITIES[nearest], sm_count * fields["boost_clock_hz"]
     return Gpu(
-        name=name if listed is None else f"{listed.name}-{sm_count}sm",  # part of a card is not the card that was measured
+        name=short_name(product, sm_count),
         product=product,
         compute_capability=capability,
         sm_count=sm_count,

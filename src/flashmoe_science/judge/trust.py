@@ -5,15 +5,13 @@ A kernel is believed only with a correctness row and, on a GPU, a call path row.
 
 from __future__ import annotations
 
-import contextlib
-import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from operator import itemgetter
 
 from flashmoe_science.hardware.floor import floor_ns
-from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
+from flashmoe_science.hardware.gpus import MIB, listed, short_name
 from flashmoe_science.judge.control import Control, control_of, is_control
 from flashmoe_science.judge.grouped import grouped
 from flashmoe_science.operations import parse_problem
@@ -50,7 +48,7 @@ class Trust:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.gpu_name = gpu_name(run.header.environment)
-        self._gpu = _listed(run.header.environment)
+        self._gpu = listed(run.header.environment.gpu or "")
         self._on_gpu = run.header.environment.gpu is not None
         timings, checks, refusals = run.of(TimingRow), run.of(CorrectnessRow), run.of(RefusalRow)
         # What failed once in a run has failed: a later pass does not clear it.
@@ -229,22 +227,8 @@ def _series(row: TimingRow) -> tuple[object, ...]:
 
 
 def gpu_name(machine: Environment) -> str:
-    """A GPU's short name in the table of GPUs, else a slug of its product name; "cpu" where there is no GPU.
-
-    A card with another number of SMs than in the table is a partition, or reports a wrong name. Its name here has that number
-    (as in ``hardware.gpus.gpu_for_device``), so that its numbers do not count as the whole card's."""
-    if machine.gpu is None:
-        return "cpu"
-    listed = _listed(machine)
-    if listed is None:
-        return re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower().removeprefix("nvidia ")).strip("-") or "unnamed"
-    return listed.name if machine.sm_count in (None, listed.sm_count) else f"{listed.name}-{machine.sm_count}sm"
-
-
-def _listed(machine: Environment) -> Gpu | None:
-    with contextlib.suppress(ValueError):
-        return gpu_named(machine.gpu or "")
-    return None
+    """The ``short_name`` of its GPU; "cpu" where there is none."""
+    return "cpu" if machine.gpu is None else short_name(machine.gpu, machine.sm_count)
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:
