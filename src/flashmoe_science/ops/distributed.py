@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 Results = tuple[torch.Tensor, ...]
 
@@ -42,3 +43,10 @@ class Checked(NamedTuple):
     inputs: Mapping[str, torch.Tensor]
     of_reference: Callable[[Results], Results]
     of_results: Callable[[Results], Results]
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """x [N, ...] of every rank, [ranks, N, ...]."""
+    found = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(found, x.contiguous(), group)
+    return found.view(group.size(), *x.shape)

@@ -20,7 +20,7 @@ from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.peers import fa3
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.proof import ranks_decode
-from flashmoe_science.ops.distributed import Checked, Implementation, Results
+from flashmoe_science.ops.distributed import Checked, Implementation, Results, gathered
 from flashmoe_science.records import ONE_GPU
 
 Inputs = Mapping[str, torch.Tensor]
@@ -169,10 +169,8 @@ def _gathered(problem: AttentionProblem, inputs: Inputs, group: dist.ProcessGrou
     own = group.rank(), 2 * ranks - 1 - group.rank()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kv = torch.cat((k, v), -1)  # [B, tokens of a rank, heads, D + Dv]
-        every = kv.new_empty(ranks * kv.shape[0], *kv.shape[1:])
-        dist.all_gather_into_tensor(every, kv, group)
-        halves = every.unflatten(0, (ranks, -1)).unflatten(2, (2, -1))  # [ranks, B, 2, tokens of a chunk, heads, D + Dv]
+        every = gathered(torch.cat((k, v), -1), group)
+        halves = every.unflatten(2, (2, -1))  # [ranks, B, 2, tokens of a chunk, heads, D + Dv]
         whole = torch.cat([*halves[:, :, 0].unbind(), *halves[:, :, 1].flip(0).unbind()], 1)
         keys, values = whole.split((k.shape[-1], v.shape[-1]), -1)
         found = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from flashmoe_science.operations import public
 from flashmoe_science.ops.attention.peers import fa3
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.distributed import Implementation, Results
+from flashmoe_science.ops.distributed import Implementation, Results, gathered
 from flashmoe_science.records import ONE_GPU
 
 Inputs = Mapping[str, torch.Tensor]
@@ -91,17 +91,12 @@ def _gathered(
     q: torch.Tensor, own: Sequence[torch.Tensor], lengths: torch.Tensor, group: dist.ProcessGroup, by: str
 ) -> Callable[[], torch.Tensor]:
     """Attention to this rank's keys; results and log-sum-exps by two collectives, and PyTorch's softmax of the latter."""
-    attend, ranks = _attend(by), group.size()
-
-    def every(x: torch.Tensor) -> torch.Tensor:
-        found = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(found, x.contiguous(), group)
-        return found.view(ranks, *x.shape)
+    attend = _attend(by)
 
     def call() -> torch.Tensor:
         out, lse, *_ = attend(q, *own, cache_seqlens=lengths, return_softmax_lse=True)
-        weights = every(lse).softmax(0).transpose(2, 3)[..., None]  # [ranks, B, 1, heads, 1]
-        merged: torch.Tensor = (weights * every(out)).sum(0).to(out.dtype)
+        weights = gathered(lse, group).softmax(0).transpose(2, 3)[..., None]  # [ranks, B, 1, heads, 1]
+        merged: torch.Tensor = (weights * gathered(out, group)).sum(0).to(out.dtype)
         return merged
 
     return call

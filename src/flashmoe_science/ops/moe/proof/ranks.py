@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_science.operations import public
-from flashmoe_science.ops.distributed import Checked, Implementation, Results
+from flashmoe_science.ops.distributed import Checked, Implementation, Results, gathered
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof.contract import CONTRACT
 from flashmoe_science.records import ONE_GPU
@@ -113,16 +113,10 @@ def _gathered(problem: MoEProblem, local: Inputs, group: dist.ProcessGroup) -> C
     """All tokens on every rank, the experts of this one, and the sum over ranks scattered."""
     experts, fused_moe = _experts(problem, group), public("flashmoe_science.moe:fused_moe")
 
-    def every(x: torch.Tensor) -> torch.Tensor:
-        made = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(made, x, group)
-        return made
-
     def call() -> Results:
-        x, weights, ids = (every(local[name]) for name in _OF_TOKENS)
+        x, weights, ids = (gathered(local[name], group).flatten(0, 1) for name in _OF_TOKENS)
         ids = torch.where((ids >= experts.start) & (ids < experts.stop), ids - experts.start, -1)
-        gathered = {**local, "x": x, "topk_weights": weights, "topk_ids": ids}
-        partial_sums = CONTRACT.call(fused_moe, problem, gathered)
+        partial_sums = CONTRACT.call(fused_moe, problem, {**local, "x": x, "topk_weights": weights, "topk_ids": ids})
         out = torch.empty_like(local["x"])
         dist.reduce_scatter_tensor(out, partial_sums, group=group)
         return (out,)
