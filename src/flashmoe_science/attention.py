@@ -21,7 +21,7 @@ from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimens
 from flashmoe_science.ops.attention.front.merge import check_parts, merged, parts_of
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
-from flashmoe_science.ops.checks import check_device, check_flag, check_name, checked_tensor
+from flashmoe_science.ops.checks import check_device, check_flag, check_kernel, checked_tensor
 from flashmoe_science.ops.explain import explained
 
 _DOCUMENT_NAMES = ArgNames(q="Q", k="K", v="V")
@@ -115,7 +115,7 @@ def _torch_options(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Opt
         check_flag(enable_gqa, "enable_gqa")
     if kernel is None:
         return _TORCH[is_causal, enable_gqa]
-    check_name(kernel, "kernel")
+    check_kernel(kernel)
     return _named_options(is_causal, enable_gqa, kernel)
 
 
@@ -172,7 +172,7 @@ def flash_attn_func(
     tensors: Given = views
     options = _FLASH[causal, return_attn_probs]
     if kernel is not None:
-        check_name(kernel, "kernel")
+        check_kernel(kernel)
         options = options._replace(kernel=kernel)
     if deterministic is not False:
         check_flag(deterministic, "deterministic")

@@ -36,10 +36,10 @@ def check_count(value: object, name: str, least: int) -> None:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def check_name(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {shown(value)}; it must be a string or None")
+def check_kernel(name: object) -> None:
+    """Raise TypeError unless ``name`` is a string."""
+    if not isinstance(name, str):
+        raise TypeError(f"kernel is {shown(name)}; it must be a string or None")
 
 
 def check_flag(value: object, name: str) -> None:

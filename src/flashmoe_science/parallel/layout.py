@@ -36,8 +36,7 @@ class Cut(NamedTuple):
 def cut(seqlen: int, group: object, layout: str) -> Cut:
     """The cut of ``seqlen`` tokens. Of M chunks, chunk i has the tokens from i * seqlen // M to (i + 1) * seqlen // M.
     ``layout``: "head_tail": 2N chunks, rank r has r and 2N - 1 - r, so that all N ranks have equal work under a causal mask;
-        "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens
-        than
+    "contiguous": N chunks. Raises TypeError, ValueError: no group that this rank is in, an unknown layout, fewer tokens than
     chunks."""
     ranks = process_group(group)
     if layout not in get_args(Layout):

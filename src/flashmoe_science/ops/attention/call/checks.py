@@ -232,13 +232,12 @@ def checked_scale(scale: object, name: str) -> float | None:
     return float(scale)
 
 
-def check_probability(value: object, name: str) -> None:
-    """Raise unless ``value`` is a number from 0 to 1. Raises TypeError: not a real number. Raises ValueError: below 0 or above
-    1."""
+def check_dropout(value: object) -> None:
+    """Raise TypeError unless ``value`` is a real number, ValueError unless it is from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {shown(value)}; it must be a real number from 0 to 1")
+        raise TypeError(f"dropout_p is {shown(value)}; it must be a real number from 0 to 1")
     if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} is {value}; it must be from 0 to 1")
+        raise ValueError(f"dropout_p is {value}; it must be from 0 to 1")
 
 
 def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, names: ArgNames) -> None:

@@ -15,7 +15,7 @@ import torch
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention.call.append import Append, check_append
-from flashmoe_science.ops.attention.call.checks import check_call, check_probability, checked_scale
+from flashmoe_science.ops.attention.call.checks import check_call, check_dropout, checked_scale
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
@@ -116,7 +116,7 @@ def attend_with_dropout(
     ``dropped_attention``. Raises as ``attend``."""
     every = Tensors(*tensors)  # type: ignore[arg-type]  # q, k and v are never None
     every = _autocast(every) or every
-    check_probability(dropout_p, "dropout_p")
+    check_dropout(dropout_p)
     if options.deterministic and every.needs_grad():
         raise CannotServe(f"deterministic is True, {GRADIENTS}, and dropout_p is {dropout_p}, which no kernel of ours takes")
     check_call(every, options)

@@ -11,8 +11,8 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.checks import (
     Unsupported,
+    check_dropout,
     check_mask_argument,
-    check_probability,
     check_tensors,
     checked_scale,
 )
@@ -137,7 +137,7 @@ def _by_pytorch(call: TorchCall, refusal: Unsupported | None) -> torch.Tensor:
         check_tensors(*call[:3], TORCH_NAMES)
         if call.attn_mask is not None:
             check_mask_argument(call.attn_mask, call.query, call.key, TORCH_NAMES)
-        check_probability(call.dropout_p, "dropout_p")
+        check_dropout(call.dropout_p)
         if call.attn_mask is not None and "is_causal" in str(error):
             both = f"attn_mask is given and is_causal is True; for PyTorch {torch.__version__} they must not be given together"
             raise ValueError(both) from error
