@@ -9,15 +9,12 @@ import json
 from typing import Any
 
 import torch
+from tests.unit.tensors import i32
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import calls
 from flashmoe_science.ops.attention.front import append, choose, sdpa
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def both(function: Any, *tensors: torch.Tensor, **options: Any) -> dict[str, object]:

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensors import i32
 
 import flashmoe_science as fm
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front import pytorch
 
 Call = Callable[..., Any]
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 HEADS_FIRST = {name: torch.randn(2, 4, 8, 16) for name in ("query", "key", "value")}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensors import i32
 
 import flashmoe_science as fm
 
@@ -15,10 +16,6 @@ Call = Callable[..., Any]
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 HEADS_FIRST = (randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 6))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensors import i32
 
 import flashmoe_science as fm
 from flashmoe_science.bert_padding import pad_input, unpad_input
@@ -18,10 +19,6 @@ EQUAL: dict[str, float] = {"rtol": 0, "atol": 0}
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 QKV, Q, KV = randn(2, 7, 3, 4, 16), randn(2, 5, 4, 16), randn(2, 7, 2, 2, 16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensors import i32
 
 from flashmoe_science import flash_attn_varlen_func as varlen
 from flashmoe_science import flash_attn_with_kvcache as with_cache
@@ -14,10 +15,6 @@ from flashmoe_science import flash_attn_with_kvcache as with_cache
 
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 Q, C = randn(2, 3, 4, 16), randn(2, 8, 4, 16)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.tensors import i32
 
 import flashmoe_science as fm
 from flashmoe_science import bert_padding
@@ -19,11 +20,7 @@ def t(*shape: int) -> torch.Tensor:
     return torch.ones(*shape)
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-Q, ROWS, STARTS = t(2, 8, 4, 16), t(8, 4, 16), ints(0, 3, 8)
+Q, ROWS, STARTS = t(2, 8, 4, 16), t(8, 4, 16), i32(0, 3, 8)
 CODED = fm.quantize_experts(t(2, 8, 8), t(2, 8, 4), "fp8_channel")
 CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     fm.scaled_dot_product_attention: {"query": Q, "key": Q, "value": Q, "is_causal": True, "scale": 1.0, "enable_gqa": False},
@@ -36,7 +33,7 @@ CALLS: dict[Callable[..., Any], dict[str, Any]] = {
     fm.fused_moe: {"hidden_states": t(5, 8), "gate_up_proj": t(2, 8, 8), "down_proj": t(2, 8, 4), "top_k_weights": t(5, 1),
                    "top_k_ids": torch.zeros(5, 1, dtype=torch.int32), "activation": "silu", "alpha": 1.0, "limit": 7.0,
                    "interleaved": False},
-    fm.grouped_moe: {"hidden_states": t(5, 8), "gate_up_proj": t(2, 8, 8), "down_proj": t(2, 8, 4), "offsets": ints(2, 5)},
+    fm.grouped_moe: {"hidden_states": t(5, 8), "gate_up_proj": t(2, 8, 8), "down_proj": t(2, 8, 4), "offsets": i32(2, 5)},
     fm.route: {"router_logits": t(5, 4), "top_k": 2, "scoring": "softmax", "normalize": "sum"},
     fm.quantize_experts: {"gate_up_proj": t(2, 8, 8), "down_proj": t(2, 8, 4), "weight_format": "fp8_channel"},
     fm.dequantize_experts: CODED,

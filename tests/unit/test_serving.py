@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.unit.interpreter import Interpreter
 from tests.unit.serving_reference import Row, sequence_attention
+from tests.unit.tensors import i32, randn
 
 import flashmoe_science as fm
 from flashmoe_science import flash_attn_varlen_func as varlen
@@ -17,14 +18,6 @@ from flashmoe_science import flash_attn_with_kvcache as with_cache
 
 E4M3 = torch.float8_e4m3fn
 NEAR = {"rtol": 0.0, "atol": 5e-6}
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def starts(lengths: list[int]) -> torch.Tensor:

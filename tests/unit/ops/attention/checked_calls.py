@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tests.unit.tensors import i32
 
 from flashmoe_science import flash_attn_varlen_func as varlen
 from flashmoe_science import flash_attn_with_kvcache as cache
@@ -21,10 +22,6 @@ from flashmoe_science.ops.attention.front import append, choose, lengths
 
 Given = dict[str, Any]
 LAUNCHES: list[int] = []
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def cached(**others: Any) -> Given:

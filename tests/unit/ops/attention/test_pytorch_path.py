@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.tensors import i32, randn
 
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 from flashmoe_science.ops.attention.front import padded, pytorch
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
 
 E4M3 = torch.float8_e4m3fn
 LENGTHS_Q, LENGTHS_K, HELD = i32(0, 4, 4, 9), i32(0, 7, 7, 10), i32(6, 0, 3)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tests.unit.ops.attention.calls import call_of
+from tests.unit.tensors import i32
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -56,10 +57,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (chunk_launcher, fwd_gluon_sm90):
         monkeypatch.setattr(module, "current_gpu", lambda device: H200)
         monkeypatch.setattr(module, "can_start_early", lambda device: False)
-
-
-def i32(*numbers: int) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 def normal(*shape: int) -> torch.Tensor:

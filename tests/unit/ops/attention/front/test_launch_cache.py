@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.tensors import i32
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashmoe_science as fm
@@ -50,10 +51,6 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def stored(public: bool) -> list[calls.CachedLaunch]:
     """The launches stored under the public functions' own arguments, or under those of ``attend``."""
     return [one for key, found in calls.LAUNCHES.items() if bool(key[5:] and key[5]) == public for one in found]
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def cached(**others: Any) -> Given:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.serving_reference import Row, sequence_attention
+from tests.unit.tensors import i32, randn
 
 import flashmoe_science as fm
 from flashmoe_science.dispatch.select import select
@@ -22,14 +23,6 @@ from flashmoe_science.ops.attention.front.operator import attend
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.calls import LAUNCHES
-
-
-def i32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def operator_arguments(tensors: Tensors, options: Options) -> tuple[object, ...]:
