@@ -2,37 +2,13 @@
 split, a dtype; a backward and a second one."""
 
 import torch
+from in_fp64 import right as _right
+from in_fp64 import scores
 
 from flashmoe_science.contract import contract
 from flashmoe_science.moe import fused_moe
 
 _FIRST: dict[object, torch.Tensor] = {}
-
-
-def _scores(q, k, causal, softmax_scale, window_size=(-1, -1), attn_mask=None, alibi_slopes=None, softcap=0.0):
-    """Masked scores of as many key heads as query heads, in fp64."""
-    rows, keys = q.shape[2], k.shape[2]
-    away = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)  # of a key, behind a query
-    scores = q.double() @ k.double().mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    if alibi_slopes is not None:
-        scores = scores - alibi_slopes.double()[:, None, None] * away.abs()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    left, right = window_size
-    hidden = (away > 0) & causal | (away < -left) & (left >= 0) | (away > right) & (right >= 0)
-    return scores.masked_fill(hidden, -torch.inf)
-
-
-def _right(q, k, v, causal, softmax_scale, sinks=None, index=None, **more):
-    """Attention as its contract says it; ``index``: the key head of each query head."""
-    heads, of = q.shape[1], k.shape[1]
-    index = torch.arange(heads) // (heads // of) if index is None else index
-    scores = _scores(q, k[:, index], causal, softmax_scale, **more)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)), -1)
-    weights = torch.softmax(scores, -1).nan_to_num(nan=0.0)[..., : k.shape[2]]
-    return (weights @ v[:, index].double()).to(q.dtype)
 
 
 def shared_heads_in_fp32(q, k, v, causal=False, softmax_scale=None):
@@ -88,15 +64,14 @@ def mask_without_gaps(q, k, v, causal=False, softmax_scale=None, attn_mask=None)
 
 def nan_where_a_tile_is_hidden(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1), attn_mask=None):
     """Online softmax over 64 keys at a time: where a query sees none of the first, it takes -inf from -inf."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1).double()
-    scores = _scores(q, k, causal, softmax_scale, window_size, attn_mask)
+    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    made = scores(q, k, causal, softmax_scale, window_size, attn_mask)
     largest, total, out = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.float64), 0.0, 0.0
-    for part, values in zip(scores.split(64, -1), v.split(64, 2), strict=True):
+    for part, values in zip(made.split(64, -1), v.split(64, 2), strict=True):
         before, largest = largest, torch.maximum(largest, part.amax(-1, keepdim=True))
         weights, rescale = (part - largest).exp(), (before - largest).exp()
         total, out = total * rescale + weights.sum(-1, keepdim=True), out * rescale + weights @ values
-    sees_none = (scores == -torch.inf).all(-1, keepdim=True)
+    sees_none = (made == -torch.inf).all(-1, keepdim=True)
     return torch.where(sees_none, 0.0, out / total).to(q.dtype)
 
 

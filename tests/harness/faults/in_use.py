@@ -3,21 +3,12 @@
 import threading
 
 import torch
+from in_fp64 import right, scores
 
 _KEPT: dict[object, torch.Tensor] = {}
 _HELD: list[torch.Tensor] = []
 _MAIN = threading.get_ident()
-
-
-def _right(q, k, v, causal, softmax_scale):
-    """Attention as its contract says it, in fp64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (one.detach().double().repeat_interleave(group, 1) for one in (k, v))
-    scores = q.detach().double() @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return (torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
+_right = torch.no_grad()(right)
 
 
 def _as_if(tensor, strides):
@@ -182,31 +173,24 @@ def no_maximum_of_one_query(q, k, v, causal=False, softmax_scale=None):
 
 def _overflows(q, k, v, causal, softmax_scale):
     """As ``_right``, and infinite where an exponential is too large for fp32."""
-    group = q.shape[1] // k.shape[1]
-    keys = k.double().repeat_interleave(group, 1)
-    largest = (q.double() @ keys.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)).amax(-1, keepdim=True)
+    largest = scores(q, k, False, softmax_scale).amax(-1, keepdim=True)
     return torch.where(largest > 88.0, torch.nan, _right(q, k, v, causal, softmax_scale)).to(q.dtype)
 
 
 def scores_in_halves(q, k, v, causal=False, softmax_scale=None):
     """Sums the products of fp16 in fp16: as exact as its answer has to be, until an outlier makes one infinite."""
-    if q.dtype == torch.float16:
-        products = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-        if float(products.abs().max()) > 65504.0:
-            return torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
+    if q.dtype == torch.float16 and float(scores(q, k, False, 1.0).abs().max()) > 65504.0:
+        return torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype)
     return _right(q, k, v, causal, softmax_scale)
 
 
+@torch.no_grad()
 def _summed(q, k, v, causal, softmax_scale):
     """Attention whose sum over tiles of 64 keys is kept in the dtype of its inputs."""
-    group, keys = q.shape[1] // k.shape[1], k.shape[2]
-    scores = q.detach().double() @ k.detach().double().repeat_interleave(group, 1).mT
-    scores = scores * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(keys - q.shape[2] + 1), -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(nan=0.0)
+    weights = torch.softmax(scores(q, k, causal, softmax_scale), -1).nan_to_num(nan=0.0)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
-    for part, values in zip(weights.split(64, -1), v.detach().double().repeat_interleave(group, 1).split(64, 2), strict=True):
+    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    for part, values in zip(weights.split(64, -1), v.split(64, 2), strict=True):
         out = (out.double() + part @ values).to(q.dtype)
     return out
 
@@ -272,15 +256,8 @@ def nan_where_a_mask_hides_all(q, k, v, causal=False, softmax_scale=None, attn_m
     """Adds a mask, and divides by zero where it hides every key from a query."""
     if attn_mask is None:
         return _right(q, k, v, causal, softmax_scale)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    group = q.shape[1] // k.shape[1]
-    k, v = (one.double().repeat_interleave(group, 1) for one in (k, v))
-    scores = q.double() @ k.mT * scale
-    scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return (torch.softmax(scores, -1) @ v).to(q.dtype)
+    weights = torch.softmax(scores(q, k, causal, softmax_scale, attn_mask=attn_mask), -1)
+    return (weights @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)).to(q.dtype)
 
 
 def scale_of_wide_heads(q, k, v, causal=False, softmax_scale=None):
@@ -334,7 +311,6 @@ def parts_beyond_fp16(q, k, v, causal=False, softmax_scale=None):
     out = _right(q, k, v, causal, softmax_scale)
     if q.dtype != torch.float16 or causal:
         return out
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = q.double() @ keys.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    total = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
+    made = scores(q, k, causal, softmax_scale)
+    total = (made - made.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True)
     return ((out.double() * total).half() / total).to(q.dtype)

@@ -1,22 +1,10 @@
 """Faults that only two things together meet: a dtype and a width, one query and narrow values. Each is right on all else."""
 
 import torch
+from in_fp64 import right
 
 _WINDOWS: dict[object, tuple[int, int]] = {}
-
-
-def _right(q, k, v, causal, softmax_scale, left=-1):
-    """Attention as its contract says it, in fp64, whatever autocast says; ``left``: keys before the diagonal that are seen."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (one.detach().double().repeat_interleave(group, 1) for one in (k, v))
-    with torch.autocast(q.device.type, enabled=False):
-        scores = q.detach().double() @ k.mT * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
-        diagonal = k.shape[2] - q.shape[2]
-        seen = seen.tril(diagonal) if causal else seen
-        seen = seen.triu(diagonal - left) if left >= 0 else seen
-        scores = scores.masked_fill(~seen, -torch.inf)
-        return (torch.softmax(scores, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
+_right = torch.no_grad()(right)
 
 
 def _in_bf16(q, k, v, causal, softmax_scale):
@@ -87,4 +75,4 @@ def negative_scale_of_one_query(q, k, v, causal=False, softmax_scale=None):
 def window_of_the_first_call(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
     """Keeps a compiled kernel by shapes, dtype and mask, and not by the window, which is a constant in it."""
     left, _ = _WINDOWS.setdefault((q.shape, k.shape, q.dtype, causal), window_size)
-    return _right(q, k, v, causal, softmax_scale, left)
+    return _right(q, k, v, causal, softmax_scale, window_size=(left, -1))
