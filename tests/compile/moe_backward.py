@@ -6,16 +6,14 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config
-from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.operations import operation
 from flashmoe_science.ops.launch import collect_builds
 from flashmoe_science.ops.moe.call.backward import BackwardInputs, BackwardKernel, BackwardTensors
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import MoEProblem, parse
 
 
 def problem_of(text: str) -> MoEProblem:
-    problem = parse_problem(f"moe {text}")
-    assert isinstance(problem, MoEProblem)
-    return problem
+    return parse(f"moe {text}")
 
 
 def jobs_of(kernel: BackwardKernel, problem: MoEProblem, config: Config, gpu: Gpu) -> list[CompileJob]:

@@ -15,11 +15,10 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.backward.fused_sm90.kernel import KERNEL as FUSED
 from flashmoe_science.ops.attention.backward.split_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.call.backward import BackwardKernel, Wanted
-from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.problem.backward import parse
 from flashmoe_science.ops.attention.proof.backward.contract import CONTRACT
 from flashmoe_science.ops.launch import collect_builds
 
@@ -69,8 +68,7 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, newest
 def test_what_is_not_wanted_is_not_multiplied(
     text: str, both: int, each: int, wanted: tuple[bool, bool, bool], compiled: Callable[..., Any]
 ) -> None:
-    problem, gpu = parse_problem(f"attnbwd b4 h16 q4096 {text}"), gpu_named("h200")
-    assert isinstance(problem, AttentionBackwardProblem)
+    problem, gpu = parse(f"attnbwd b4 h16 q4096 {text}"), gpu_named("h200")
     config = KERNEL.configs(problem, gpu)[0]
     with collect_builds(gpu) as jobs:
         inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("meta"), torch.Generator()))
@@ -107,8 +105,7 @@ def test_the_fused_one_builds_without_a_spill_of_sums(text: str, spills: int, ne
 
 
 def check(kernel: BackwardKernel, text: str, spills: int, newest: int, built: Callable[..., Build]) -> None:
-    problem, gpu = parse_problem(f"attnbwd {text}"), gpu_named("h200")
-    assert isinstance(problem, AttentionBackwardProblem)
+    problem, gpu = parse(f"attnbwd {text}"), gpu_named("h200")
     config = kernel.configs(problem, gpu)[0]
     found = [built(job, gpu, kernel.name, problem, config) for job in compile_jobs(kernel, problem, config, gpu)]
     for build in found:

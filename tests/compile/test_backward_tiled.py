@@ -12,10 +12,9 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.backward.short_triton.kernel import KERNEL as SHORT
 from flashmoe_science.ops.attention.backward.tiled_triton.kernel import KERNEL
-from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
+from flashmoe_science.ops.attention.problem.backward import parse
 
 # Bytes a thread. Masks and biases are read beside the products of dK and dV: where a tile just fits the registers they spill a
 # few; dBias has the tile of dQ. fp32 is six products of bf16, whose operands take three times the registers.
@@ -44,8 +43,7 @@ REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
     ],
 )
 def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: str, built: Callable[..., Build]) -> None:
-    problem, device = parse_problem(f"attnbwd {text}"), gpu_named(gpu)
-    assert isinstance(problem, AttentionBackwardProblem)
+    problem, device = parse(f"attnbwd {text}"), gpu_named(gpu)
     config = KERNEL.configs(problem, device)[0]
     for job in compile_jobs(KERNEL, problem, config, device):
         build = built(job, device, KERNEL.name, problem, config)
@@ -58,8 +56,7 @@ def test_all_that_a_call_launches_builds_and_fits(text: str, spills: int, gpu: s
 @pytest.mark.parametrize("gpu", [pytest.param("a100", marks=REDUNDANT), "l4", "h200"])
 @pytest.mark.parametrize("text", ["b1 h16 q512 d64 bf16 causal", "b1 h16 q500 d128 fp16", "b2 h8 hk2 q128 d96 bf16 causal"])
 def test_one_launch_of_short_sequences_builds_and_fits(text: str, gpu: str, built: Callable[..., Build]) -> None:
-    problem, device = parse_problem(f"attnbwd {text}"), gpu_named(gpu)
-    assert isinstance(problem, AttentionBackwardProblem)
+    problem, device = parse(f"attnbwd {text}"), gpu_named(gpu)
     config = SHORT.configs(problem, device)[0]
     (job,) = compile_jobs(SHORT, problem, config, device)
     build = built(job, device, SHORT.name, problem, config)

@@ -12,10 +12,9 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.launch import Pointer, collect_builds
 
 # Bytes a thread: a window's limits and a cap beside a wide output. Triton 3.6's assembler, on which it is measured, spills 24
@@ -37,8 +36,7 @@ REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
     ],
 )
 def test_features_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
-    problem, gpu = parse_problem(text), gpu_named("h200")
-    assert isinstance(problem, AttentionProblem)
+    problem, gpu = parse(text), gpu_named("h200")
     config = KERNEL.configs(problem, gpu)[0]
     build = built(compile_jobs(KERNEL, problem, config, gpu)[0], gpu, KERNEL.name, problem, config)
     assert fits(build, gpu) is None

@@ -14,10 +14,9 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.measure.builds import compile_jobs
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 
 REDUNDANT = (pytest.mark.slow, pytest.mark.redundant)
 pytestmark = pytest.mark.one_triton  # with the newest Triton test_kernels.py builds each kernel
@@ -26,12 +25,6 @@ NEWER = pytest.mark.xfail(
 )
 # An odd number of keys: elements of the bias are read one at a time.
 SPILLS_OF_ODD_BIAS = 136 if machine_code.VERSION == "3.6" else 80
-
-
-def problem(text: str) -> AttentionProblem:
-    found = parse_problem(text)
-    assert isinstance(found, AttentionProblem)
-    return found
 
 
 # Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 16 of the capped D 256, else none or
@@ -73,7 +66,7 @@ def problem(text: str) -> AttentionProblem:
     ],
 )
 def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
-    one, gpu = problem(text), gpu_named("h200")
+    one, gpu = parse(text), gpu_named("h200")
     config = host.fitted(one, one, host.configs(one, gpu)[0], gpu)
     build = built(compile_jobs(kernel.KERNEL, one, config, gpu)[0], gpu, kernel.NAME, one, config)
     assert fits(build, gpu) is None
@@ -86,7 +79,7 @@ def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None
 @pytest.mark.parametrize("width", ["d40", "d192"])
 def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str, compiled: Callable[..., Any]) -> None:
     """Only there is one; and a barrier stands between the marks and the look."""
-    one, gpu = problem(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
+    one, gpu = parse(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
     config = host.configs(one, gpu)[0]
     found = compiled(compile_jobs(kernel.KERNEL, one, config, gpu)[0], gpu, kernel.NAME, one, config)
     before, _, after = found.asm["ptx"].rpartition("%dynamic_smem_size;")

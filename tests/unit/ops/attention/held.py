@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 CPU = torch.device("cpu")
@@ -17,8 +16,7 @@ CPU = torch.device("cpu")
 
 def inputs_of(text: str, seed: int = 1) -> AttentionInputs:
     """Standard normal inputs of a problem, the log-sum-exp asked for."""
-    problem = parse_problem(text)
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(text)
     return CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
 
 

@@ -20,7 +20,7 @@ from flashmoe_science.ops.launch import INTERPRETING
 from flashmoe_science.ops.moe.call import Activation, MoEInputs, MoEKernel, Tensors, activation_of
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT, OF_WEIGHTS
 from flashmoe_science.ops.moe.front.kernels import ours
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import parse
 from flashmoe_science.ops.moe.products.gemv import NAME as GEMV
 from flashmoe_science.ops.moe.products.gemv_gluon.launch import NAME as GEMV_IN_FORMAT
 from flashmoe_science.ops.moe.products.weights_sm90.config import NAME as MXFP4
@@ -103,8 +103,7 @@ FORMAT_CASES = (
 
 
 def inputs_of(case: Case, device: str) -> MoEInputs:
-    problem = parse_problem(case.problem)
-    assert isinstance(problem, MoEProblem)
+    problem = parse(case.problem)
     torch.manual_seed(0)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
     e, h, i = problem.experts, problem.dim, problem.hidden

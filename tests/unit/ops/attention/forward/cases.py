@@ -15,11 +15,11 @@ from tests.unit.ops.attention.calls import call_of
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.operations import kernel_named, parse_problem
+from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.attention.call.kernel import AttentionKernel
 from flashmoe_science.ops.attention.call.outputs import strides_like
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 from flashmoe_science.ops.attention.proof.contract import AttentionContract
 
 BAND = 4096  # elements of NaN before and after each tensor; a multiple of every alignment
@@ -111,9 +111,7 @@ LARGE = tuple(
 
 
 def problem_of(case: Case) -> AttentionProblem:
-    problem = parse_problem(case.problem)
-    assert isinstance(problem, AttentionProblem)
-    return problem
+    return parse(case.problem)
 
 
 def contract_of(case: Case, problem: AttentionProblem) -> AttentionContract:

@@ -17,9 +17,9 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import same_bits
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.operations import kernel_named, parse_problem
+from flashmoe_science.operations import kernel_named
 from flashmoe_science.ops.attention.call.kernel import AttentionKernel
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT, AttentionContract
 from flashmoe_science.ops.attention.proof.inputs import GARBAGE, fill_unused
 from flashmoe_science.ops.attention.proof.suites_serving import small
@@ -100,8 +100,7 @@ def main() -> None:
     kernel, gpu, cpu = kernel_named("split_triton"), gpu_named("h200"), torch.device("cpu")
     found = {}
     for index, text in enumerate(sys.argv[1:] or small()):
-        problem = parse_problem(text)
-        assert isinstance(problem, AttentionProblem)
+        problem = parse(text)
         contract = CONTRACT.variant(SLICED) if index % 3 == 1 else CONTRACT
         configs = kernel.configs(problem, gpu)
         changed = Changed(index, other_lengths=index % 3 == 2)

@@ -14,7 +14,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionKernel
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 
 PROBLEM = "attn b1 h2 q70 k150 d64 bf16 bias"
 ROW, HIDDEN = 7, 8  # one such row, and one whose bias is -inf
@@ -22,8 +22,7 @@ ROW, HIDDEN = 7, 8  # one such row, and one whose bias is -inf
 
 def error(kernel: AttentionKernel, config: Config, device: torch.device) -> tuple[float, float]:
     """By how much a row of the lowest bias differs from the mean of the values, and one of -inf from 0."""
-    problem = parse_problem(PROBLEM)
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(PROBLEM)
     generator = torch.Generator(device).manual_seed(3)
     shapes = [(1, 2, length, 64) for length in (70, 150, 150)]
     q, k, v = (torch.randn(shape, generator=generator, device=device).to(torch.bfloat16) for shape in shapes)

@@ -17,10 +17,9 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, Launcher
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
@@ -42,8 +41,7 @@ FEW = "b9 h4 hk2 q3 k400 d40 bf16 causal bshd packed page16"  # queries, so that
 
 def inputs_of(text: str, rest: int, device: torch.device) -> AttentionInputs:
     """A call whose buffer of queries is ``rest`` rows longer than its sequences, and which is given an output full of NaN."""
-    problem = parse_problem(f"attn {text}")
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(f"attn {text}")
     made = CONTRACT.poisoned(problem, CONTRACT.inputs(problem, device, torch.Generator(device).manual_seed(1)))
     inputs = CONTRACT.for_kernel(problem, made)
     rows = inputs.q.transpose(1, 2)

@@ -18,7 +18,6 @@ import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import ROWS, window_of
@@ -27,7 +26,7 @@ from flashmoe_science.ops.attention.device.tma import rows_of_copy
 from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_configs
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SIZES = (
@@ -45,12 +44,6 @@ NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_split
 LONE = (1, 64, 3, 3, 2)  # one consumer
 
 
-def problem(text: str) -> AttentionProblem:
-    found = parse_problem(text)
-    assert isinstance(found, AttentionProblem)
-    return found
-
-
 def test_its_launcher_has_what_public_calls_ask_of_one() -> None:
     """On a machine without a GPU no plan is made, and mypy does not see through Gluon."""
     assert issubclass(ChunkLauncher, Launcher)
@@ -59,7 +52,7 @@ def test_its_launcher_has_what_public_calls_ask_of_one() -> None:
 
 @pytest.mark.parametrize("text", SIZES)
 def test_the_workspace_holds_the_partials_on_every_gpu(text: str) -> None:
-    one = problem(text)
+    one = parse(text)
     rows = one.batch * one.heads * one.seqlen_q
     for gpu in GPUS.values():
         if KERNEL.supports(one, gpu) is None:
@@ -120,12 +113,12 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
     ],
 )
 def test_it_is_chosen_where_splits_or_modes_ask_for_it(text: str, suits: bool) -> None:
-    assert KERNEL.suits(problem(text), gpu_named("h200")) is suits
+    assert KERNEL.suits(parse(text), gpu_named("h200")) is suits
 
 
 @pytest.mark.parametrize(("page", "served"), [(8, True), (64, True), (256, True), (384, True), (4, False), (48, False)])
 def test_it_serves_pages_that_tiles_are_made_of(page: int, served: bool) -> None:
-    one = problem(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page{page}")
+    one = parse(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page{page}")
     assert (KERNEL.supports(one, gpu_named("h200")) is None) is served
     for config in KERNEL.configs(one, gpu_named("h200")) if served else ():
         rows = rows_of_copy(one, config)
@@ -135,7 +128,7 @@ def test_it_serves_pages_that_tiles_are_made_of(page: int, served: bool) -> None
 
 def test_it_serves_no_pages_that_are_padded_on_the_left_or_e4m3() -> None:
     for words in ("leftpad", "fp8kv"):
-        one = problem(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page16 {words}")
+        one = parse(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page16 {words}")
         assert KERNEL.supports(one, gpu_named("h200")) is not None
 
 
@@ -150,7 +143,7 @@ def test_it_serves_no_pages_that_are_padded_on_the_left_or_e4m3() -> None:
 )
 def test_a_window_limits_the_keys_of_a_program(text: str, keys: int | None) -> None:
     """Two consumers with 16 queries of four heads each."""
-    one = problem(text)
+    one = parse(text)
     config = KERNEL.configs(one, gpu_named("h200"))[0]
     assert chunk_configs.span_of(one, 4, one.seqlen_q, config) == keys
     seen = chunk_configs.work_of(8, 4, one.seqlen_q, one.seqlen_k, config, keys).tiles_n
@@ -158,11 +151,11 @@ def test_a_window_limits_the_keys_of_a_program(text: str, keys: int | None) -> N
 
 
 def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
-    left, right = window_of(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
+    left, right = window_of(parse(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
     assert left is not None
     assert right is not None
     assert left + right + 2**30 < 2**31
-    assert window_of(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
+    assert window_of(parse("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
 
 
 @pytest.mark.parametrize(
@@ -177,19 +170,19 @@ def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
     ],
 )
 def test_narrow_heads_with_modes_have_one_consumer(text: str, first: tuple[int, int]) -> None:
-    config = KERNEL.configs(problem(text), gpu_named("h200"))[0]
+    config = KERNEL.configs(parse(text), gpu_named("h200"))[0]
     assert (config["consumers"], config["block_n"]) == first
 
 
 def test_a_cap_of_which_scores_would_be_too_rough_is_refused() -> None:
     h200 = gpu_named("h200")
-    assert KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1000"), h200) is None
-    assert "1001" in str(KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1001"), h200))
+    assert KERNEL.supports(parse("attn b1 h4 q64 d64 bf16 softcap1000"), h200) is None
+    assert "1001" in str(KERNEL.supports(parse("attn b1 h4 q64 d64 bf16 softcap1001"), h200))
 
 
 @pytest.mark.parametrize("text", ["attn b1 h4 q64 d64 bf16 alibi", "attn b1 h4 q64 d64 bf16 boolmask sinks"])
 def test_other_modes_are_refused_in_words(text: str) -> None:
-    assert "does not serve" in str(KERNEL.supports(problem(text), gpu_named("h200")))
+    assert "does not serve" in str(KERNEL.supports(parse(text), gpu_named("h200")))
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------------
@@ -234,7 +227,7 @@ def test_any_number_of_splits_gives_the_result(splits: int, values: str, memory:
     ],
 )
 def test_partials_merge_to_the_result(text: str, splits: int) -> None:
-    one = problem(text)
+    one = parse(text)
     skip_elsewhere(one)
     for place, values in enumerate(("normal", "opposed")):
         assert examine(KERNEL, asked(one, place, splits), Case(text, None, values), torch.device("cuda")) == []
@@ -253,7 +246,7 @@ def test_partials_merge_to_the_result(text: str, splits: int) -> None:
     ],
 )
 def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) -> None:
-    one = problem(text)
+    one = parse(text)
     skip_elsewhere(one)
     changed = Changed(seed, other_lengths=seed % 2 == 0)
     assert examine_modes(KERNEL, asked(one, seed, splits), one, CONTRACT, torch.device("cuda"), changed) == []
@@ -279,7 +272,7 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
     ],
 )
 def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
-    one = problem(text)
+    one = parse(text)
     skip_elsewhere(one)
     for place, distribution in enumerate(("normal", "opposed", "large")):  # scores far below the sinks among them
         changed = Changed(splits, distribution, other_lengths=place == 1)
@@ -301,7 +294,7 @@ def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
 )
 def test_pages_are_right(text: str, splits: int) -> None:
     """Entries of the table past a length are of no page, and the rows there, and pages of no sequence, are NaN."""
-    one = problem(text)
+    one = parse(text)
     skip_elsewhere(one)
     for seed in (splits, splits + 1):
         changed = Changed(seed, other_lengths=seed % 2 == 0)
@@ -313,7 +306,7 @@ def test_pages_are_right(text: str, splits: int) -> None:
 def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
     """Sequences share their first pages; one has no key, one has one."""
     lengths, capacity = (2000, 0, 1, 2048, 1537), 2048
-    paged = problem(f"attn b5 h8 hk2 q70 k{capacity} d128 bf16 causal ragged page{page}")
+    paged = parse(f"attn b5 h8 hk2 q70 k{capacity} d128 bf16 causal ragged page{page}")
     skip_elsewhere(paged)
     generator = torch.Generator("cuda").manual_seed(page)
     q, k, v = (
@@ -338,7 +331,7 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
 @pytest.mark.parametrize("grown", [0, 1, 64])
 def test_public_functions_are_served_by_it(grown: int) -> None:
     """One call after another, with more keys each time."""
-    skip_elsewhere(problem("attn b1 h8 hk2 q64 k4096 d128 bf16 causal"))
+    skip_elsewhere(parse("attn b1 h8 hk2 q64 k4096 d128 bf16 causal"))
     q, k, v = (torch.randn(1, heads, rows, 128, device="cuda").bfloat16() for rows, heads in ((64, 8), (4200, 2), (4200, 2)))
     for keys in (4096, 4096 + grown):
         parts = q, k[:, :, :keys], v[:, :, :keys]

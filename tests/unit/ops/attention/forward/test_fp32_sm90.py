@@ -15,19 +15,12 @@ from tests.unit.ops.attention.forward.cases import Case, examine, problem_of
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.fp32_sm90 import config, planes
 from flashmoe_science.ops.attention.forward.fp32_sm90.kernel import KERNEL
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 
 H200 = gpu_named("h200")
 BATCH, HEADS, HEADS_KV, QUERIES, KEYS, DIM, DIM_V = 2, 3, 1, 5, 7, 17, 6
-
-
-def problem(text: str) -> AttentionProblem:
-    found = parse_problem(text)
-    assert isinstance(found, AttentionProblem)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -43,14 +36,14 @@ def problem(text: str) -> AttentionProblem:
     ],
 )
 def test_it_is_chosen_for_many_rows(text: str, suits: bool) -> None:
-    assert KERNEL.suits(problem(text), H200) is suits
+    assert KERNEL.suits(parse(text), H200) is suits
 
 
 def test_it_serves_fp32_alone_and_on_hopper_alone() -> None:
-    assert KERNEL.supports(problem("attn b1 h2 q64 d64 fp32"), H200) is None
-    assert "not bf16" in str(KERNEL.supports(problem("attn b1 h2 q64 d64 bf16"), H200))
-    assert "9.0" in str(KERNEL.supports(problem("attn b1 h2 q64 d64 fp32"), gpu_named("a100")))
-    assert KERNEL.supports(problem("attn b1 h2 q64 d64 fp32 softcap5"), H200) is not None
+    assert KERNEL.supports(parse("attn b1 h2 q64 d64 fp32"), H200) is None
+    assert "not bf16" in str(KERNEL.supports(parse("attn b1 h2 q64 d64 bf16"), H200))
+    assert "9.0" in str(KERNEL.supports(parse("attn b1 h2 q64 d64 fp32"), gpu_named("a100")))
+    assert KERNEL.supports(parse("attn b1 h2 q64 d64 fp32 softcap5"), H200) is not None
 
 
 def main() -> None:
@@ -82,7 +75,7 @@ def test_the_planes_add_up_to_the_last_bit(interpreted: Interpreter) -> None:
 
 
 def test_the_planes_take_six_bytes_a_number() -> None:
-    one = problem("attn b2 h4 hk2 q300 k500 d40 dv24 fp32")
+    one = parse("attn b2 h4 hk2 q300 k500 d40 dv24 fp32")
     (config,) = KERNEL.configs(one, H200)
     numbers = 2 * 4 * 300 * 40 + 2 * 2 * 500 * (40 + 24)
     assert 6 * numbers <= KERNEL.workspace(one, config) < 6 * numbers + 3 * 256
@@ -121,7 +114,7 @@ def test_it_is_right(text: str, values: str) -> None:
 @pytest.mark.gpu
 def test_a_number_that_bf16_would_round_to_infinity_stays_finite() -> None:
     q, k, v = (torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3))
-    if reason := KERNEL.supports(problem("attn b1 h2 q256 d64 fp32"), current_gpu()):
+    if reason := KERNEL.supports(parse("attn b1 h2 q256 d64 fp32"), current_gpu()):
         pytest.skip(reason)
     v[0, 0, :, 3], v[0, 0, 7, 3] = 0.0, torch.finfo(torch.float32).max
     out = fm.scaled_dot_product_attention(q, k, v, kernel=KERNEL.name)

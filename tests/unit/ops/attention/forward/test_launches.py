@@ -15,7 +15,6 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, planned
 from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Tensors
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
@@ -25,7 +24,7 @@ from flashmoe_science.ops.attention.forward.chunked_sm90 import launch as chunk_
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel as fwd_gluon_sm90
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 from flashmoe_science.ops.attention.forward.prefill_sm90 import packed_schedule as packed_tiles_triton
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 
 H200 = gpu_named("h200")
 
@@ -66,12 +65,6 @@ def normal(*shape: int) -> torch.Tensor:
 Public = tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]
 
 
-def problem_of(text: str) -> AttentionProblem:
-    one = parse_problem(text)
-    assert isinstance(one, AttentionProblem)
-    return one
-
-
 def packed(text: str, queries: int, keys: int, **more: Any) -> Public:
     """A call of packed sequences, and the tensors of the public one."""
     q, k, v = normal(queries, 8, 64), normal(keys, 2, 64), normal(keys, 2, 64)
@@ -82,7 +75,7 @@ def packed(text: str, queries: int, keys: int, **more: Any) -> Public:
         "max_seqlen_k": 256,
     }
     views = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-    inputs = call_of(problem_of(text), *views, 0.125, True, **lengths, **more)
+    inputs = call_of(parse(text), *views, 0.125, True, **lengths, **more)
     return inputs, inputs.tensors._replace(q=q, k=k, v=v)
 
 
@@ -92,7 +85,7 @@ def packed_pages(text: str, **more: Any) -> Public:
     lengths = {"cu_seqlens_q": i32(0, 100, 300), "max_seqlen_q": 256, "max_seqlen_k": 256, "cache_seqlens": i32(300, 20)}
     table = torch.arange(20, dtype=torch.int32).view(2, 10)
     views = (q.unsqueeze(0).transpose(1, 2), *(one.transpose(1, 2) for one in pages))
-    inputs = call_of(problem_of(text), *views, 0.125, True, page_table=table, **lengths, **more)
+    inputs = call_of(parse(text), *views, 0.125, True, page_table=table, **lengths, **more)
     return inputs, inputs.tensors._replace(q=q, k=pages[0], v=pages[1])
 
 
@@ -102,14 +95,14 @@ def cached(text: str, page: int, **more: Any) -> Public:
     k, v = normal(*shape), normal(*shape)
     table = torch.arange(30, dtype=torch.int32).view(3, 10) if page else None
     places = {"cache_seqlens": i32(300, 20, 5), "page_table": table, "cache_batch_idx": None if page else i32(4, 0, 1)}
-    inputs = call_of(problem_of(text), *(x.transpose(1, 2) for x in (q, k, v)), 0.125, True, **places, **more)
+    inputs = call_of(parse(text), *(x.transpose(1, 2) for x in (q, k, v)), 0.125, True, **places, **more)
     return inputs, inputs.tensors._replace(q=q, k=k, v=v)
 
 
 def masked(text: str, bias: torch.Tensor) -> Public:
     """Sequences of one length under a mask or a bias that heads share."""
     q, k, v = normal(2, 8, 100, 64), normal(2, 2, 200, 64), normal(2, 2, 200, 64)
-    inputs = call_of(problem_of(text), q, k, v, 0.125, True, bias=bias.expand(2, 8, 100, 200))
+    inputs = call_of(parse(text), q, k, v, 0.125, True, bias=bias.expand(2, 8, 100, 200))
     return inputs, inputs.tensors._replace(bias=bias)
 
 
@@ -167,7 +160,7 @@ def with_splits(inputs: AttentionInputs, splits: int) -> AttentionInputs:
 )
 def test_packed_queries_over_a_cache_are_left_to_other_kernels(text: str) -> None:
     lengths = {"cu_seqlens_q": i32(0, 16, 20, 30), "cache_seqlens": i32(300, 20, 5), "max_seqlen_q": 16}
-    q, k, one = normal(1, 8, 30, 64), normal(3, 2, 640, 64), problem_of(text)
+    q, k, one = normal(1, 8, 30, 64), normal(3, 2, 640, 64), parse(text)
     inputs = call_of(one, q, k, k, 0.125, **lengths)
     launcher = fwd_gluon_sm90.plan(inputs, fwd_gluon_sm90.KERNEL.configs(one, H200)[0])
     with pytest.raises(CannotServe, match="keys are in a cache"):

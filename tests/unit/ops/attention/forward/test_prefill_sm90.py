@@ -31,7 +31,7 @@ from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel, variant
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 from flashmoe_science.ops.attention.front.kernels import ours
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 
@@ -86,8 +86,7 @@ def test_wide_heads_have_128_keys_a_tile_from_a_thousand_on(sizes: str, consumer
     ],
 )
 def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consumers: int) -> None:
-    one, h200 = parse_problem(text), gpu_named("h200")
-    assert isinstance(one, AttentionProblem)
+    one, h200 = parse(text), gpu_named("h200")
     assert host.fitted(one, one, host.configs(one, h200)[0], h200)["consumers"] == consumers
 
 
@@ -97,8 +96,7 @@ def test_the_work_of_tiles_is_counted_as_they_are(mask: str) -> None:
     for _ in range(60):
         queries, heads = chance.randrange(1, 3000), chance.randrange(1, 600)
         keys = queries + (chance.randrange(3000) if chance.random() < 0.5 else 0)
-        one = parse_problem(f"attn b1 h{heads} q{queries} k{keys} d128 bf16{mask}")
-        assert isinstance(one, AttentionProblem)
+        one = parse(f"attn b1 h{heads} q{queries} k{keys} d128 bf16{mask}")
         for shape in (host.shape_of(1, 64, 2, 2), host.shape_of(2, 128, 2, 2), host.shape_of(3, 64, 2, 3)):
             rows, block = 64 * shape["consumers"], shape["block_n"]
             ends = [min(keys, first + rows + keys - queries) if mask else keys for first in range(0, queries, rows)]
@@ -131,8 +129,7 @@ def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.Monke
     found = launched(monkeypatch, "CONSUMERS")
     monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
     monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
-    one = parse_problem("attn b1 h64 q4096 d128 bf16 causal")
-    assert isinstance(one, AttentionProblem)
+    one = parse("attn b1 h64 q4096 d128 bf16 causal")
 
     def inputs(length: int) -> AttentionInputs:
         q = torch.empty(1, 64, length, 128, dtype=torch.bfloat16)
@@ -147,8 +144,7 @@ def test_each_length_is_bound_to_the_tiles_that_fit_it(monkeypatch: pytest.Monke
 
 def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launched(monkeypatch, "SCHEDULE")
-    one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
-    assert isinstance(one, AttentionProblem)
+    one, h200 = parse("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
     config = host.configs(one, h200)[0]
     launcher = fwd_launcher.FwdLauncher(kernel.flashmoe_fwd_gluon_sm90, one, config, h200, False, False)
     q = torch.zeros(8, 4, 1364, 64, dtype=torch.bfloat16)
@@ -175,8 +171,7 @@ def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.Monke
     monkeypatch.setattr(fwd_launcher, "Build", Recorded)
     monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
     monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
-    one = parse_problem("attn b1 h2 q64 k256 d64 bf16 bias")
-    assert isinstance(one, AttentionProblem)
+    one = parse("attn b1 h2 q64 k256 d64 bf16 bias")
     q, k = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
     memory = torch.zeros(2 * 64 * 264, dtype=torch.bfloat16)
 
@@ -198,16 +193,14 @@ WIDE = ("d40", "d72", "d80", "d96", "d136", "d160", "d192", "d64 dv96", "d192 dv
 @pytest.mark.parametrize("sizes", ["b4 h16 q4096", "b64 h16 q200", "b4 h16 q1000 k3001"])
 @pytest.mark.parametrize("mask", ["", " causal"])
 def test_tiles_fit_as_many_programs_as_a_processor_should_hold(width: str, sizes: str, mask: str) -> None:
-    one = parse_problem(f"attn {sizes} {width} bf16{mask}")
-    assert isinstance(one, AttentionProblem)
+    one = parse(f"attn {sizes} {width} bf16{mask}")
     for config in host.configs(one, gpu_named("h200")):
         assert config["occupancy"] * (host.tile_bytes(one, dict(config)) + 2048) <= 228 << 10, config
 
 
 @pytest.mark.parametrize("width", WIDE)
 def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str) -> None:
-    one = parse_problem(f"attn b4 h16 q4096 {width} bf16")
-    assert isinstance(one, AttentionProblem)
+    one = parse(f"attn b4 h16 q4096 {width} bf16")
     config = host.configs(one, gpu_named("h200"))[0]
     _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = variant.tile_shapes(one, config)
     assert of_v == (1, 1, config["block_n"], 64)
@@ -244,8 +237,7 @@ def test_it_serves_what_changes_scores_and_windows() -> None:
 
 @pytest.mark.parametrize(("words", "heads"), [("h32 hk8", 4), ("h12 hk2", 2), ("h64 hk1", 8), ("h5", 1), ("h32 hk8 alibi", 1)])
 def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
-    one = parse_problem(f"attn b4 {words} q512 d128 bf16 causal packed")
-    assert isinstance(one, AttentionProblem)
+    one = parse(f"attn b4 {words} q512 d128 bf16 causal packed")
     for config in host.configs(one, gpu_named("h200")):
         of_q, of_k, *_ = variant.tile_shapes(one, config)
         assert of_q == (1, 1, heads, 64 // heads, 128)
@@ -275,8 +267,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
     ],
 )
 def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
-    one, h200 = parse_problem(text), gpu_named("h200")
-    assert isinstance(one, AttentionProblem)
+    one, h200 = parse(text), gpu_named("h200")
     assert select(one, h200, Table(()), ours(), None).kernel == first
     assert select(one, h200, committed_table(), ours(), None).kernel == first
 
@@ -355,8 +346,7 @@ def test_it_refuses_to_split_keys() -> None:
 )
 @pytest.mark.parametrize("distribution", ["normal", "opposed", "large"])
 def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
-    one, gpu = parse_problem(text), current_gpu()
-    assert isinstance(one, AttentionProblem)
+    one, gpu = parse(text), current_gpu()
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
     changed = Changed(distribution=distribution, other_lengths=one.features.lengths == "packed" and distribution == "opposed")
@@ -403,8 +393,7 @@ def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None
     table = torch.where(torch.arange(each, device="cuda") * page < used[:, None], table, 2**30)
     views = [one.unsqueeze(0).transpose(1, 2) for one in (q, k, v)]
     for words in ("causal", "left50 right20"):
-        paged = parse_problem(f"attn b5 h8 hk2 q300 k{most} d128 bf16 {words} packed page{page}")
-        assert isinstance(paged, AttentionProblem)
+        paged = parse(f"attn b5 h8 hk2 q300 k{most} d128 bf16 {words} packed page{page}")
         packed = replace(paged, features=replace(paged.features, page=0))
         config = host.configs(packed, gpu)[0]
         both = {"cu_seqlens_q": cu_q, "max_seqlen_q": 300, "max_seqlen_k": most}
@@ -421,8 +410,7 @@ def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None
 
 @pytest.mark.gpu
 def test_a_row_whose_every_bias_is_the_lowest_number_is_the_mean_of_its_values() -> None:
-    one, gpu = parse_problem(PROBLEM), current_gpu()
-    assert isinstance(one, AttentionProblem)
+    one, gpu = parse(PROBLEM), current_gpu()
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
     for config in host.configs(one, gpu):
@@ -435,8 +423,7 @@ def test_a_row_whose_every_bias_is_the_lowest_number_is_the_mean_of_its_values()
 @pytest.mark.parametrize(("lead", "apart"), [(0, 1001), (1, 1024), (2, 1024), (0, 0)])
 def test_biases_whose_rows_begin_anywhere(lead: int, apart: int) -> None:
     """At odd elements, at pairs that are no multiple of 16 bytes, and one row for all queries."""
-    one, gpu = parse_problem("attn b2 h3 q190 k777 d64 bf16 bias"), current_gpu()
-    assert isinstance(one, AttentionProblem)
+    one, gpu = parse("attn b2 h3 q190 k777 d64 bf16 bias"), current_gpu()
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
     rows = torch.randn(lead + 3 * 190 * max(apart, 777), device="cuda").bfloat16()

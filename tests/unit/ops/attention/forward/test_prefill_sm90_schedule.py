@@ -14,20 +14,17 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device.mask import MaskBounds
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import schedule as scheduler
 from flashmoe_science.ops.attention.forward.prefill_sm90 import variant
 from flashmoe_science.ops.attention.forward.prefill_sm90.arguments import Sizes
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 
 
 @pytest.fixture
 def problem(request: pytest.FixtureRequest) -> AttentionProblem:
-    found = parse_problem(request.param)
-    assert isinstance(found, AttentionProblem)
-    return found
+    return parse(request.param)
 
 
 def scheduled(

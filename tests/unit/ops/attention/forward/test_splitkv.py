@@ -14,11 +14,10 @@ from tests.unit.ops.attention.forward.features_reference import TINY, Draw
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.device import merge_triton, splits
 from flashmoe_science.ops.attention.device.softcap_triton import tanh
 from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 from flashmoe_science.ops.attention.problem.features import Features
 from flashmoe_science.ops.attention.proof.suites_serving import small
 
@@ -89,8 +88,7 @@ def test_more_calls_are_right(first: str, count: str, interpreted: Interpreter) 
 
 
 def problem(text: str, **features: object) -> AttentionProblem:
-    parsed = parse_problem(text)
-    assert isinstance(parsed, AttentionProblem)
+    parsed = parse(text)
     return replace(parsed, features=Features(**features))  # type: ignore[arg-type]
 
 

@@ -16,18 +16,15 @@ import flashmoe_science as fms
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.forward.splitkv.decode import KERNEL
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 
 H200 = gpu_named("h200")
 CASES, OF_A_BUILD = 256, 8
 
 
 def attention(text: str) -> AttentionProblem:
-    problem = parse_problem(f"attn {text}")
-    assert isinstance(problem, AttentionProblem)
-    return problem
+    return parse(f"attn {text}")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ from flashmoe_science import explain, flash_attention_forward, flash_attn_func, 
 from flashmoe_science.dispatch.table import parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops import choose as any_choice
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import choose, kernels
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, parse
 from flashmoe_science.ops.attention.proof.public_calls import public_call
 
 if TYPE_CHECKING:
@@ -185,8 +184,7 @@ def test_the_operator_keeps_what_fake_tensors_were_promised(peer: FakePeer) -> N
 def test_the_call_that_the_harness_times_as_ours_is_ours(peer: FakePeer, fake: FakeKernel) -> None:
     """Failure planted: a peer behind the rows of our kernels."""
     q, k, v = tensors()
-    problem = parse_problem("attn b2 h4 q32 d16 fp32")
-    assert isinstance(problem, AttentionProblem)
+    problem = parse("attn b2 h4 q32 d16 fp32")
     call = public_call(problem, "fake")
     assert call is not None
     assert torch.all(call(call_of(problem, q, k, v, OURS)).out == OURS)

@@ -18,21 +18,14 @@ from tests.unit.ops.attention.held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.peers import flashinfer, flashinfer_fa2
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 H200 = gpu_named("h200")
 PROCESSORS = 132
-
-
-def problem_of(text: str) -> AttentionProblem:
-    problem = parse_problem(text)
-    assert isinstance(problem, AttentionProblem)
-    return problem
 
 
 @pytest.mark.parametrize(
@@ -53,14 +46,14 @@ def problem_of(text: str) -> AttentionProblem:
     ],
 )
 def test_xqa_refuses_in_words(text: str, gpu: str | None, reason: str) -> None:
-    said = flashinfer.KERNEL.supports(problem_of(f"attn b2 h8 hk2 {text}"), None if gpu is None else gpu_named(gpu))
+    said = flashinfer.KERNEL.supports(parse(f"attn b2 h8 hk2 {text}"), None if gpu is None else gpu_named(gpu))
     assert said is not None
     assert re.fullmatch(reason, said)
 
 
 @pytest.mark.parametrize(("head_dim", "more"), [(64, (32, 64)), (80, (32, 64)), (128, (32, 64)), (256, (32,))])
 def test_xqa_takes_the_numbers_of_shared_heads_that_it_compiles_for(head_dim: int, more: tuple[int, ...]) -> None:
-    problems = [problem_of(f"attn b1 h{heads} hk1 q1 k64 d{head_dim} bf16") for heads in range(1, 130)]
+    problems = [parse(f"attn b1 h{heads} hk1 q1 k64 d{head_dim} bf16") for heads in range(1, 130)]
     reasons = {problem.heads: flashinfer.KERNEL.supports(problem, H200) for problem in problems}
     assert [heads for heads, reason in reasons.items() if reason is None] == [*range(1, 17), *more]
     words = " or ".join(map(str, more))
@@ -84,13 +77,13 @@ def test_xqa_takes_the_numbers_of_shared_heads_that_it_compiles_for(head_dim: in
     ],
 )
 def test_the_wrapper_refuses_in_words(text: str, gpu: str | None, reason: str) -> None:
-    said = flashinfer_fa2.KERNEL.supports(problem_of(f"attn b2 h8 hk2 {text}"), None if gpu is None else gpu_named(gpu))
+    said = flashinfer_fa2.KERNEL.supports(parse(f"attn b2 h8 hk2 {text}"), None if gpu is None else gpu_named(gpu))
     assert said is not None
     assert re.fullmatch(reason, said)
 
 
 def test_the_wrapper_needs_the_tensor_cores_of_compute_capability_8() -> None:
-    problem, older = problem_of("attn b2 h8 hk2 q1 k8192 d128 bf16"), replace(gpu_named("a100"), compute_capability=(7, 5))
+    problem, older = parse("attn b2 h8 hk2 q1 k8192 d128 bf16"), replace(gpu_named("a100"), compute_capability=(7, 5))
     assert flashinfer_fa2.KERNEL.supports(problem, gpu_named("a100")) is None
     assert (
         flashinfer_fa2.KERNEL.supports(problem, older) == "FlashInfer's decoding on tensor cores needs compute capability 8.0"
@@ -108,7 +101,7 @@ def test_the_wrapper_needs_the_tensor_cores_of_compute_capability_8() -> None:
     ],
 )
 def test_decoding_is_served_on_an_h200(text: str) -> None:
-    assert [kernel.supports(problem_of(text), H200) for kernel in (flashinfer.KERNEL, flashinfer_fa2.KERNEL)] == [None, None]
+    assert [kernel.supports(parse(text), H200) for kernel in (flashinfer.KERNEL, flashinfer_fa2.KERNEL)] == [None, None]
 
 
 def test_they_say_so_where_flashinfer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +120,7 @@ def test_they_say_so_where_flashinfer_is_missing(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_xqa_is_tried_with_each_number_of_splits_once(text: str, rounds: list[int]) -> None:
-    assert [config["rounds"] for config in flashinfer.KERNEL.configs(problem_of(text), H200)] == rounds
+    assert [config["rounds"] for config in flashinfer.KERNEL.configs(parse(text), H200)] == rounds
 
 
 CONTIGUOUS = (
@@ -177,7 +170,7 @@ def test_caches_that_are_no_pages_are_refused() -> None:
     apart = torch.randn(3, 2 * 128 * 16 + 16)[:, :-16].unflatten(1, (2, 128, 16))
     narrow = torch.randn(3, 2, 128, 24)[..., :16]
     sliced = CONTRACT.variant("slices of larger tensors")
-    ragged = problem_of("attn b3 h4 hk2 q1 k128 d16 fp32 ragged")
+    ragged = parse("attn b3 h4 hk2 q1 k128 d16 fp32 ragged")
     by_index = sliced.for_kernel(ragged, sliced.inputs(ragged, CPU, torch.Generator().manual_seed(1)))
     for refused, words in (
         (changed(inputs, v=by_rows), "in both alike"),
@@ -288,7 +281,7 @@ def wrapper(monkeypatch: pytest.MonkeyPatch) -> type[Wrapper]:
 
 def inputs_with(text: str, variant: str) -> tuple[AttentionInputs, dict[str, torch.Tensor]]:
     """Inputs of a variant of the contract, as a kernel and as the contract have them."""
-    contract, problem = CONTRACT.variant(variant), problem_of(text)
+    contract, problem = CONTRACT.variant(variant), parse(text)
     tensors = contract.inputs(problem, CPU, torch.Generator().manual_seed(1))
     return contract.for_kernel(problem, tensors), tensors
 
@@ -311,7 +304,7 @@ def test_xqa_is_asked_for_the_problem(text: str, xqa_calls: list[dict[str, Any]]
 def test_xqa_gets_more_processors_and_a_dense_query(xqa_calls: list[dict[str, Any]]) -> None:
     inputs, _ = inputs_with("attn b3 h4 hk2 q1 k128 d16 fp32", "slices of larger tensors")
     whole = changed(inputs, q=inputs.q.contiguous())
-    more = flashinfer.KERNEL.configs(problem_of("attn b1 h32 hk8 q1 k131072 d128 bf16"), H200)[-1]
+    more = flashinfer.KERNEL.configs(parse("attn b1 h32 hk8 q1 k131072 d128 bf16"), H200)[-1]
     outs = [flashinfer.KERNEL.run(one, more).out for one in (inputs, whole)]
     assert torch.equal(*outs)
     assert [call["sm_count"] for call in xqa_calls] == [8 * PROCESSORS] * 2

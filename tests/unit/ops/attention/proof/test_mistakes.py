@@ -8,8 +8,7 @@ from tests.unit.ops.attention.held import CPU
 
 from flashmoe_science.measure.inputs import Case, Memory, make, varied
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SLICED = "slices of larger tensors"
@@ -36,8 +35,7 @@ CODES = {
 @pytest.mark.parametrize("text", CODES)
 def test_a_result_that_makes_a_mistake_is_named_by_it(text: str) -> None:
     """A made result of each mistake, handed over as a kernel's, is refused and called by its code."""
-    problem = parse_problem(text)
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(text)
     case = Case(3, variant=SLICED)
     contract = varied(CONTRACT, case)
     made = make(contract, problem, CPU, case)

@@ -11,8 +11,7 @@ from tests.unit.ops.attention.held import CPU, expected_of, inputs_of
 from tests.unit.ops.attention.proof.naive import naive
 
 from flashmoe_science.measure.tolerance import check_output
-from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof import oracle
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
@@ -76,8 +75,7 @@ def test_the_plain_version_is_within_the_bounds(text: str) -> None:
 
 @pytest.mark.parametrize("text", [text for text in TEXTS if "ragged" in text or "page" in text])
 def test_nothing_depends_on_rows_that_no_call_may_use(text: str) -> None:
-    problem = parse_problem(text)
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(text)
     made = [CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(3)) for _ in range(2)]
     poisoned = CONTRACT.poisoned(problem, made[1])
     assert poisoned["k"].double().isnan().any()
@@ -109,8 +107,7 @@ def test_a_row_that_sees_nothing_is_zeros_and_the_sink() -> None:
 @pytest.mark.parametrize("distribution", CONTRACT.distributions)
 def test_every_distribution_changes_every_mode_to_finite_results(distribution: str) -> None:
     for text in TEXTS[::2]:
-        problem = parse_problem(text)
-        assert isinstance(problem, AttentionProblem)
+        problem = parse(text)
         made = CONTRACT.vary(distribution, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(2)))
         again = CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(2))
         whole = [name for name, one in made.items() if not one.is_floating_point()]

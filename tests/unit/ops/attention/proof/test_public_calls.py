@@ -8,7 +8,7 @@ from tests.unit.ops.attention.held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.front.kernels import FALLBACK
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.ops.attention.proof.public_calls import public_call
 from flashmoe_science.ops.attention.proof.suites import SUITES
@@ -58,8 +58,7 @@ def test_it_asks_for_the_very_kernel(text: str) -> None:
     ],
 )
 def test_a_candidate_is_called_with_what_its_problem_has(words: str, arguments: dict[str, object] | set[str]) -> None:
-    problem = parse_problem(f"attn b2 h4 hk2 q9 k20 d8 fp32 {words}")
-    assert isinstance(problem, AttentionProblem)
+    problem = parse(f"attn b2 h4 hk2 q9 k20 d8 fp32 {words}")
     assert CONTRACT.cannot(problem) is None
     given: dict[str, object] = {}
 
@@ -84,8 +83,7 @@ def test_what_a_candidate_has_no_argument_for_is_not_asked_of_it(words: str) -> 
 def test_only_what_no_public_function_has_arguments_for_has_none() -> None:
     for name in ("decode", "serving"):
         for text in SUITES[name]:
-            problem = parse_problem(text)
-            assert isinstance(problem, AttentionProblem)
+            problem = parse(text)
             bottom_right = problem.causal and problem.features.lengths == "equal" and problem.seqlen_q != problem.seqlen_k
             without = {"prefix"} | ({"sinks"} if problem.features.lengths == "equal" else set())
             expected = not (without & set(problem.features.kinds())) and not bottom_right

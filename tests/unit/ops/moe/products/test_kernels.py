@@ -16,7 +16,7 @@ from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.call import SWIGLU, Tensors, inputs_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK, ours
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import parse
 from flashmoe_science.ops.moe.rows import RowCounts
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -71,8 +71,7 @@ def test_there_is_room_for_every_tile_whatever_the_routing(pairs: int, experts: 
 @pytest.mark.parametrize("sizes", ["t1 e128 k8 d2048 f768 bf16", "t64 e8 k2 d64 f48 fp32", "t4096 e8 k2 d512 f512 fp16"])
 @pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
 def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: AnyKernel, sizes: str) -> None:
-    problem = parse_problem(f"moe {sizes}")
-    assert isinstance(problem, MoEProblem)
+    problem = parse(f"moe {sizes}")
     if kernel.cannot(problem, H200):
         pytest.skip("it does not take so many tokens")
     pairs, size = problem.pairs(), DTYPE_BYTES[problem.dtype]
@@ -86,8 +85,7 @@ def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promise
     forms = {"moe_mxfp4_gluon_sm90": " w:mxfp4", "moe_weights_gluon_sm90": " w:fp8_block"}
     forms |= {"moe_fp8_gluon_sm90": " w:fp8_block_w8a8", "moe_gemv_gluon": " w:mxfp4"}
     form = forms.get(kernel.name, "")
-    ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
-    assert isinstance(ids, MoEProblem)
+    ids, logits = (parse(f"moe t4 e8 k2 d64 f96 bf16{form}{word}") for word in ("", " logits"))
     assert H200 is not None
     config = kernel.configs(logits, H200)[0]
     assert config == kernel.configs(ids, H200)[0]

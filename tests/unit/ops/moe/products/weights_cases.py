@@ -20,10 +20,9 @@ from tests.unit.ops.moe.products.format_cases import named, of_every_format, on
 from flashmoe_science.formats import FORMATS
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.formats import quantized
 from flashmoe_science.ops.moe.call import MoEInputs, MoEKernel, Tensors, activation_of
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import MoEProblem, parse
 from flashmoe_science.ops.moe.products.weights_sm90 import kernel, launch
 from flashmoe_science.ops.moe.products.weights_sm90.config import tile_of
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle
@@ -91,8 +90,7 @@ class Drawn(NamedTuple):
 
 def drawn(case: Case) -> Drawn:
     """With the changes of tokens and ids that the kernels of all formats are put to."""
-    problem, draw = parse_problem(case.problem), torch.Generator().manual_seed(0)
-    assert isinstance(problem, MoEProblem)
+    problem, draw = parse(case.problem), torch.Generator().manual_seed(0)
     e, h, i, t = problem.experts, problem.dim, problem.hidden, problem.tokens
     x = torch.randn(t, h, generator=draw).bfloat16()
     w1, w2 = (torch.randn(e, n, k, generator=draw) * k**-0.5 for n, k in ((2 * i, h), (h, i)))

@@ -22,7 +22,7 @@ from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.moe.call import Tensors
 from flashmoe_science.ops.moe.front.kernels import PEERS
 from flashmoe_science.ops.moe.peers import pytorch
-from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.problem import MoEProblem, parse
 from flashmoe_science.ops.moe.proof.contract import oracle_tensors
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_single_level
 
@@ -45,8 +45,7 @@ FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zi
 
 
 def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEProblem, dict[str, torch.Tensor]]:
-    problem = parse_problem(text)
-    assert isinstance(problem, MoEProblem)
+    problem = parse(text)
     return problem, CONTRACT.vary(distribution, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
 
 
@@ -165,8 +164,7 @@ def test_a_word_that_a_layer_does_not_heed_is_named(text: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_large_products_that_cancel_show_sums_of_few_bits(form: str) -> None:
     """And an honest kernel's are right: what is large is exact, and gone."""
-    problem = parse_problem(f"moe t5 e2 k1 d2048 f128 bf16 w:{form}")
-    assert isinstance(problem, MoEProblem)
+    problem = parse(f"moe t5 e2 k1 d2048 f128 bf16 w:{form}")
     contract = CONTRACT.variant("large products that cancel")
     inputs = contract.inputs(problem, CPU, torch.Generator().manual_seed(1))
     right = moe_oracle(oracle_tensors(problem, CONTRACT.widened(inputs), torch.float64))
@@ -179,8 +177,7 @@ def test_large_products_that_cancel_show_sums_of_few_bits(form: str) -> None:
 @pytest.mark.parametrize("name", ["e4m3 codes that are subnormal", "scales that bf16 does not have"])
 @pytest.mark.parametrize("form", ["fp8_channel", "fp8_block", "fp8_block_w8a8"])
 def test_honest_kernels_are_right_where_subnormal_codes_and_bits_of_scales_matter(name: str, form: str) -> None:
-    problem, contract = parse_problem(f"moe t5 e2 k1 d2048 f128 bf16 w:{form}"), CONTRACT.variant(name)
-    assert isinstance(problem, MoEProblem)
+    problem, contract = parse(f"moe t5 e2 k1 d2048 f128 bf16 w:{form}"), CONTRACT.variant(name)
     kernels = [fm.fused_moe] if form == "fp8_block_w8a8" else EXPERTS_IN_FORMATS.values()
     for seed in range(3):
         inputs = contract.inputs(problem, CPU, torch.Generator().manual_seed(seed))
@@ -248,8 +245,7 @@ def test_what_the_peers_need_is_said_in_words() -> None:
 def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
     chance = Random(1)
     for text in CONTRACT.suites()[suite][::3]:
-        near = parse_problem(text)
-        assert isinstance(near, MoEProblem)
+        near = parse(text)
         drawn = {CONTRACT.draw(near, chance) for _ in range(30)}
         assert len(drawn) > 20
         for problem in drawn:
