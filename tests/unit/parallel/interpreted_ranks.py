@@ -11,12 +11,26 @@ import signal
 import sys
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
+
+
+def run(rank: int, module: str, ranks: int, file: str) -> None:
+    """One rank, in a group of all."""
+    main = import_module(f"tests.unit.parallel.{module}").main
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    assert group is not None
+    main(group, file)
+
 
 def main(module: str, ranks: int, file: str) -> None:
-    rank_of, running = import_module(f"tests.unit.parallel.{module}").main, set[int]()
+    import_module(f"tests.unit.parallel.{module}")  # once, for all
+    running = set[int]()
     for rank in range(ranks):
         if not (forked := os.fork()):
-            rank_of(rank, ranks, file)
+            run(rank, module, ranks, file)
         running.add(forked)
     while running:
         ended, status = os.wait()

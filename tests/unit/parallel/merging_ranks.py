@@ -94,11 +94,8 @@ def check_late(group: dist.ProcessGroup) -> list[str]:
     return ["it does not wait"]
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group, found = dist.group.WORLD, dict[str, list[str]]()
-    assert group is not None
+def main(group: dist.ProcessGroup, file: str) -> None:
+    found: dict[str, list[str]] = {}
     patches = {"Symmetric": Mapped, "PROGRAMS": 3, "_ELEMENTS": 64, "globaltimer": time.monotonic_ns, "TIME_LIMIT_MS": 20_000}
     with mock.patch.multiple(merge, **patches), mock.patch.object(parts, "why_no_symmetric", return_value=""):
         for name in ("sinks", "a new token", "a new token, rotary", "pages", "bf16"):

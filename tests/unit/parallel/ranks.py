@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import time
 
-import torch
 import torch.distributed as dist
 from tests.unit.parallel import context_ranks, decode_ranks, expert_ranks, ring_ranks
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    assert group is not None
+def main(group: dist.ProcessGroup, file: str) -> None:
     found = context_ranks.found(group) | ring_ranks.found(group) | expert_ranks.found(group) | decode_ranks.found(group)
-    if ranks == 4:
+    if group.size() == 4:
         from tests.unit.parallel import sharded_ranks  # it imports FSDP and checkpoints, which take seconds
 
         found["sharded"] = sharded_ranks.faults(group, f"{file}-state")
     dist.barrier(group)
-    if rank == ranks - 1:
+    if group.rank() == group.size() - 1:
         time.sleep(0.5)  # the others have passed the barrier
     else:
         found["a rank that has ended"] = expert_ranks.check_ended(group)

@@ -152,11 +152,7 @@ def by_our_kernels(group: dist.ProcessGroup) -> dict[str, list[str]]:
     return wrong
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group = dist.group.WORLD
-    assert group is not None
+def main(group: dist.ProcessGroup, file: str) -> None:
     results = by_our_kernels(group)
     assert not any(results.values()), results
     dist.barrier(group)

@@ -74,11 +74,8 @@ def sent(case: Case, group: dist.ProcessGroup, combine: str) -> list[str]:
     return wrong if torch.equal(found[0], found[1]) else [*wrong, "it has other bits than collectives"]
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group, found = dist.group.WORLD, dict[str, list[str]]()
-    assert group is not None
+def main(group: dist.ProcessGroup, file: str) -> None:
+    found: dict[str, list[str]] = {}
     with mock.patch.object(peers, "Symmetric", Mapped), mock.patch.object(workspace, "why_no_symmetric", return_value=""):
         for name in NAMES:
             case = Case(*expert_ranks.CASES[name])

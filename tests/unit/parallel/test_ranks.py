@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from tests.unit.forked import on_ranks
 from tests.unit.interpreter import Interpreter
+from tests.unit.parallel.interpreted_ranks import run
 
 from flashmoe_science.parallel import positions, shard
 
@@ -22,7 +22,7 @@ from flashmoe_science.parallel import positions, shard
     ],
 )
 def test_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, run_module, "ranks", ranks, str(tmp_path / "ranks"))
+    on_ranks(ranks, run, "ranks", ranks, str(tmp_path / "ranks"))
 
 
 def test_ranks_that_write_into_each_others_memory_give_the_same(tmp_path: Path, interpreted: Interpreter) -> None:
@@ -37,17 +37,12 @@ def test_keys_pass_round_our_kernels_as_round_pytorch_s(tmp_path: Path, interpre
 
 def test_experts_of_transformers_on_ranks_give_what_one_process_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
-    on_ranks(2, run_module, "transformers_ranks", 2, str(tmp_path / "ranks"))
+    on_ranks(2, run, "transformers_ranks", 2, str(tmp_path / "ranks"))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.redundant])])
 def test_experts_of_torchtitan_on_ranks_give_what_one_process_gives(ranks: int, tmp_path: Path) -> None:
-    on_ranks(ranks, run_module, "torchtitan_ranks", ranks, str(tmp_path / "ranks"))
-
-
-def run_module(rank: int, module: str, ranks: int, file: str) -> None:
-    """One rank, in whose process alone the module is imported."""
-    import_module(f"tests.unit.parallel.{module}").main(rank, ranks, file)
+    on_ranks(ranks, run, "torchtitan_ranks", ranks, str(tmp_path / "ranks"))
 
 
 def test_virtual_ranks_take_and_write_what_is_theirs(interpreted: Interpreter) -> None:

@@ -90,9 +90,8 @@ def check_mistakes(whole: double.MoE, make: Callable[[], double.MoE], everyones:
     return missed
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+def main(group: dist.ProcessGroup, file: str) -> None:
+    rank, ranks = group.rank(), group.size()
     double.install()
     from flashmoe_science.integrations import torchtitan
 

@@ -20,9 +20,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def main(rank: int, ranks: int, file: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+def main(group: dist.ProcessGroup, file: str) -> None:
+    rank, ranks = group.rank(), group.size()
     transformers.register()
     transformers_parallel.register(max_tokens=12)
     torch.manual_seed(0)
