@@ -7,27 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.tensors import i32
-
-from flashmoe_science import flash_attn_varlen_func as varlen
-from flashmoe_science import flash_attn_with_kvcache as with_cache
-
-
-def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-
-
-Q, C = randn(2, 3, 4, 16), randn(2, 8, 4, 16)
-P, CU = randn(6, 4, 16), i32(0, 2, 6)
-
-
-def packed(**changes: Any) -> object:
-    arguments = {"q": P, "k": P, "v": P, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    return varlen(**(arguments | changes))
-
-
-def cached(**changes: Any) -> object:
-    return with_cache(**({"q": Q, "k_cache": C, "v_cache": C, "cache_seqlens": i32(4, 5)} | changes))
+from tests.unit.tensors import i32, randn
+from tests.unit.test_serving import CU, C, P, Q, cached, packed
 
 
 def paged(**changes: Any) -> object:

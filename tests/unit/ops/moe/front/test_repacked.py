@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.ops.test_formats import word
 
 import flashmoe_science as fm
 
 E, H, WIDTH = 3, 96, 160
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each place of a word
 Matrix = list[list[int]]
-
-
-def word(integers: list[int]) -> int:
-    made = sum(one << 4 * place for place, one in enumerate(integers))
-    return made - 2**32 if made >= 2**31 else made
 
 
 def along_rows(of: Matrix) -> Matrix:
