@@ -107,16 +107,18 @@ def prove(
     from flashmoe_science.measure.run import Plan
     from flashmoe_science.store import read_runs
 
-    spec = spec_of(function)
+    targets = (spec_of(function), *map(str, _several(problems)))
+    rivals = tuple(one if isinstance(one, str) else spec_of(one) for one in _several(against))
+    words = [*targets, *(f"--against={one}" for one in rivals), f"--seed={seed}", f"--watchdog={watchdog_s}"]
     plan = Plan(
         Request(
-            (spec, *map(str, _several(problems))),
-            against=tuple(one if isinstance(one, str) else spec_of(one) for one in _several(against)),
+            targets,
+            against=rivals,
             quick=quick,
             seed=seed,
             watchdog_s=watchdog_s,
             budget_s=budget_s,
-            command=("flashmoe", "prove", spec),
+            command=("flashmoe", "prove", *words, *(["--quick"] if quick else [])),  # which --resume reads
         )
     )
     folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"

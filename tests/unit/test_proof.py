@@ -6,8 +6,11 @@ import importlib
 from pathlib import Path
 
 import pytest
+import typer
 
 from flashmoe_science import proof
+from flashmoe_science.cli.main import app
+from flashmoe_science.cli.options import earlier_of
 from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.measure import run
 from flashmoe_science.measure.request import Request
@@ -68,6 +71,19 @@ def test_one_problem_and_one_rival_are_taken_as_they_are(tmp_path: Path) -> None
                 proof.prove(spec, SQUARE, against=against)
     assert [one.against for one in asked] == [("sdpa",), ("sdpa",), ("flashmoe_science.proof:check",)]
     assert {one.targets for one in asked} == {(spec, SQUARE)}
+
+
+def test_a_run_that_python_began_is_resumed_with_what_python_asked(tmp_path: Path) -> None:
+    """Its record named the function alone, and --resume went on to the problems and rivals of the contract."""
+    spec = f"{FAULTS / 'another_mask.py'}:attention"
+    proof.prove(
+        spec, [SQUARE, LONGER], against=["sdpa", proof.check], quick=True, out=tmp_path, seed=7, watchdog_s=9.5, budget_s=1e-9
+    )
+    context = typer.Context(typer.main.get_command(app).get_command(None, "prove"))  # type: ignore[attr-defined]
+    _, options = earlier_of(context, tmp_path, ())
+    assert options["targets"] == [spec, SQUARE, LONGER]
+    assert options["against"] == ["sdpa", "flashmoe_science.proof:check"]
+    assert (options["quick"], options["seed"], options["watchdog"]) == (True, 7, 9.5)
 
 
 @pytest.mark.slow
