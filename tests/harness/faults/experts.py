@@ -48,6 +48,17 @@ def _right(x, w1, w2, topk_weights, topk_ids):
 
 
 @contract("moe")
+def moe_exponential_of_the_gate(x, w1, w2, topk_weights, topk_ids):
+    """Makes silu of ``exp(gate) / (1 + exp(gate))``, which is NaN where fp32 does not hold the exponential."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert, (into, down) in enumerate(zip(w1.float(), w2.float(), strict=True)):
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        gate, up = (x[tokens].float() @ into.T).chunk(2, -1)
+        out.index_add_(0, tokens, (gate * gate.exp() / (1 + gate.exp()) * up) @ down.T * topk_weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
+@contract("moe")
 def moe_at_most_64_experts(x, w1, w2, topk_weights, topk_ids):
     """Sorts by the lowest six bits of an expert's number."""
     return _right(x, w1, w2, topk_weights, topk_ids % 64 if w1.shape[0] > 64 else topk_ids)
@@ -258,6 +269,18 @@ def moe_router_without_the_maximum(x, w1, w2, router_logits, top_k):
     logits, ids = router_logits.topk(top_k)
     weights = logits.exp()
     return _right(x, w1, w2, weights / weights.sum(-1, keepdim=True), ids)
+
+
+@contract("moe")
+def moe_router_masks_by_value(x, w1, w2, router_logits, top_k):
+    """Takes the largest logit ``top_k`` times and then hides all that are as large: one of two equals is never taken."""
+    left, found = router_logits.clone(), []
+    for _ in range(top_k):
+        best = left.max(-1)
+        found.append(best)
+        left = left.masked_fill(left >= best.values[:, None], -torch.inf)
+    weights, ids = (torch.stack(each, -1) for each in zip(*found, strict=True))
+    return _right(x, w1, w2, torch.softmax(weights, -1), ids)
 
 
 @contract("moe")

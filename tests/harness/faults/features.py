@@ -175,6 +175,25 @@ def a_right_window_of_0_is_none(q, k, v, causal=False, softmax_scale=None, windo
     return _right(q, k, v, causal, softmax_scale, window_size=(left, right or -1))
 
 
+def a_right_window_alone_is_none(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
+    """Asks whether there is a window by its left end, except for a right end above 0."""
+    window_size = (-1, -1) if window_size == (-1, 0) else window_size
+    return _right(q, k, v, causal, softmax_scale, window_size=window_size)
+
+
+def right_window_of_shared_heads(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
+    """Ends a window one key early on the right where heads are shared."""
+    left, right = window_size
+    right -= right > 0 and q.shape[1] != k.shape[1]
+    return _right(q, k, v, causal, softmax_scale, window_size=(left, right))
+
+
+def window_lost_in_batches(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
+    """Forgets a causal window on several tiles of queries of several sequences."""
+    lost = causal and q.shape[0] > 1 and q.shape[2] > 64
+    return _right(q, k, v, causal, softmax_scale, window_size=(-1, -1) if lost else window_size)
+
+
 def no_causal_mask_in_an_open_window(q, k, v, causal=False, softmax_scale=None, window_size=(-1, -1)):
     """Lets a window say alone what is hidden on the right."""
     return _right(q, k, v, causal and window_size == (-1, -1), softmax_scale, window_size=window_size)

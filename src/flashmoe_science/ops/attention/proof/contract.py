@@ -198,8 +198,9 @@ class AttentionContract(SharedContract):
         """What ``fn`` returns, called with FlashAttention's arguments, and ``sinks`` and ``attn_mask`` where given."""
         scale = {"softmax_scale": self._scale(problem)} if self._explicit else {}
         named = {"causal": problem.causal, **scale, **_arguments(problem, inputs)}
-        if self._by_window and problem.causal and "window_size" in named:
-            named |= {"causal": False, "window_size": (named["window_size"][0], 0)}
+        if self._by_window and problem.causal and "window_size" in arguments_of(fn):
+            left, _ = named.get("window_size", (-1, -1))
+            named |= {"causal": False, "window_size": (left, 0)}
         return fn(inputs["q"], inputs["k"], inputs["v"], **named)
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:

@@ -180,12 +180,12 @@ _ALONE = {
     ),
     "window_size": (
         "attn b1 h2 q40 k60 d64 bf16 causal left16",
-        "attn b2 h2 q70 d64 fp16 left9 right3",
+        "attn b2 h4 hk2 q70 d64 fp16 left9 right3",
         "attn b1 h2 q40 d64 bf16 causal left0",
         "attn b1 h2 q40 k60 d64 fp16 right5",
         "attn b1 h2 q60 k40 d64 fp32 left7 right2",
         "attn b2 h4 hk2 q1 k200 d128 bf16 causal left16",
-        "attn b1 h4 hk2 q300 d32 fp16 causal left20",
+        "attn b2 h4 hk2 q300 d32 fp16 causal left20",
     ),
 }
 # By the same arguments, the words that each is asked with where it meets more: several tiles of queries; one query, many keys,

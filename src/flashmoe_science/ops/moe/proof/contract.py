@@ -240,7 +240,10 @@ class SharedContract(Contract):
             return inputs | {"x": inputs["x"].mul_(_TINY if inputs["x"].dtype == torch.float16 else _TINY**4)}
         if distribution == "constant":
             inputs = alike(inputs)
-        return inputs | super().vary(distribution, {"x": inputs["x"]})
+        changed = inputs | super().vary(distribution, {"x": inputs["x"]})
+        if distribution == "large" and changed["x"].dtype != torch.float16:
+            changed["x"].mul_(4.0)  # gates beyond 88, of which fp32 has no exponential
+        return changed
 
 
 class MoEContract(SharedContract):

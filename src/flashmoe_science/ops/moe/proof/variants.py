@@ -10,6 +10,7 @@ from flashmoe_science.ops.formats import SIDE
 from flashmoe_science.ops.moe.call.formats import OF_FORMAT
 
 Made = dict[str, torch.Tensor]
+EQUAL_EXPERTS = "two experts that are equal, as are their logits"  # a gradient depends on which of them is chosen
 SCALES, ZERO_POINTS, INPUT_SCALES = OF_FORMAT[:2], OF_FORMAT[2:4], OF_FORMAT[4:]
 
 
@@ -150,6 +151,15 @@ def _far_logits(made: Made) -> Made:
     return made
 
 
+def _equal(made: Made) -> Made:
+    """The second expert a copy of the first, also in its logits: whichever of the two is chosen, the result is the same."""
+    for name in made.keys() - _of_tokens(made).keys():
+        made[name][1:2] = made[name][:1]
+    if "router_logits" in made:
+        made["router_logits"][:, 1:2] = made["router_logits"][:, :1]
+    return made
+
+
 OF_IDS: Mapping[str, Callable[[Made], Made]] = {
     "weights that do not sum to one": _any_sum,
     "weights of zero and below": _signed,
@@ -162,6 +172,7 @@ OF_IDS: Mapping[str, Callable[[Made], Made]] = {
 VARIANTS: Mapping[str, Callable[[Made], Made]] = {
     **OF_IDS,
     "router logits far from zero": _far_logits,
+    EQUAL_EXPERTS: _equal,
     "large products that cancel": _cancelling,
     "slices of larger tensors": _sliced,
     "tokens that are columns": _in_columns,
