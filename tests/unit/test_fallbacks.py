@@ -63,6 +63,9 @@ CASES: dict[str, tuple[Call, tuple[torch.Tensor, ...]]] = {
     "cap and slopes": (lambda q, k, v: fm.flash_attn_func(q, k, v, softcap=2.0, alibi_slopes=SLOPES), TOKENS_FIRST),
     # PyTorch's attention on a CPU takes an fp32 mask beside fp64 for what it is not from 16 keys on.
     "slopes, 19 keys": (lambda q, k: fm.flash_attn_func(q, k, k, alibi_slopes=SLOPES), (randn(1, 3, 4, 8), randn(1, 19, 2, 8))),
+    "log-sum-exp": (lambda q, k, v: fm.flash_attn_func(q, k, v, return_attn_probs=True)[1], TOKENS_FIRST),
+    "log-sum-exp, cap": (lambda q, k, v: fm.flash_attn_func(q, k, v, softcap=2.0, return_attn_probs=True)[1], TOKENS_FIRST),
+    "log-sum-exp, packed": (lambda q, k, v: packed(q, k, v, return_attn_probs=True)[1], PACKED),
     "packed": (packed, PACKED),
     "packed, causal": (lambda q, k, v: packed(q, k, v, causal=True), PACKED),
     "packed, window": (lambda q, k, v: packed(q, k, v, window_size=(2, 1)), PACKED),
@@ -105,6 +108,14 @@ def test_an_append_in_fp64() -> None:
     other = fm.flash_attn_with_kvcache(q.float(), *narrow, k[:, :2].float(), v[:, :2].float(), **options)
     torch.testing.assert_close(out.float(), other)
     assert torch.equal(caches[0].float(), narrow[0])
+
+
+def test_rotary_in_fp64_has_the_digits_of_fp64() -> None:
+    angles, k = randn(9, 8), randn(1, 1, 2, 16)
+    caches = torch.zeros(2, 1, 9, 2, 16, dtype=torch.float64)
+    fm.flash_attn_with_kvcache(k, *caches, k, k, cache_seqlens=i32(3), rotary_cos=angles.cos(), rotary_sin=angles.sin())
+    turned = torch.view_as_complex(k[0, 0].view(2, 8, 2)) * torch.polar(torch.ones(8).double(), angles[3])
+    torch.testing.assert_close(caches[0, 0, 3], torch.view_as_real(turned).flatten(1), rtol=1e-14, atol=1e-14)
 
 
 def test_a_layer_in_fp64() -> None:

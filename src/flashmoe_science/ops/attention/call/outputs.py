@@ -39,7 +39,8 @@ def outputs_of(tensors: Tensors, options: Options, strides: tuple[int, ...]) -> 
         shape, strides = (batch, rows, heads, width)[packed:], (ob, om, oh, od)[packed:]
         lse_shape = lse_shape[packed:]
     lse_strides = (heads * rows, rows, 1)[-len(lse_shape) :]
-    lse = TensorLike(lse_shape, lse_strides, torch.float32) if options.return_lse else None
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = TensorLike(lse_shape, lse_strides, wide) if options.return_lse else None
     return Outputs(TensorLike(shape, strides, q.dtype), lse)
 
 

@@ -19,6 +19,7 @@ from flashmoe_science.ops.attention.call.lengths import lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import strides_like
 from flashmoe_science.ops.attention.call.packed import owners
 from flashmoe_science.ops.attention.front import lengths
+from flashmoe_science.ops.attention.front.padded import wide
 from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.explain import is_explaining
 from flashmoe_science.ops.operator import register
@@ -137,9 +138,8 @@ def _rotated(rows: torch.Tensor, a: Append, position: torch.Tensor) -> torch.Ten
     assert a.rotary_sin is not None
     half = a.rotary_cos.shape[1]
     position = position.clamp(0, a.rotary_cos.shape[0] - 1)  # of tokens that belong to no sequence
-    cos, sin = (one[position].float().unsqueeze(1) for one in (a.rotary_cos, a.rotary_sin))
-    wide = rows.float()
-    turned, rest = wide[..., : 2 * half], wide[..., 2 * half :]
+    cos, sin = (wide(one[position]).unsqueeze(1) for one in (a.rotary_cos, a.rotary_sin))
+    turned, rest = wide(rows).tensor_split([2 * half], -1)
     if a.rotary_interleaved:
         x, y = turned[..., 0::2], turned[..., 1::2]
         turned = torch.stack((x * cos - y * sin, x * sin + y * cos), -1).flatten(-2)

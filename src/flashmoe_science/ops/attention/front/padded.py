@@ -187,7 +187,7 @@ def positive_scale(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, 
 def _by_scores(
     queries: Dense, keys: Dense, values: torch.Tensor, tensors: Tensors, options: Options, softmax: Softmax, part: slice
 ) -> _Rows:
-    """The rows of one part: out [batch, heads, rows, head_dim_v] and, if asked for, log-sum-exp [batch, heads, rows] fp32 and,
+    """The rows of one part: out [batch, heads, rows, head_dim_v] and, if asked for, log-sum-exp [batch, heads, rows] and,
     with dropout, weights [batch, heads, rows, keys] in the dtype of Q, negative where they are left out."""
     batch, heads, _, width = queries.rows.shape
     heads_kv, columns, count = keys.rows.shape[1], keys.rows.shape[2], part.stop - part.start
@@ -216,7 +216,7 @@ def _by_scores(
         if options.return_lse:
             shown = torch.where(weights == 0.0, -every, every).detach().to(tensors.q.dtype)
     out = weights.reshape(*grouped, columns) @ values.to(weights.dtype).unsqueeze(2)
-    return out.reshape(batch, heads, count, values.shape[3]), lse.float() if options.return_lse else None, shown
+    return out.reshape(batch, heads, count, values.shape[3]), lse if options.return_lse else None, shown
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from flashmoe_science.ops.attention.call.lengths import lengths_of
 from flashmoe_science.ops.attention.call.outputs import Result
 from flashmoe_science.ops.attention.call.tensors import Given, Options, Tensors, features_of, sequences
 from flashmoe_science.ops.attention.front.lengths import are_readable, refuse_lengths
-from flashmoe_science.ops.attention.front.padded import padded_attention, positive_scale
+from flashmoe_science.ops.attention.front.padded import padded_attention, positive_scale, wide
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.calls import is_transformed, needs_grad, without_autocast
@@ -175,7 +175,7 @@ def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
     group = q.shape[1] // max(1, k.shape[1])
     k, v = (tensor.repeat_interleave(group, 1)[:, :, :0] for tensor in (k, v))
     out = (q @ k.mT) @ v  # a sum over no keys
-    return out, q[..., :0].sum(-1, dtype=torch.float32) - torch.inf if return_lse else None  # of no column
+    return out, wide(q[..., :0]).sum(-1) - torch.inf if return_lse else None  # of no column
 
 
 def _output(
@@ -202,13 +202,13 @@ def _log_sum_exp(q: torch.Tensor, k: torch.Tensor, mask: Mask, scale: float | No
     batch, heads, queries, width = q.shape
     heads_kv, keys = k.shape[1], k.shape[2]
     grouped = q.reshape(batch, heads_kv, heads // heads_kv, queries, width)
-    keys_t = k.float().mT.unsqueeze(2)  # [batch, heads_kv, 1, head_dim, seqlen_k]
+    keys_t = wide(k).mT.unsqueeze(2)  # [batch, heads_kv, 1, head_dim, seqlen_k]
     factor = width**-0.5 if scale is None else scale
     offset = keys - queries if mask == "causal" else 0
     step = max(1, _SCORES_AT_ONCE // (batch * heads * keys))
     chunks = []
     for first in (0,) if queries <= step else range(0, queries, step):  # a range is of one length to torch.compile
-        rows = grouped[:, :, :, first : first + step].float()
+        rows = wide(grouped[:, :, :, first : first + step])
         scores = (rows * factor) @ keys_t
         if mask != "full":
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(first + offset)
