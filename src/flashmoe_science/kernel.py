@@ -100,6 +100,7 @@ class Kernel(Generic[P, I, O]):
     supports(problem, device): None if it can serve the problem there, else the reason in words, for a user to read.
     suits(problem, gpu): whether it is a good guess for a problem without a near record.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
+    exact(problem, config, gpu): the config of a launch at a problem's very lengths, where ``config`` leaves tiles to each call.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
     load(problem, inputs): the inputs by name as ``run`` takes them, with new tensors for those that are prepared once, when a
         model is loaded (repacked or dequantised weights); None for a kernel that takes a checkpoint's. It is not timed. A
@@ -124,6 +125,7 @@ class Kernel(Generic[P, I, O]):
     load: Callable[[P, Mapping[str, Any]], dict[str, Any]] | None = None
     workspace: Callable[[P, Config], int] = field(default=lambda problem, config: 0)
     suits: Callable[[P, Gpu], bool] = field(default=lambda problem, gpu: True)
+    exact: Callable[[P, Config, Gpu], Config] = field(default=lambda problem, config, gpu: config)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
     slow: bool = False  # a peer that is measured only when asked for: the plain maths, a slower mode, minutes of compilation
     on_cpu: bool = False  # a peer that is worth timing on a CPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from tests.unit.tensors import i32
 
 import flashmoe_science as fm
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.front import pytorch
+from flashmoe_science.ops.attention.front import operator, pytorch
 
 Call = Callable[..., Any]
 
@@ -127,3 +131,13 @@ def test_it_is_over_after_a_refusal() -> None:
     with pytest.raises(TypeError, match="query is a NoneType"):
         fm.explain(None, *list(HEADS_FIRST.values())[1:])
     assert isinstance(fm.scaled_dot_product_attention(**HEADS_FIRST), torch.Tensor)
+
+
+def test_tiles_that_are_left_to_a_calls_lengths_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, kernel = gpu_named("h200"), kernel_named("fwd_gluon_sm90")
+    q = torch.zeros(1, 132, 908, 128, dtype=torch.bfloat16)
+    config = kernel.configs(parse_problem("attn b1 h132 q908 d128 bf16"), gpu)[0]
+    plan = SimpleNamespace(decision=Decision(kernel.name, config, "", "modelled"))
+    monkeypatch.setattr(operator, "plan_call", lambda *call: (plan, None))
+    monkeypatch.setattr(operator, "gpu_of", lambda tensor: gpu)
+    assert fm.explain(q, q, q).config["consumers"] == 3

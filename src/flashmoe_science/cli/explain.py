@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from flashmoe_science.dispatch.peers import faster_peer
-from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.select import at_lengths, select
 from flashmoe_science.dispatch.tuned import known_table
 from flashmoe_science.hardware import probe
 from flashmoe_science.hardware.gpus import gpu_named
@@ -43,6 +43,7 @@ def explain(
     decision = select(parsed, device, known_table(), served.ours(), served.fallback(), requested, unsupported)
     if requested is None:
         decision = faster_peer(decision, parsed, device, known_table(), served.peers())
+    decision = at_lengths(decision, parsed, device, served.ours())
     answer: dict[str, Any] = {
         "problem": str(parsed),
         "gpu": device.name if device is not None else "cpu",

@@ -97,6 +97,14 @@ def select(
     return Decision(first.name, first.configs(problem, gpu)[0], reason, "modelled", None, (*later, *others))
 
 
+def at_lengths(decision: Decision, problem: Problem, gpu: Device, kernels: Sequence[AnyKernel]) -> Decision:
+    """The decision, for people to read: with the config of a launch at the problem's very lengths (``Kernel.exact``)."""
+    for kernel in kernels:
+        if kernel.name == decision.kernel and gpu is not None:
+            return replace(decision, config=kernel.exact(problem, decision.config, gpu))
+    return decision
+
+
 def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Decision | None:
     """The decision that records support among the kernels in ``able``: by the ``nearest`` one. It gives its config where the
     tiles are the same, unless it only confirms the kernel's own rule, which then decides here too."""
@@ -110,16 +118,19 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     else:
         problem = problem.representative()
         reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
-    config = kernel.configs(problem, gpu)[0]
-    offered = None if entry.tuned else kernel.configs(entry.problem, gpu_named(entry.gpu))
-    if offered is not None and entry.config not in offered:
+    config, measured, offered = kernel.configs(problem, gpu)[0], entry.config, None
+    if not entry.tuned:
+        offered = kernel.configs(entry.problem, there := gpu_named(entry.gpu))
+        if measured == kernel.exact(entry.problem, offered[0], there):
+            measured = offered[0]
+    if offered is not None and measured not in offered:
         own = "that of the record is not offered any more"
     elif not exact and entry.problem.tile_key() != problem.tile_key():
         own = "the tiles differ"
-    elif offered is not None and not exact and entry.config == offered[0] != config:
+    elif offered is not None and not exact and measured == offered[0] != config:
         own = "that of the record is its first one there"
     else:
-        return Decision(entry.kernel, entry.config, reason, "measured" if exact else "modelled", entry.run)
+        return Decision(entry.kernel, measured, reason, "measured" if exact else "modelled", entry.run)
     return Decision(entry.kernel, config, f"{reason}; its own first config, as {own}", "modelled", entry.run)
 
 

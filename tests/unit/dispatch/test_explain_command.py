@@ -68,3 +68,10 @@ def test_a_peer_that_records_have_faster_is_named_with_its_backend_and_ratio(
     assert f"reason   {answer['reason']}" in flashmoe("explain", problem, "--gpu", "h200")[1]
     answer = json.loads(flashmoe("explain", problem, "--gpu", "h200", "--kernel", "fwd_triton", "--json")[1])
     assert (answer["kernel"], answer["basis"]) == ("fwd_triton", "requested")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tiles"), [("b4 h16 q4096", "consumers=2 block_n=128"), ("b34 h24 q908", "consumers=3 block_n=64")]
+)
+def test_tiles_that_are_left_to_a_calls_lengths_are_those_of_the_problem(flashmoe: Flashmoe, lengths: str, tiles: str) -> None:
+    assert f"config   {tiles} " in flashmoe("explain", f"attn {lengths} d128 bf16 bshd", "--gpu", "h200")[1]

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.select import Decision, at_lengths, select
 from flashmoe_science.dispatch.table import Table, committed_table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
@@ -124,6 +124,22 @@ def test_a_record_that_confirms_a_kernels_rule_leaves_near_problems_to_it(measur
     rows = table(("h200", "attn b1 h8 q1024 d64", "portable", measured))
     decision = select(parse_problem("attn b1 h8 q600 d64"), gpu_named("h200"), rows, (ruled,), "sdpa")
     assert (decision.config, decision.record) == (config, "run0")
+
+
+def test_a_record_of_the_tiles_that_a_call_would_choose_confirms_a_rule_that_leaves_them_to_its_lengths() -> None:
+    """Measured with m=4, which the rule, m=0, comes to at those lengths."""
+    loose = dataclasses.replace(
+        PORTABLE,
+        configs=lambda problem, device: (Config(m=0), Config(m=7)),
+        exact=lambda problem, config, gpu: config if config["m"] else Config(m=problem.seqlen_q // 32),
+    )
+    rows, h200 = table(("h200", ONE, "portable", "m=4"), ("h200", LONG, "portable", "m=9")), gpu_named("h200")
+    same, other = (select(parse_problem(text), h200, rows, (loose,), "sdpa") for text in (ONE, LONG))
+    assert (same.config, same.basis) == (Config(m=0), "measured")
+    assert (other.config, other.basis) == (Config(m=0), "modelled")
+    assert "not offered any more" in other.reason
+    assert at_lengths(same, parse_problem(ONE), h200, (HOPPER, loose)).config == Config(m=4)
+    assert at_lengths(same, parse_problem(LONG), h200, (HOPPER, loose)).config == Config(m=32)
 
 
 def test_under_a_causal_mask_unequal_lengths_lend_no_config_to_equal_ones_nor_take_theirs() -> None:

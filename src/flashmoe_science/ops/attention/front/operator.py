@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.dispatch.select import Decision, at_lengths
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe
+from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.append import Append, check_append
 from flashmoe_science.ops.attention.call.checks import check_call, check_dropout, checked_scale
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.lengths import lengths_of, lengths_of_append
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, out_strides, outputs_of, tokens_first
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, NO_FEATURES, Given, Options, Tensors
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, NO_FEATURES, Given, Options, Tensors, problem_of
 from flashmoe_science.ops.attention.front.arguments import SCHEMA_OF_FEATURES, of_features, unpacked
 from flashmoe_science.ops.attention.front.backward.autograd import differentiable
 from flashmoe_science.ops.attention.front.choose import (
@@ -32,6 +34,7 @@ from flashmoe_science.ops.attention.front.choose import (
     plan_call,
 )
 from flashmoe_science.ops.attention.front.flops import of_forward
+from flashmoe_science.ops.attention.front.kernels import FALLBACK
 from flashmoe_science.ops.attention.front.lengths import with_check
 from flashmoe_science.ops.attention.front.pytorch import dropped_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
@@ -307,7 +310,10 @@ def decide(tensors: Given, options: Options, softmax_scale: float | None = None)
     every = _autocast(every) or every
     check_call(every, options)
     softmax_scale = checked_scale(softmax_scale, options.names.scale)
-    return plan_call(every, options, softmax_scale)[0].decision
+    decision = plan_call(every, options, softmax_scale)[0].decision
+    if decision.kernel == FALLBACK:
+        return decision
+    return at_lengths(decision, problem_of(every, options), gpu_of(every.q), operation(AttentionProblem.op).ours())
 
 
 # The operator -----------------------------------------------------------------------------------------------------------------

@@ -144,10 +144,14 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     return kind(flashmoe_fwd_gluon_sm90, inputs.problem, config, gpu, inputs.return_lse, early, dtypes)
 
 
+def exact(problem: AttentionProblem, config: Config, gpu: Gpu) -> Config:
+    return fitted(problem, problem, config, gpu)
+
+
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
     if not is_packed(problem):
-        config = fitted(problem, problem, config, gpu)
+        config = exact(problem, config, gpu)
         return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
     tiles = max_listed(problem, config) * problem.heads // heads_of_tile(problem)
     main = Launch(name, packed_grid(tiles, config, gpu), threads(config))
@@ -164,4 +168,5 @@ KERNEL = our_kernel(
     plan=plan,
     workspace=workspace,
     suits=suits,
+    exact=exact,
 )
