@@ -76,7 +76,10 @@ def prove(
         Path | None,
         typer.Option("--resume", metavar="FOLDER", help="Measure what is left of the run in FOLDER, with that run's options."),
     ] = None,
-    budget: Annotated[str | None, typer.Option("--budget", metavar="600|5m|1h", help="End the run within this time.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="600|5m|1h", help="End within this time, builds without a GPU not counted."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the inputs and of --draw.")] = 42,
     watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that one step of a function may take.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,

@@ -52,6 +52,7 @@ class Plan:
                 offline = OfflineRun(Session(self.bench, writer, self.request, watch), self.to_build, named)
                 outcomes.append(offline.run())
                 self.found += offline.found
+                began = time.monotonic()
         for group in (one for one in self.timed if earlier.remaining(None, one.problems)):
             if outcomes and outcomes[-1].exit_code in (ExitCode.WRONG, ExitCode.COULD_NOT_RUN):
                 break

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from flashmoe_science.exit_codes import ExitCode
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.measure import run
 from flashmoe_science.measure.request import Entry, Request, groups, of_kernel, rivals_of, subjects_and_rivals
 from flashmoe_science.measure.run import Plan
 from flashmoe_science.operations import kernel_named, operation, parse_problem
@@ -110,3 +114,17 @@ def test_several_kernels_of_ours_are_subjects_by_their_names() -> None:
 def test_a_name_of_no_kernel_is_refused_beside_one_that_is_built() -> None:
     with pytest.raises(ValueError, match="nope"):
         Plan(Request(kernel=("fwd_triton", "nope")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and nothing is built for others")
+def test_the_budget_begins_after_the_builds_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take minutes of it else, and nothing is timed."""
+    now, deadlines = iter((10.0, 500.0, 500.0, 500.0)), []
+    good = SimpleNamespace(exit_code=ExitCode.GOOD)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(run, "OfflineRun", lambda *given: SimpleNamespace(run=lambda: good, found=[]))
+    monkeypatch.setattr(
+        run, "KernelsRun", lambda session, group: SimpleNamespace(run=lambda: deadlines.append(session.deadline) or good)
+    )
+    Plan(Request(targets=(TINY,), budget_s=60.0)).run(tmp_path, lambda *progress: None)
+    assert deadlines == [560.0]
