@@ -214,6 +214,30 @@ def _moe_gradients(kernel: str, tokens: int, experts: int, dim: int, hidden: int
     return call
 
 
+def _adapted_gradients(tokens: int, experts: int, dim: int, hidden: int, rank: int) -> Callable[[str], Any]:
+    """Of the adapters of frozen experts, of their input, and of the router with its losses."""
+    import torch
+
+    from flashmoe_science.moe import fused_moe
+    from flashmoe_science.ops.moe.route.route import route_with_losses
+
+    w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
+    sizes = ((rank, dim), (2 * hidden, rank), (rank, hidden), (dim, rank))
+    given = (_normal(tokens, dim), torch.randn(tokens, experts), *(_normal(experts, *one, width=one[1]) for one in sizes))
+    dout, named = _normal(tokens, dim), "moe_grouped_gluon_sm90"
+
+    def call(device: str) -> Any:
+        leaves = [one.to(device).requires_grad_() for one in given]
+        x, logits, a1, b1, a2, b2 = leaves
+        weights, ids, balance, z = route_with_losses(logits, None, 2, "softmax", "sum", 1, None, 1.0)
+        of_both = (a1, b1, 0.5), (a2, b2, 2.0)
+        kernel = named if device == "cuda" else None
+        out = fused_moe(x, w1.to(device), w2.to(device), weights, ids, adapters=of_both, kernel=kernel)
+        return torch.autograd.grad([out, balance, z], leaves, [dout.to(device), None, None])
+
+    return call
+
+
 def _moe_in_format(kernel: str, form: str, tokens: int, experts: int, dim: int, hidden: int) -> Callable[[str], Any]:
     x, logits = _normal(tokens, dim), torch.randn(tokens, experts)
     w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
@@ -258,6 +282,8 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "bwd_triton": partial(_gradients, "bwd_triton", 200, 333),
     "bwd_short_triton": partial(_gradients, "bwd_short_triton", 200, 333),
     "bwd_fused_gluon_sm90": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333),
+    "bwd_fused_gluon_sm90, 96 columns": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333, 96, 96),
+    "bwd_fused_gluon_sm90, 128 columns": partial(_gradients, "bwd_fused_gluon_sm90", 300, 333, 128, 128),
     "bwd_fused_gluon_sm90, packed": partial(_packed_gradients, "bwd_fused_gluon_sm90"),
     "bwd_fused_gluon_sm90, packed, a window": partial(_packed_gradients, "bwd_fused_gluon_sm90", left=70),
     "bwd_gluon_sm90": partial(_gradients, "bwd_gluon_sm90", 300, 333, 128, 128),
@@ -267,7 +293,9 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "bwd_gluon_sm90, packed, a window": partial(_packed_gradients, "bwd_gluon_sm90", left=70),
     "moe_bwd_triton": partial(_moe_gradients, "moe_bwd_triton", 300, 5, 72, 40),
     "moe_bwd_gluon_sm90": partial(_moe_gradients, "moe_bwd_gluon_sm90", 300, 3, 328, 136),
+    "moe_grouped_gluon_sm90, adapters": partial(_adapted_gradients, 300, 3, 328, 136, 16),
     "moe_gemv_gluon, mxfp4": partial(_moe_in_format, "moe_gemv_gluon", "mxfp4", 5, 3, 96, 64),
+    "moe_gemv_gluon, fp8": partial(_moe_in_format, "moe_gemv_gluon", "fp8_block_w8a8", 5, 3, 272, 144),
     "moe_mxfp4_gluon_sm90": partial(_moe_in_format, "moe_mxfp4_gluon_sm90", "mxfp4", 200, 3, 288, 160),
     "moe_weights_gluon_sm90": partial(_moe_in_format, "moe_weights_gluon_sm90", "int4_g32", 200, 3, 288, 160),
     "moe_fp8_gluon_sm90": partial(_moe_in_format, "moe_fp8_gluon_sm90", "fp8_block_w8a8", 200, 3, 272, 144),
