@@ -19,6 +19,8 @@ SPLIT = (
     "b1 h4 q700 d192 dv128 bf16 causal",
     "b3 h8 hk2 q600 d128 bf16 causal packed sinks",
     "b2 h8 hk2 q900 d128 bf16 causal left100",
+    "b1 h6 hk2 q900 d256 bf16 causal",
+    "b3 h4 q500 d192 bf16 packed",
 )
 FUSED = (
     "b2 h11 q2000 d64 bf16",
@@ -28,6 +30,12 @@ FUSED = (
     "b7 h11 q1300 d64 fp16 packed",
     "b2 h7 q3000 d64 bf16 causal left700",
     "b1 h1 q20000 d64 bf16 left5000 right300",
+    "b2 h5 q2000 d128 bf16",
+    "b1 h6 hk2 q1500 k1700 d128 fp16 causal",
+    "b1 h1 q20000 d128 bf16 causal",
+    "b9 h16 hk2 q1500 d128 bf16 causal packed sinks",
+    "b2 h7 q3000 d96 bf16 causal left700",
+    "b3 h4 q1500 d80 fp16 causal",
 )
 TILED = (*SPLIT, "b3 h4 q600 d64 bf16 packed", "b2 h8 hk2 q900 d64 bf16 causal left100 softcap5", "b1 h2 q300 d80 fp32 bias")
 SHORT = ("b2 h4 hk2 q512 d64 bf16 causal", "b1 h4 q300 k333 d128 fp16", "b2 h2 q100 k70 d24 bf16 causal")
