@@ -63,10 +63,10 @@ def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
 
 
 def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in (torch.bool, torch.float8_e8m0fnu) else tensor
 
 
-# A tensor as ``Build.launch`` takes it: its address, or itself where kernels are interpreted, of booleans their bytes.
+# A tensor as ``Build.launch`` takes it: its address, or itself where kernels are interpreted, of booleans and exponents bytes.
 address: Callable[[torch.Tensor], Any] = _as_numbers if INTERPRETING else torch.Tensor.data_ptr
 
 

@@ -78,6 +78,7 @@ def named() -> Iterator[tuple[str, MoEInputs]]:
         yield f"neighbouring blocks 2^20 apart{interleaved}", changed(one, gate_up_scale=apart)
         powers = (torch.frexp(apart).exponent + 126).to(torch.uint8)
         yield f"scales of e8m0{interleaved}", changed(one, gate_up_scale=powers)
+        yield f"such scales by PyTorch's name{interleaved}", changed(one, gate_up_scale=powers.view(torch.float8_e8m0fnu))
     apart[0, 1, 0] = torch.nan
     yield "an fp32 scale that is no number", changed(one, gate_up_scale=apart)
     bits = one.tensors.w1.view(torch.uint8).clone()
