@@ -155,9 +155,9 @@ def flash_attn_func(
         deterministic: equal calls give equal bits in the gradients too, by our backward; else the call is refused.
 
     Returns:
-        out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32,
-        of fp64 fp64, weights): with ``dropout_p`` the softmax [batch, heads, seqlen_q, seqlen_k] in q's dtype, negative
-        where dropped, else None.
+        out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] in fp32
+        or, for fp64, in fp64, weights): with ``dropout_p`` the softmax [batch, heads, seqlen_q, seqlen_k] in q's dtype,
+        negative where dropped, else None.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.

@@ -119,7 +119,7 @@ def flash_attn_varlen_func(
             (head_dim + head_dim_v) ** -0.5. k and v are copied into one tensor for it.
 
     Returns:
-        out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32; of fp64 fp64), and
+        out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32, fp64 for fp64), and
         with ``dropout_p`` also the weights [batch, heads, longest query, longest key], as of ``flash_attn_func``.
 
     Raises:
@@ -270,7 +270,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out in the shape of q with the width of v_cache, zeros for a query that sees no key; with ``return_softmax_lse``
-        (out, lse), fp32 (of fp64 fp64) [batch, heads, seqlen_q] or [heads, total_q].
+        (out, lse), fp32 (fp64 for fp64) [batch, heads, seqlen_q] or [heads, total_q].
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
