@@ -88,6 +88,7 @@ class Address:
     """Numbers at an address, and which of them."""
 
     def __init__(self, base: int, element: torch.dtype, at: Any = 0) -> None:
+        element = torch.uint8 if element == torch.float8_e8m0fnu else element  # PyTorch cannot index such a tensor
         self.base, self.element, self.at = base, element, at
         self.dtype = SimpleNamespace(element_ty=element)
 
