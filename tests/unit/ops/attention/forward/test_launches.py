@@ -177,7 +177,7 @@ def without(launched: list[tuple[Any, ...]], new: set[int]) -> list[list[Any]]:
     """The launches without the addresses of new tensors: those of results, and of the list of tiles or the partials, the only
     ones that are launched with and belong to no input."""
     return [
-        [None if isinstance(one, int) and (one in new or one > 2**32) and one not in INPUTS else one for one in each]
+        [None if isinstance(one, int) and (one in new or one > 2**26) and one not in INPUTS else one for one in each]
         for each in launched
     ]
 
