@@ -162,7 +162,8 @@ def _at(revision: str, folders: list[str]) -> Measures:
         sys.exit(f"structure: git archive {revision}: {archive.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as source:
-            source.extractall(folder, filter="data")
+            source.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 has none
+            source.extractall(folder)
         return measures(Path(folder), [one for one in folders if Path(folder, one).is_dir()])
 
 
