@@ -28,6 +28,7 @@ import torch
 
 import flashmoe_science as fms
 from flashmoe_science.ops.moe.products import grouped
+from flashmoe_science.ops.moe.route.route import route_with_losses
 
 CHECKS = ("memcheck", "racecheck")
 _MOST_ERROR = 0.02  # RMS, relative to the CPU's
@@ -216,11 +217,6 @@ def _moe_gradients(kernel: str, tokens: int, experts: int, dim: int, hidden: int
 
 def _adapted_gradients(tokens: int, experts: int, dim: int, hidden: int, rank: int) -> Callable[[str], Any]:
     """Of the adapters of frozen experts, of their input, and of the router with its losses."""
-    import torch
-
-    from flashmoe_science.moe import fused_moe
-    from flashmoe_science.ops.moe.route.route import route_with_losses
-
     w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
     sizes = ((rank, dim), (2 * hidden, rank), (rank, hidden), (dim, rank))
     given = (_normal(tokens, dim), torch.randn(tokens, experts), *(_normal(experts, *one, width=one[1]) for one in sizes))
@@ -232,7 +228,7 @@ def _adapted_gradients(tokens: int, experts: int, dim: int, hidden: int, rank: i
         weights, ids, balance, z = route_with_losses(logits, None, 2, "softmax", "sum", 1, None, 1.0)
         of_both = (a1, b1, 0.5), (a2, b2, 2.0)
         kernel = named if device == "cuda" else None
-        out = fused_moe(x, w1.to(device), w2.to(device), weights, ids, adapters=of_both, kernel=kernel)
+        out = fms.fused_moe(x, w1.to(device), w2.to(device), weights, ids, adapters=of_both, kernel=kernel)
         return torch.autograd.grad([out, balance, z], leaves, [dout.to(device), None, None])
 
     return call

@@ -120,7 +120,8 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
         reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_measured(entry)}"
     config, measured, offered = kernel.configs(problem, gpu)[0], entry.config, None
     if not entry.tuned:
-        offered = kernel.configs(entry.problem, there := gpu_named(entry.gpu))
+        there = gpu_named(entry.gpu)
+        offered = kernel.configs(entry.problem, there)
         if measured == kernel.exact(entry.problem, offered[0], there):
             measured = offered[0]
     if offered is not None and measured not in offered:
