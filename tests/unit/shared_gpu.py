@@ -18,7 +18,7 @@ from flashmoe_science.ops.moe.call.formats import OF_FORMAT
 
 FORMATS = ("mxfp4", "fp8_block_w8a8", "fp8_channel_w8a8", "fp8_channel_static")
 WHATS = (*FORMATS, "experts", "forward", "backward")
-TOGETHER, HUNG_S = 100, 15.0  # calls between two looks, and their limit
+TOGETHER, HUNG_S = 50, 15.0  # calls between two looks, which a stream has room for, and their limit
 
 
 def call_of(what: str) -> Callable[[], torch.Tensor]:
