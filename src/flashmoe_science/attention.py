@@ -18,9 +18,10 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.merge import check_parts, merged, parts_of
+from flashmoe_science.ops.attention.front.merge.checks import check_parts, parts_of
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
+from flashmoe_science.ops.attention.peers.merge import merged
 from flashmoe_science.ops.checks import check_device, check_flag, check_kernel, checked_tensor
 from flashmoe_science.ops.explain import explained
 

@@ -72,6 +72,7 @@ class Operation:
 OPERATIONS: tuple[Operation, ...] = (
     Operation("attention", "attn", "flashmoe_science.ops.attention", parallelism="cp"),
     Operation("attention_backward", "attnbwd", "flashmoe_science.ops.attention", "backward", parallelism="cp"),
+    Operation("attention_merge", "attnmerge", "flashmoe_science.ops.attention", "merge"),
     Operation("moe", "moe", "flashmoe_science.ops.moe", parallelism="ep"),
     Operation("moe_backward", "moebwd", "flashmoe_science.ops.moe", "backward"),
 )

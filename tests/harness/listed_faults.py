@@ -11,7 +11,7 @@ FAULTS = Path(__file__).parent / "faults"
 
 def planted() -> dict[str, str]:
     """Each fault's name and its function as ``file.py:function``; a function ``attention`` has the name of its file."""
-    found, function = {}, re.compile(r"^def ([a-z]\w*)\((?:q, k, v, causal=False|x)\b", re.MULTILINE)
+    found, function = {}, re.compile(r"^def ([a-z]\w*)\((?:q, k, v, causal=False|x|outs)\b", re.MULTILINE)
     for path in sorted(FAULTS.rglob("*.py")):
         folder = "gpu/" if path.parent.name == "gpu" else ""
         for name in function.findall(path.read_text(encoding="utf-8")):
@@ -29,6 +29,7 @@ EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
 QUANTISED_EXPERTS = "moe t50 e6 k2 d96 f64 bf16 w:mxfp4"
 INT4_EXPERTS = "moe t50 e6 k2 d96 f64 bf16 w:int4_g32_zero"
 EXPERT_GRADIENTS = "moebwd t50 e6 k2 d32 f24 fp32"
+MERGE = "attnmerge p3 t50 h2 d24 fp32"
 ON_GPU = "attn b1 h2 q100 d64 fp16"
 ONE_HEAD = "attn b1 h1 q100 d64 fp16"
 
@@ -107,6 +108,11 @@ WRONG = (
     fault("expert_gradient_in_another_order", "correctness", "promised the same bits", problem=EXPERT_GRADIENTS),
     fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
     fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
+    fault("merge_by_the_largest", "correctness", "out: maximum error", problem=MERGE),
+    fault("merge_keeps_the_largest", "correctness", "lse: maximum error", "right for the largest", problem=MERGE),
+    fault("merge_reads_what_has_no_key", "correctness", "NaN or infinite", problem=MERGE),
+    fault("merge_nothing_is_nan", "correctness", "out is NaN or infinite", problem=MERGE),
+    fault("merge_in_16_bits", "correctness", "out: RMS error", problem=MERGE),
     fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),
     fault("leaves_a_mode", "correctness", "settings changed", "torch function modes"),
     fault("patches_the_timer", "sanity", "replaced time.perf_counter", "clocks"),
@@ -220,6 +226,8 @@ SWEPT = (
     fault("moe_no_bias_in_a_format", "", "it is right for no biases", problem="moe t9 e4 k2 d96 f64 bf16 w:mxfp4 bias"),
     fault("expert_gradient_without_the_down_bias", "", "output 5: maximum error", problem="moebwd t9 e4 k2 d32 f24 bf16 bias"),
     fault("moe_at_most_64_experts", "", "maximum error", problem="moe t20 e128 k8 d32 f24"),
+    fault("merge_of_eight_parts", "", "lse: maximum error", problem="attnmerge p9 t20 h4 d80 fp32"),
+    fault("merge_without_a_maximum", "", "wrong with log-sum-exps near 3000", problem=None),
     fault("moe_at_most_256_experts", "", "maximum error", problem="moe t64 e512 k8 d32 f24"),
     fault("moe_minus_one_is_the_last", "", r"wrong with ids of -1", problem=None),
     fault("moe_past_the_last_is_the_last", "", r"wrong with ids of E", problem=None),

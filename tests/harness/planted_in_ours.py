@@ -33,6 +33,7 @@ from flashmoe_science.ops.attention.call.backward import BackwardInputs, Gradien
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.front import kernels as attention_kernels
 from flashmoe_science.ops.attention.front.backward import kernels as backward_kernels
+from flashmoe_science.ops.attention.front.merge import kernels as merge_kernels
 from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.call.backward import BackwardInputs as MoEBackwardInputs
 from flashmoe_science.ops.moe.call.backward import Gradients as ExpertGradients
@@ -45,6 +46,7 @@ BENCH = Bench(torch.device("cpu"), None)
 MODULES = {
     "attention": attention_kernels,
     "attention_backward": backward_kernels,
+    "attention_merge": merge_kernels,
     "moe": moe_kernels,
     "moe_backward": expert_backward_kernels,
 }
@@ -93,6 +95,7 @@ def expert_gradients(fn: Callable[..., Any]) -> Callable[[MoEBackwardInputs, Con
 RUNS: dict[str, Callable[..., Any]] = {
     "attention": attention,
     "attention_backward": gradients,
+    "attention_merge": lambda fn: lambda inputs, config: fn(*inputs),
     "moe": experts,
     "moe_backward": expert_gradients,
 }

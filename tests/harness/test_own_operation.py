@@ -200,4 +200,4 @@ def test_it_goes_from_prove_to_verdicts_and_a_report(flashmoe: Flashmoe) -> None
 def test_its_suite_is_the_machines_own_where_nothing_is_named(flashmoe: Flashmoe) -> None:
     assert "rowmax" in flashmoe("prove", "rowmax r5", codes=(2,))  # the grammar
     said = flashmoe("prove", "nothing", codes=(2,))
-    assert "'attn' or 'attnbwd' or 'moe' or 'moebwd' or 'rowmax' or 'op'" in said
+    assert "'attn' or 'attnbwd' or 'attnmerge' or 'moe' or 'moebwd' or 'rowmax' or 'op'" in said

@@ -49,7 +49,7 @@ def test_a_problem_of_ones_own_has_its_cost_filled_in() -> None:
     [
         (
             "attentoin",
-            "it must be an instance of Contract or one of attention, attention_backward, moe",
+            "it must be an instance of Contract or one of attention, attention_backward, attention_merge, moe",
         ),
         (Doubled, "it must be an instance of Contract"),
         (Contract(), "contract Contract has no name"),

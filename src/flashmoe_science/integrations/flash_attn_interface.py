@@ -25,8 +25,8 @@ from flashmoe_science.ops.attention.front.flash import (
     window_of,
     with_chunks,
 )
-from flashmoe_science.ops.attention.front.merge import merged
 from flashmoe_science.ops.attention.front.operator import attend
+from flashmoe_science.ops.attention.peers.merge import merged
 from flashmoe_science.ops.checks import check_flag, checked_tensor
 
 __all__ = [

@@ -119,7 +119,8 @@ def is_mistake(got: torch.Tensor, right: Expected, mistake: torch.Tensor) -> boo
     ``right``."""
 
     def from_mistake(got: torch.Tensor, mistake: torch.Tensor) -> torch.Tensor:
-        return torch.where(got.isnan() & mistake.isnan(), 0.0, got.double() - mistake)
+        alike = (got == mistake) | (got.isnan() & mistake.isnan())  # infinities have no difference
+        return torch.where(alike, 0.0, got.double() - mistake)
 
     def from_right(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.where(torch.isfinite(got), got.double() - right, torch.inf)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.tensors import DTYPES
-from flashmoe_science.ops.attention.front.merge import merged
+from flashmoe_science.ops.attention.peers.merge import merged
 from flashmoe_science.ops.checks import check_count
 from flashmoe_science.parallel.agree import agreed
 from flashmoe_science.parallel.cost import EXCHANGED, MESSAGES, Cost

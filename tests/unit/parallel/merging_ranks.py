@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.inputs import Case, make
-from flashmoe_science.ops.attention.front.merge import merged
+from flashmoe_science.ops.attention.peers.merge import merged
 from flashmoe_science.ops.attention.problem import parse
 from flashmoe_science.ops.attention.proof import ranks_decode
 from flashmoe_science.parallel import DecodeWorkspace, decode, merge, parts

@@ -1,4 +1,4 @@
-"""Attention to parts of the keys, merged by PyTorch's operators."""
+"""What a merge of attention to parts of the keys is given, checked."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import torch
 
 from flashmoe_science.ops.checks import check_device, checked_tensor
 from flashmoe_science.printable import shown
-
-
-def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
-    A part is ignored where its log-sum-exp is -inf; zeros and -inf where all are."""
-    every = torch.stack([*lses])
-    keyless = every == -torch.inf
-    # Of nothing but -inf logsumexp has no gradient, and of 0 * out neither has 0 where out is no number.
-    lse = torch.logsumexp(every.masked_fill(keyless, torch.finfo(every.dtype).min), 0)
-    weights = [torch.exp(one - lse).unsqueeze(-1) for one in lses]
-    parts = [weight * out.masked_fill(weight == 0.0, 0.0) for weight, out in zip(weights, outs, strict=True)]
-    return torch.stack(parts).sum(0), lse.masked_fill(keyless.all(0), -torch.inf)
 
 
 def parts_of(name: str, parts: object) -> list[torch.Tensor]:

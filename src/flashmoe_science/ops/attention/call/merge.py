@@ -1,0 +1,23 @@
+"""What a merge of attention to parts of the keys takes and gives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.kernel import Kernel
+from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
+
+
+class MergeInputs(NamedTuple):
+    """One call of an AttentionMergeProblem.
+
+    outs: [parts, tokens, heads, head_dim]; lses: fp32 [parts, heads, tokens], -inf where a row has none of a part's keys.
+    """
+
+    outs: torch.Tensor
+    lses: torch.Tensor
+
+
+MergeKernel = Kernel[AttentionMergeProblem, MergeInputs, tuple[torch.Tensor, torch.Tensor]]  # out, lse
