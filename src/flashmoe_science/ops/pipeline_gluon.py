@@ -46,6 +46,16 @@ def advance(state, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def make_row(STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers [STAGES, 1], each complete after ARRIVALS. Make none that no one waits for: the compiler gives its memory to
+    others, and PTX demands that it is invalidated before."""
+    row = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(row.index(i), count=ARRIVALS)
+    return row
+
+
+@gluon.jit
 def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     """The barriers of full and of empty stages, [STAGES, 1] each: full after ARRIVALS, empty after READERS. Whoever makes them
     fences before other warps start."""

@@ -35,7 +35,7 @@ from flashmoe_science.ops.attention.device.band import (
 from flashmoe_science.ops.attention.device.tiles import coordinates
 from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.gluon_bridge import barrier, tma_add, tma_load, tma_store, tma_stored
-from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, make_barriers, make_row
 
 # Tiles of keys of a set of heads, near as many as SMs: what more work on, L2 does not hold.
 TOGETHER = gl.constexpr(128)
@@ -198,8 +198,11 @@ def flashmoe_bwd_fused_gluon_sm90(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, PRODUCT], q_desc.dtype)
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [PLACES * 2, KEYS, PRODUCT], ds_layout)
     queries_full, queries_empty = make_barriers(STAGES, 2)
-    ds_full, ds_empty = make_barriers(PLACES, 2 if WIDE else 1, 2)
-    dq_full, dq_empty = make_barriers(SLOTS, 1)
+    if WIDE:
+        ds_full, dq_empty = make_row(PLACES, 2), make_row(SLOTS, 1)
+        ds, dq = Pipeline(ds_full, ds_full), Pipeline(dq_empty, dq_empty)  # neither has the other row (wide.py)
+    else:
+        ds, dq = Pipeline(*make_barriers(PLACES, 1, 2)), Pipeline(*make_barriers(SLOTS, 1))
     keys = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(keys, count=1)
     fence_async_shared()
@@ -212,9 +215,7 @@ def flashmoe_bwd_fused_gluon_sm90(
     smem = Tensors(q_smem, dout_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem, q_low, dout_low)
     sources = Tensors(q_desc, dout_desc, lse_desc, delta_desc, k_desc, v_desc, None, dq_desc)
     results = Tensors(q_desc, dout_desc, lse_desc, delta_desc, dk_desc, dv_desc, None, dq_desc)
-    barriers = Barriers(
-        Pipeline(queries_full, queries_empty), Pipeline(ds_full, ds_empty), Pipeline(dq_full, dq_empty), keys
-    )  # fmt: skip
+    barriers = Barriers(Pipeline(queries_full, queries_empty), ds, dq, keys)
     if WIDE:
         gl.warp_specialize(
             [
