@@ -2,8 +2,9 @@
 
 Some rows have none of a part's keys, the first none of any part's; there the part's output is NaN, which no call may read. Of
 inputs only outputs are varied. A weight is the exponential of a difference of two log-sum-exps of at most M in size: in fp32 it
-errs by 2 M 2^-24 and the exponential's own 2^-22. Output and log-sum-exp may err by as much of the largest output and of 1, by
-sums of P parts, 4 sqrt(P) 2^-24, and by a rounding to the dtype and one to fp32; RMS and mean by half of it.
+errs by 2 M 2^-24 and the exponential's own 2^-22. Merged one after the other, as rings do, P parts have sqrt(P) times that and
+of sums 4 sqrt(P) 2^-24. Output and log-sum-exp may err by as much of the largest output and of 1, and by two roundings to their
+dtypes; RMS and mean by half of it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class AttentionMergeContract(Contract):
     ) -> tuple[tuple[Errors, ...], tuple[float, ...]]:
         finite = (one.masked_fill(~one.isfinite(), 0.0).abs().max().item() for one in (inputs["lses"], inputs["outs"]))
         largest, of_outs = finite
-        fp32 = (4 + 2 * largest + 4 * math.sqrt(problem.parts)) * _FP32
+        fp32 = (4 + (2 * largest + 4) * math.sqrt(problem.parts)) * _FP32
         of_out, of_lse = fp32 * of_outs, fp32 + 2 * largest * _FP32
         rounded = 2 * unit_roundoff(inputs["outs"].dtype) * of_outs
         return tuple(Errors(one, one / 2, one / 2) for one in (of_out + rounded, of_lse)), (of_out, of_lse)
