@@ -66,13 +66,16 @@ def reused(ptx: str) -> set[int]:
     bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
     at = {to: int(offset) for to, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if base in bases}
     at |= dict.fromkeys(bases, 0)
-    barriers = {at[one] for one in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx) if one in at}
+    made, ended = (
+        {at[one] for one in re.findall(rf"mbarrier\.{what}\.shared::cta\.b64 \[(%r\d+)\]", ptx) if one in at}
+        for what in ("init", "inval")
+    )
     plain: set[int] = set()
     for many, bits, register, offset in _PLAIN.findall(ptx):
         if register in at or not register:
             first = at.get(register, 0) + int(offset or 0)
             plain |= set(range(first, first + int(many or 1) * int(bits) // 8))
-    return {one for one in barriers if plain & set(range(one, one + 8))}
+    return {one for one in made - ended if plain & set(range(one, one + 8))}
 
 
 @pytest.fixture

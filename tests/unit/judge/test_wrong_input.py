@@ -19,7 +19,10 @@ WRONG = [
     ("explain 'attn b1 h16'", "lacks q<n>, d<n>"),
     (f"explain '{KNOWN}' --gpu h9000", "gpu is 'h9000'; it must be one of"),
     (f"explain '{KNOWN}' --kernel fast", "kernel is 'fast'; it must be one of"),
-    ("prove dokuments", "'dokuments' is neither a problem (those begin with 'attn' or 'attnbwd' or 'moe' or 'moebwd' or 'op')"),
+    (
+        "prove dokuments",
+        "'dokuments' is neither a problem (those begin with 'attn' or 'attnbwd' or 'attnmerge' or 'moe' or 'moebwd' or 'op')",
+    ),
     ("prove 'attn b1 h1 q8'", "problem 'attn b1 h1 q8' lacks d<n>"),
     (f"prove '{TINY} cp3'", "start it by torchrun --nproc-per-node 3 -m flashmoe_science prove"),
     ("prove context", "is of several GPUs; start it by torchrun --nproc-per-node 2 -m flashmoe_science prove context"),

@@ -63,8 +63,8 @@ def test_min_bytes_counts_each_tensor_once() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "does not begin with 'attn', 'attnbwd', 'moe', 'moebwd', 'op'"),
-        ("conv b1", "does not begin with 'attn', 'attnbwd', 'moe', 'moebwd', 'op'"),
+        ("", "does not begin with 'attn', 'attnbwd', 'attnmerge', 'moe', 'moebwd', 'op'"),
+        ("conv b1", "does not begin with 'attn', 'attnbwd', 'attnmerge', 'moe', 'moebwd', 'op'"),
         ("attn b1 h16 d128", "lacks q<n>"),
         ("attn b1 h16 q128 d128 d64", "gives 'd' twice"),
         ("attn b1 h16 q128 d128 bf16 fp16", "gives the dtype twice"),
