@@ -4,8 +4,8 @@
 
 The layers are those of tools/decoder.py in bf16 with random weights, which are frozen; the experts' two products have adapters,
 which AdamW trains. A step is that of tools/train_steps.py, on one packed sequence: its documents' lengths are drawn, evenly by
-their logarithm, and each document attends to itself. By ours: packed attention, router, and adapters in the
-experts' kernels. By PyTorch: SDPA of each document, its top-k, and grouped products of experts and of adapters.
+their logarithm, and each document attends to itself. By ours: packed attention, router, and adapters in the experts' kernels.
+By PyTorch: SDPA of each document, its top-k, and grouped products of experts and of adapters.
 
 Of a step 4 operations a frozen weight and token are counted, 6 a trained one, 3 for each expert's share of tokens, and 6 a
 score and head dimension of causal attention.
@@ -24,7 +24,7 @@ from decoder import SIZES, Decoder, Layer, Size
 from decoder_attention import Sdpa, alone
 from end_to_end import Way
 from record import write_record
-from train_steps import Training, measured, shown
+from train_steps import Training, measured, shown, used_of
 
 import flashmoe_science as fms
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
@@ -66,7 +66,7 @@ class Tuning(Training):
 
     def __init__(self, size: Size, lengths: list[int], rank: int, device: str, dtype: torch.dtype) -> None:
         self.model = Decoder(replace(size, vocabulary=1), device, dtype, max(lengths))
-        frozen = sum(self._operations_of(one, size) for layer in self.model.layers for one in layer.values())
+        frozen = sum(used_of(one, size) for layer in self.model.layers for one in layer.values())
         shapes = (rank, size.width), (2 * size.inner, rank), (rank, size.inner), (size.width, rank)
         for layer in self.model.layers:
             for name, shape in zip((*ADAPTERS[0], *ADAPTERS[1]), shapes, strict=True):
@@ -77,13 +77,9 @@ class Tuning(Training):
         self.tokens = self.length
         self.input = torch.randn(1, self.tokens, size.width, device=device, dtype=dtype)
         self.model.rotation = torch.cat([self.model.rotation[:length] for length in lengths])
-        trained = sum(self._operations_of(one, size) for one in self.weights)
+        trained = sum(used_of(one, size) for one in self.weights)
         of_scores = 6 * size.layers * size.heads * size.head_dim * sum(length**2 for length in lengths)
         self.flops = self.tokens * (4 * frozen + 6 * trained) + of_scores
-
-    @staticmethod
-    def _operations_of(weight: Tensor, size: Size) -> float:
-        return weight.numel() * (size.top_k / size.experts if weight.dim() == 3 else 1)
 
 
 def lengths_of(documents: int, shortest: int, longest: int) -> list[int]:

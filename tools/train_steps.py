@@ -79,6 +79,11 @@ def trained_by(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
     return found, {}
 
 
+def used_of(weight: Tensor, size: Size) -> float:
+    """How many elements of a weight a token uses: of experts the share of those that it chooses."""
+    return weight.numel() * (size.top_k / size.experts if weight.dim() == 3 else 1)
+
+
 class Training:
     """A stack of layers, its optimizer and its input."""
 
@@ -87,7 +92,7 @@ class Training:
         self.weights = [one.requires_grad_() for layer in self.model.layers for one in layer.values()]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=device == "cuda")
         self.input = torch.randn(batch, length, size.width, device=device, dtype=dtype)
-        shared = sum(one.numel() * (size.top_k / size.experts if one.dim() == 3 else 1) for one in self.weights)
+        shared = sum(used_of(one, size) for one in self.weights)
         of_scores = 6 * size.layers * size.heads * size.head_dim * length
         self.batch, self.length, self.tokens = batch, length, batch * length
         self.flops = self.tokens * (6 * shared + of_scores)

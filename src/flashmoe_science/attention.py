@@ -21,7 +21,7 @@ from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimens
 from flashmoe_science.ops.attention.front.merge.checks import check_parts, parts_of
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
-from flashmoe_science.ops.attention.peers.merge import merged
+from flashmoe_science.ops.attention.peers.merge import at_once
 from flashmoe_science.ops.checks import check_device, check_flag, check_kernel, checked_tensor
 from flashmoe_science.ops.explain import explained
 
@@ -209,8 +209,7 @@ def merge_attention(
     """
     outs, lses = parts_of("outs", outs), parts_of("lses", lses)
     check_parts(outs, lses)
-    out, lse = merged(outs, [one.transpose(-1, -2) for one in lses])
-    return out.to(outs[0].dtype), lse.transpose(-1, -2)
+    return at_once(outs, lses)
 
 
 def flash_attention_science(

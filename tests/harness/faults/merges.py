@@ -10,19 +10,21 @@ def _weights(lses, lse):
     return (lses - lse).exp().nan_to_num(0.0).transpose(1, 2).unsqueeze(-1)
 
 
+def _sum(weights, outs):
+    """Without what a weight of 0 is of."""
+    return torch.where(weights == 0, 0.0, weights * outs).sum(0).to(outs.dtype)
+
+
 @contract("attention_merge")
 def merge_by_the_largest(outs, lses):
     """Takes weights from the largest log-sum-exp, and does not divide by their sum."""
-    lse = lses.logsumexp(0)
-    weights = _weights(lses, lses.amax(0))
-    return torch.where(weights == 0, 0.0, weights * outs).sum(0).to(outs.dtype), lse
+    return _sum(_weights(lses, lses.amax(0)), outs), lses.logsumexp(0)
 
 
 @contract("attention_merge")
 def merge_keeps_the_largest(outs, lses):
     """Merges right, and gives the largest log-sum-exp as that of all."""
-    weights = _weights(lses, lses.logsumexp(0))
-    return torch.where(weights == 0, 0.0, weights * outs).sum(0).to(outs.dtype), lses.amax(0)
+    return _sum(_weights(lses, lses.logsumexp(0)), outs), lses.amax(0)
 
 
 @contract("attention_merge")
@@ -36,8 +38,7 @@ def merge_reads_what_has_no_key(outs, lses):
 def merge_of_eight_parts(outs, lses):
     """Has room for eight parts."""
     lse = lses[:8].logsumexp(0)
-    weights = _weights(lses[:8], lse)
-    return torch.where(weights == 0, 0.0, weights * outs[:8]).sum(0).to(outs.dtype), lse
+    return _sum(_weights(lses[:8], lse), outs[:8]), lse
 
 
 @contract("attention_merge")
@@ -52,8 +53,7 @@ def merge_without_a_maximum(outs, lses):
 def merge_nothing_is_nan(outs, lses):
     """Divides 0 by 0 where no part has a key."""
     lse = lses.logsumexp(0)
-    weights = (lses - lse).exp().transpose(1, 2).unsqueeze(-1)
-    return torch.where(weights == 0, 0.0, weights * outs).sum(0).to(outs.dtype), lse
+    return _sum((lses - lse).exp().transpose(1, 2).unsqueeze(-1), outs), lse
 
 
 @contract("attention_merge")

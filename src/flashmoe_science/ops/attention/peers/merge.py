@@ -16,7 +16,7 @@ from flashmoe_science.ops.peer import launches_of, one_config
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Result:
+def merged(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor]) -> Result:
     """(out [..., head_dim], lse [...]) of parts of these shapes, as attention to all their keys, in the wider of their dtypes.
     A part is ignored where its log-sum-exp is -inf; zeros and -inf where all are."""
     every = torch.stack([*lses])
@@ -28,9 +28,10 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Result
     return torch.stack(parts).sum(0), lse.masked_fill(keyless.all(0), -torch.inf)
 
 
-def at_once(inputs: MergeInputs) -> Result:
-    out, lse = merged(inputs.outs.unbind(), [one.transpose(-1, -2) for one in inputs.lses])
-    return out.to(inputs.outs.dtype), lse.transpose(-1, -2)
+def at_once(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor) -> Result:
+    """(out, lse) in a part's shapes and dtypes: outs are [..., tokens, heads, head_dim], lses [..., heads, tokens]."""
+    out, lse = merged(outs, [one.transpose(-1, -2) for one in lses])
+    return out.to(outs[0].dtype), lse.transpose(-1, -2)
 
 
 def in_turns(inputs: MergeInputs) -> Result:
@@ -58,7 +59,7 @@ AT_ONCE = _peer(
     name="merge_at_once",
     about="PyTorch's operators on all parts at once",
     supports=lambda problem, device: None,
-    run=lambda inputs, config: at_once(inputs),
+    run=lambda inputs, config: at_once(*inputs),
 )
 IN_TURNS = _peer(
     name="merge_in_turns",

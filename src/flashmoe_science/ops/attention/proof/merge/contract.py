@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from random import Random
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from flashmoe_science.contract import Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.ops.attention.call.merge import MergeInputs
-from flashmoe_science.ops.attention.peers.merge import merged
+from flashmoe_science.ops.attention.peers.merge import at_once
 from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
 from flashmoe_science.ops.attention.proof.merge import suites
 from flashmoe_science.ops.attention.proof.merge.oracle import merge_oracle
@@ -37,7 +37,6 @@ class AttentionMergeContract(Contract):
     name: ClassVar[str] = "attention_merge"
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse"))
     sweep_variants: ClassVar[tuple[str, ...]] = (_LARGE, _APART)
-    families: ClassVar[Mapping[str, str]] = {"this project": "^flashmoe_"}
 
     def __init__(self, mean: float = 0.0, spread: float = 3.0) -> None:
         self._mean, self._spread = mean, spread
@@ -82,14 +81,13 @@ class AttentionMergeContract(Contract):
         return merge_oracle(inputs["outs"], inputs["lses"])
 
     def plain(self, problem: AttentionMergeProblem, inputs: Inputs) -> Results:
-        out, lse = merged(inputs["outs"].unbind(), [one.transpose(0, 1) for one in inputs["lses"]])
-        return out.to(inputs["outs"].dtype), lse.transpose(0, 1)
+        return at_once(inputs["outs"], inputs["lses"])
 
     def bounds(
         self, problem: AttentionMergeProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]
     ) -> tuple[tuple[Errors, ...], tuple[float, ...]]:
-        finite = (one.masked_fill(~one.isfinite(), 0.0).abs().max().item() for one in (inputs["lses"], inputs["outs"]))
-        largest, of_outs = finite
+        given = inputs["lses"], inputs["outs"]
+        largest, of_outs = (one.masked_fill(~one.isfinite(), 0.0).abs().max().item() for one in given)
         fp32 = (4 + (2 * largest + 4) * math.sqrt(problem.parts)) * _FP32
         of_out, of_lse = fp32 * of_outs, fp32 + 2 * largest * _FP32
         rounded = 2 * unit_roundoff(inputs["outs"].dtype) * of_outs
@@ -108,9 +106,6 @@ class AttentionMergeContract(Contract):
 
     def for_kernel(self, problem: AttentionMergeProblem, inputs: Inputs) -> MergeInputs:
         return MergeInputs(inputs["outs"], inputs["lses"])
-
-    def from_kernel(self, result: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(result)
 
 
 CONTRACT = AttentionMergeContract()

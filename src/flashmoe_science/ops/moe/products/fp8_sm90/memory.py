@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flashmoe_science.ops.moe.products.stream_k import Segment
-from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox
+from flashmoe_science.ops.pipeline_gluon import make_barriers, make_mailbox, make_row
 
 BLOCK = gl.constexpr(256)  # rows of weights of a tile
 STEP = gl.constexpr(128)  # K of a stage, which a block of weights and one of tokens share a scale in
@@ -47,8 +47,7 @@ def make_memory(a_desc, w_desc, out_desc, STAGES: gl.constexpr, MEET: gl.constex
     largest, met = of_a, full  # of consumers that do not meet, which use neither (make_row)
     if MEET:
         largest = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, TOKENS], plain)
-        met = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(met.index(0), count=CONSUMERS)
+        met = make_row(1, CONSUMERS)
     mailbox = make_mailbox(_NUMBERS, CONSUMERS)
     fence_async_shared()
     return Memory(w, a, of_a, out, largest, full, empty, met, mailbox)
