@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import machine_code
+import mbarriers
 import pytest
 import uniform_registers
 
@@ -17,7 +17,6 @@ from flashmoe_science.hardware.target import Build, compile_for
 from flashmoe_science.kernel import CompileJob
 
 OPTION = "--write-digests"
-_PLAIN = re.compile(r"\b(?:ld|st)\.shared\.(?:v(\d)\.)?b(\d+)\s[^\n\[]*\[\s*(?:global_smem|(%r\d+))(?:\s*\+\s*(\d+))?\s*\]")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,24 +59,6 @@ def hold(request: pytest.FixtureRequest, record_property: Callable[[str, Any], N
     return held
 
 
-def reused(ptx: str) -> set[int]:
-    """Where a program puts an mbarrier into shared memory that it also reads or writes as plain memory: PTX allows that only of
-    an invalidated one. Triton gives the memory of barriers that no one waits for to others."""
-    bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
-    at = {to: int(offset) for to, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx) if base in bases}
-    at |= dict.fromkeys(bases, 0)
-    made, ended = (
-        {at[one] for one in re.findall(rf"mbarrier\.{what}\.shared::cta\.b64 \[(%r\d+)\]", ptx) if one in at}
-        for what in ("init", "inval")
-    )
-    plain: set[int] = set()
-    for many, bits, register, offset in _PLAIN.findall(ptx):
-        if register in at or not register:
-            first = at.get(register, 0) + int(offset or 0)
-            plain |= set(range(first, first + int(many or 1) * int(bits) // 8))
-    return {one for one in made - ended if plain & set(range(one, one + 8))}
-
-
 @pytest.fixture
 def compiled(hold: Callable[..., None], request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Compiles a job for a GPU and holds it to its digest: by the kernel's name, the problem, the config.
@@ -87,7 +68,7 @@ def compiled(hold: Callable[..., None], request: pytest.FixtureRequest) -> Calla
 
     def compile_it(job: CompileJob, gpu: Gpu, kernel: str, problem: object, config: object) -> Any:
         found = run_compiler(job, gpu)
-        assert reused(found.asm["ptx"]) == set()
+        assert mbarriers.reused(found.asm["ptx"]) == set()
         if request.config.getoption(OPTION, default=False) and "wgmma" in found.asm["ptx"]:
             assert uniform_registers.unwritten(found.asm["cubin"]) == []
         hold(found.asm["ptx"], kernel, job.function.__name__, gpu.name, problem, config)
