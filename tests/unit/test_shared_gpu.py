@@ -14,7 +14,7 @@ PROCESSES, SECONDS, LIMIT_S = 6, 30, 180
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", WHATS)
 def test_processes_that_share_a_gpu_repeat_their_bits(what: str) -> None:
-    """Without others tens of thousands of calls do; shared, some kernels do not (docs/notes/shared-gpu.md)."""
+    """Two fp8 kernels did not until each word of shared memory had one use (docs/notes/shared-gpu.md)."""
     command = (sys.executable, "-m", "tests.unit.shared_gpu", what, str(SECONDS))
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(PROCESSES)]
     try:
