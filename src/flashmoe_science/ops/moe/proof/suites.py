@@ -23,6 +23,7 @@ _FORMATS = (
     "e32 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved",  # gpt-oss-20b
     "e128 k8 d2048 f768 bf16 w:fp8_block",  # qwen3-30b-a3b
     "e128 k8 d2048 f768 bf16 w:fp8_block_w8a8",
+    "e128 k8 d2048 f768 bf16 w:int4_g128",
 )
 
 
@@ -43,7 +44,8 @@ SUITES = {
     "moe-ids": _layers(("qwen3-30b-a3b",), ""),
     "moe-formats": (
         *(f"moe t{tokens} {one} logits" for one in _FORMATS for tokens in _TOKENS[:-1]),
-        *(f"moe t{tokens} e256 k8 d7168 f2048 bf16 w:fp8_block_w8a8 logits" for tokens in (1, 256)),  # deepseek-v3
+        "moe t256 e128 k4 d2880 f2880 bf16 w:mxfp4 bias clamped interleaved logits",  # gpt-oss-120b
+        *(f"moe t{tokens} e256 k8 d7168 f2048 bf16 w:fp8_block_w8a8 logits" for tokens in (1, 256, 4096)),  # deepseek-v3
     ),
 }
 

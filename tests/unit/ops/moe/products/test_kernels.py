@@ -100,11 +100,11 @@ def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promise
 
 @pytest.mark.parametrize("gpu", ["l4", "a100", "h200", "b200"])
 def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None:
+    by_pytorch = {*((gpu, "fp8_block_w8a8") for gpu in ("l4", "a100", "b200")), ("b200", "int4_g128")}
     for texts in operation("moe").contract().suites().values():
         for problem in map(parse_problem, texts):
             able = [kernel for kernel in ours() if kernel.cannot(problem, gpu_named(gpu)) is None]
-            of_hopper = problem.weight_format == "fp8_block_w8a8"  # PyTorch's operators serve it elsewhere
-            assert able or (of_hopper and gpu != "h200"), problem
+            assert able or (gpu, problem.weight_format) in by_pytorch, problem
             assert all(kernel.configs(problem, gpu_named(gpu)) for kernel in able)
 
 
