@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from random import Random
 
+from flashmoe_science.formats import FORMATS
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 # experts, experts a token, model width, expert width, and the words of the experts (config.json and code of each model).
@@ -213,7 +214,9 @@ def drawn(near: MoEProblem, chance: Random) -> MoEProblem:
     def about(n: int, least: int = 1, step: int = 1) -> int:
         return max(least, round(n * math.exp2(chance.uniform(-0.5, 0.5)) / step) * step)
 
-    experts, dim, hidden = about(near.experts, 2), about(near.dim, 64, 64), about(near.hidden, 64, 64)
+    of_format = FORMATS.get(near.weight_format or "")
+    step = max(64, (of_format and of_format.group) or 0)  # a row has whole groups that share a scale
+    experts, dim, hidden = about(near.experts, 2), about(near.dim, step, step), about(near.hidden, step, step)
     experts = max(2, min(experts, near.experts * near.dim * near.hidden // (dim * hidden)))
     tokens, top_k = about(near.tokens), min(experts, about(near.top_k))
     return replace(near, tokens=tokens, experts=experts, top_k=top_k, dim=dim, hidden=hidden)

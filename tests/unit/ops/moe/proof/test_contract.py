@@ -241,7 +241,7 @@ def test_what_the_peers_need_is_said_in_words() -> None:
     assert kernel_named("sonicmoe", "moe").slow
 
 
-@pytest.mark.parametrize("suite", ["moe", "moe-gpt-oss", "moe-skewed", "moe-ids"])
+@pytest.mark.parametrize("suite", ["moe", "moe-gpt-oss", "moe-skewed", "moe-ids", "moe-formats"])
 def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
     chance = Random(1)
     for text in CONTRACT.suites()[suite][::3]:
