@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.unit.parallel.killed_rank import WHATS
 
 from flashmoe_science import flash_attn_func, flash_attn_with_kvcache
 from flashmoe_science.parallel import (
@@ -55,14 +57,41 @@ def step(what: str) -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("script", ["examples/context_parallel.py", "examples/expert_parallel.py", ""])
-def test_gpus_of_one_host(script: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("examples/context_parallel.py",),
+        ("examples/expert_parallel.py",),
+        ("-m", "tests.unit.parallel.test_ranks_on_gpu"),
+        ("-m", "tests.unit.parallel.pytorch_ring"),
+    ],
+)
+def test_gpus_of_one_host(what: tuple[str, ...], ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"it needs {ranks} GPUs; torch sees {torch.cuda.device_count()}")
-    what = [script] if script else ["-m", "tests.unit.parallel.test_ranks_on_gpu"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *what]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", WHATS)
+def test_a_rank_ends_in_words_when_another_is_killed(what: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"it needs 2 GPUs; torch sees {torch.cuda.device_count()}")
+    command = [sys.executable, "-m", "tests.unit.parallel.killed_rank", what]
+    left, killed = (
+        subprocess.Popen([*command, str(rank), str(tmp_path / "ranks"), "5000"], stdout=-1, stderr=-2, text=True, cwd=ROOT)
+        for rank in (0, 1)
+    )
+    try:
+        said, _ = left.communicate(timeout=90)
+        assert killed.wait(timeout=10) == -signal.SIGKILL
+    finally:
+        left.kill()
+        killed.kill()
+    assert left.returncode != 0, said
+    assert "timed out" in said or "later than the time limit" in said, said
 
 
 def attention(rank: int) -> None:
