@@ -21,12 +21,12 @@ from flashmoe_science.judge.summary import Group, disagreements, groups, of_suit
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Clock
 
-_CLOCKS: tuple[Clock, ...] = ("graph", "eager")
+_SIDE_BY_SIDE = 2  # GPUs, in 80 columns
 _RATIO = "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster"
 _SUMMARY = (
-    "graph: device time; eager: end-to-end latency of a call. Counts: faster/equivalent/slower/no verdict, of our fastest "
-    "kernel (or yours) on each problem. mean, least: of the best rival's time over the kernel's, the mean geometric; above 1 "
-    "the kernel is faster"
+    "graph: problems by device time, faster/equivalent/slower/no verdict, of our fastest kernel (or yours) on each. mean, "
+    "least: of the best rival's time over the kernel's, the mean geometric; above 1 the kernel is faster. eager: the mean of "
+    "end-to-end latency"
 )
 
 
@@ -91,22 +91,23 @@ def print_verdicts(out: Console, verdicts: Sequence[Verdict], rows: bool = False
 
 
 def _print_summary(out: Console, found: Sequence[Group]) -> None:
-    """A line a GPU, suite and cache, both clocks side by side; then where ours, or yours, lose most."""
-    by_place: dict[tuple[str, str, str], dict[Clock, Group]] = defaultdict(dict)
-    several = len({group.gpu for group in found}) > 1
-    for group in sorted(found, key=lambda one: bool(one.tried)):
-        name = ", ".join(group.tried) or group.suite
-        where = f"{name} on {group.gpu}" if several else name
-        by_place[where, group.cache, group.suite][group.clock] = group
-    grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    grid.add_column("suite", overflow="fold")
-    for heading in ("n", *(word for clock in _CLOCKS for word in (clock, "mean", "least"))):
-        grid.add_column(heading, justify="right", no_wrap=True)
-    for (where, cache, _), by_clock in by_place.items():
-        problems = max(len(group.front) for group in by_clock.values())
-        cells = [cell for clock in _CLOCKS for cell in _cells(by_clock.get(clock))]
-        grid.add_row(f"{where}{', warm' * (cache == 'warm')}", str(problems), *cells)
-    out.print(grid)
+    """A line a suite and cache, two GPUs side by side; then where ours, or yours, lose most."""
+    every = sorted({group.gpu for group in found})
+    for gpus in (every[at : at + _SIDE_BY_SIDE] for at in range(0, len(every), _SIDE_BY_SIDE)):
+        by_suite: dict[tuple[str, str], dict[tuple[str, Clock], Group]] = defaultdict(dict)
+        for group in sorted(found, key=lambda one: (bool(one.tried), one.suite)):
+            if group.gpu in gpus:
+                name = "\n".join(one.rpartition("/")[2] for one in group.tried) or group.suite
+                by_suite[name, group.cache][group.gpu, group.clock] = group
+        grid = Grid(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+        grid.add_column("\nsuite", overflow="fold", min_width=19)
+        for gpu in gpus:
+            for heading in (f"{gpu}\ngraph", "\nmean", "\nleast", "\neager"):
+                grid.add_column(heading, justify="right", no_wrap=True)
+        for (name, cache), one in by_suite.items():
+            cells = [cell for gpu in gpus for cell in _cells(one.get((gpu, "graph")), one.get((gpu, "eager")))]
+            grid.add_row(f"{name}{' warm' * (cache == 'warm')}", *cells)
+        out.print(grid)
     ours = of_suites([row for group in found if not group.tried and group.clock == "graph" for row in group.measured])
     lost = [row for row in ours if row.verdict == "slower"]
     if lost:
@@ -118,9 +119,10 @@ def _print_summary(out: Console, found: Sequence[Group]) -> None:
     print_wrapped(out, _SUMMARY)
 
 
-def _cells(group: Group | None) -> tuple[str, str, str]:
-    if group is None:
-        return "", "", ""
-    counts, least = group.counts, group.measured[0].ratio if group.measured else None
+def _cells(graph: Group | None, eager: Group | None) -> tuple[str, str, str, str]:
+    as_a_caller_waits = times(eager.mean.ratio) if eager and eager.mean else ""
+    if graph is None:
+        return "", "", "", as_a_caller_waits
+    counts, least = graph.counts, graph.measured[0].ratio if graph.measured else None
     totals = (counts["faster"], counts["equivalent"], counts["slower"], counts["undecided"] + counts["refused"])
-    return "/".join(map(str, totals)), times(group.mean.ratio) if group.mean else "", times(least)
+    return "/".join(map(str, totals)), times(graph.mean.ratio) if graph.mean else "", times(least), as_a_caller_waits
