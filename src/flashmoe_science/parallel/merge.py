@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
+from flashmoe_science.ops.attention.device.softmax_triton import add_part
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 from flashmoe_science.parallel.peers import launch
 from flashmoe_science.parallel.symmetric import TIME_LIMIT_MS, Symmetric
@@ -82,12 +83,7 @@ def flashmoe_merge_ranks(
             of_lse, of_results = _part(start, rows, out)
             found = tl.load(of_lse + row, mask=row < rows, other=float("-inf"))
             value = tl.load(of_results + place, mask=here, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
-            higher = tl.maximum(highest, found)
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
-            before, weight = tl.exp(highest - finite), tl.exp(found - finite)
-            # An empty part weighs nothing, whatever lies there.
-            value = tl.where(weight[:, None] == 0.0, 0.0, weight[:, None] * value)
-            highest, total, acc = higher, total * before + weight, acc * before[:, None] + value
+            highest, total, acc = add_part(found, value, highest, total, acc)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=here)
 

@@ -59,3 +59,15 @@ def log2_of_sum(x):
 def log_sum_exp(row_max, row_sum):
     """Natural logarithm; -inf for an empty sum."""
     return (tl.where(row_max == float("-inf"), 0.0, row_max) + log2_of_sum(row_sum)) * 0.6931471805599453
+
+
+@triton.jit
+def add_part(found, value, highest, total, acc):
+    """The highest natural log-sum-exp [rows], the sum of exponentials and the unscaled result [rows, columns], all fp32, with a
+    part more: its log-sum-exp ``found`` and its result ``value``."""
+    higher = tl.maximum(highest, found)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    before, weight = tl.exp(highest - finite), tl.exp(found - finite)
+    # An empty part weighs nothing, whatever lies there.
+    value = tl.where(weight[:, None] == 0.0, 0.0, weight[:, None] * value)
+    return higher, total * before + weight, acc * before[:, None] + value
