@@ -18,10 +18,10 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Given, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, check_dimensions, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.merge.checks import check_parts, parts_of
+from flashmoe_science.ops.attention.front.merge.checks import parts_of
+from flashmoe_science.ops.attention.front.merge.choose import merge
 from flashmoe_science.ops.attention.front.operator import attend, attend_with_dropout
 from flashmoe_science.ops.attention.front.sdpa import TORCH_NAMES, TorchCall, by_pytorch, masked
-from flashmoe_science.ops.attention.peers.merge import at_once
 from flashmoe_science.ops.checks import check_device, check_flag, check_kernel, checked_tensor
 from flashmoe_science.ops.explain import explained
 
@@ -194,7 +194,10 @@ def flash_attn_func(
 def merge_attention(
     outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention to parts of the keys into attention to all keys, by PyTorch's operators; differentiable.
+    """Merge attention to parts of the keys into attention to all keys; differentiable.
+
+    On an NVIDIA GPU one launch reads each part once, where it lies. PyTorch's operators serve calls that need gradients or are
+    compiled, fp64, more than 32 parts, heads of more than 512, and parts that differ in strides.
 
     Args:
         outs: of each part [..., tokens, heads, head_dim], as ``flash_attn_func``, ``flash_attn_varlen_func`` and
@@ -207,9 +210,7 @@ def merge_attention(
     Raises:
         TypeError, ValueError: parts that do not fit each other.
     """
-    outs, lses = parts_of("outs", outs), parts_of("lses", lses)
-    check_parts(outs, lses)
-    return at_once(outs, lses)
+    return merge(parts_of("outs", outs), parts_of("lses", lses))
 
 
 def flash_attention_science(

@@ -24,7 +24,7 @@ from flashmoe_science.hardware.target import Build, build_residency, compile_for
 from flashmoe_science.kernel import AnyKernel, CompileJob
 from flashmoe_science.measure.builds import compile_jobs
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 # Files of their own build all that the experts' backward and Hopper's fused one launch.
 FUSED = "bwd_fused_gluon_sm90"
@@ -60,6 +60,7 @@ PROBLEMS = (
     "attnbwd b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
     "attnbwd b2 h16 q4096 d64 fp32 causal",
     SHORT,
+    *operation("attention_merge").contract().build_problems(),
     *operation("moe").contract().build_problems(),
 )
 # What differs between two configs, or two GPUs, is their tile: a problem of each operation that none divides; for another GPU
@@ -67,6 +68,7 @@ PROBLEMS = (
 UNEVEN = (
     "attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
     "attnbwd b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
+    "attnmerge p3 t1000 h5 d80 bf16",
     "moe t1 e128 k8 d2048 f768 bf16",
 )
 SOME = (
@@ -222,6 +224,16 @@ def test_codes_are_copied_ahead_sixteen_bytes_at_a_time_and_stay_where_they_are(
     moved = re.findall(r"convert_layout .*-> tensor<([\dx]+)x\w+,", found.asm["ttgir"])
     units = config["block_n"] * config["block_k"] // (2 if "fp8" in problem else 4)
     assert all(math.prod(map(int, shape.split("x"))) < units for shape in moved)
+
+
+@pytest.mark.one_triton
+@pytest.mark.parametrize("text", operation("attention_merge").contract().build_problems())
+def test_parts_are_read_once_sixteen_bytes_at_a_time(text: str, compiled: Callable[..., Any]) -> None:
+    (kernel,), gpu, problem = operation("attention_merge").ours(), GPUS[MEASURED], parse_problem(text)
+    config = kernel.configs(problem, gpu)[0]
+    ptx = compiled(compile_jobs(kernel, problem, config, gpu)[0], gpu, kernel.name, problem, config).asm["ptx"]
+    assert ptx.count("ld.global.v4.b32") == problem.parts * DTYPE_BYTES[problem.dtype]  # of a thread's 16 elements
+    assert set(re.findall(r"ld\.global\.(\S+)", ptx)) == {"v4.b32", "b32"}  # the others are log-sum-exps
 
 
 def test_there_are_kernels_to_build() -> None:

@@ -17,7 +17,7 @@ SOURCE = Path(flashmoe_science.__file__).parent
 # Operations whose suites have none for a CPU, and why.
 WITHOUT_CPU = {
     "attention_backward": "the suites of all operations have names of their own, and `cpu` is the forward's",
-    "attention_merge": "it has no kernel of ours: PyTorch's operators serve it",
+    "attention_merge": "as the backward of attention",
     "moe_backward": "as the backward of attention",
     "moe": "it has no kernel of ours yet: a problem is named on the command line",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,12 @@ class MergeInputs(NamedTuple):
     """One call of an AttentionMergeProblem.
 
     outs: [parts, tokens, heads, head_dim]; lses: fp32 [parts, heads, tokens], -inf where a row has none of a part's keys.
+    A kernel's plan also takes sequences of parts, and a batch before the tokens and the heads.
     """
 
-    outs: torch.Tensor
-    lses: torch.Tensor
+    outs: torch.Tensor | Sequence[torch.Tensor]
+    lses: torch.Tensor | Sequence[torch.Tensor]
 
 
-MergeKernel = Kernel[AttentionMergeProblem, MergeInputs, tuple[torch.Tensor, torch.Tensor]]  # out, lse
+Result = tuple[torch.Tensor, torch.Tensor]  # out, lse
+MergeKernel = Kernel[AttentionMergeProblem, MergeInputs, Result]

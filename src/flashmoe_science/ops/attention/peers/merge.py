@@ -9,11 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.kernel import Device
-from flashmoe_science.ops.attention.call.merge import MergeInputs, MergeKernel
+from flashmoe_science.ops.attention.call.merge import MergeInputs, MergeKernel, Result
 from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
 from flashmoe_science.ops.peer import launches_of, one_config
-
-Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def merged(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor]) -> Result:
@@ -36,7 +34,7 @@ def at_once(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Te
 
 def in_turns(inputs: MergeInputs) -> Result:
     """Each part by sigmoids of differences (zhuzilin/ring-flash-attention, pull request 34), which -inf has none of."""
-    every = zip(inputs.outs, inputs.lses.transpose(-1, -2), strict=True)
+    every = zip(inputs.outs, [one.transpose(-1, -2) for one in inputs.lses], strict=True)
     out, lse = next(every)
     out = out.float().masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)
     for part, of_part in every:
@@ -45,7 +43,7 @@ def in_turns(inputs: MergeInputs) -> Result:
         weight = torch.sigmoid(apart).unsqueeze(-1)
         out = torch.where(none.unsqueeze(-1), out, torch.lerp(out, part.float(), weight))
         lse = torch.where(none, lse, of_part - F.logsigmoid(apart))
-    return out.to(inputs.outs.dtype), lse.transpose(-1, -2)
+    return out.to(inputs.outs[0].dtype), lse.transpose(-1, -2)
 
 
 def _supports_several(problem: AttentionMergeProblem, device: Device) -> str | None:

@@ -1,7 +1,10 @@
-"""What merges attention to parts of the keys: PyTorch's operators, and no kernel of ours yet."""
+"""What merges attention to parts of the keys: our kernel, and PyTorch's operators."""
 
 from __future__ import annotations
 
+from functools import cache
+
+from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.merge import MergeKernel
 from flashmoe_science.ops.attention.peers.merge import AT_ONCE, IN_TURNS
 
@@ -9,5 +12,10 @@ FALLBACK = AT_ONCE.name
 PEERS: tuple[MergeKernel, ...] = (AT_ONCE, IN_TURNS)
 
 
+@cache
 def ours() -> tuple[MergeKernel, ...]:
-    return ()
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.attention.forward import merge_parts_triton
+
+    return (merge_parts_triton.KERNEL,)

@@ -10,21 +10,22 @@ dtypes; RMS and mean by half of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import ClassVar
 
 import torch
 
 from flashmoe_science.contract import Contract, Errors, Mistake, Output, unit_roundoff
-from flashmoe_science.ops.attention.call.merge import MergeInputs
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.operations import public
+from flashmoe_science.ops.attention.call.merge import MergeInputs, MergeKernel, Result
 from flashmoe_science.ops.attention.peers.merge import at_once
 from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
 from flashmoe_science.ops.attention.proof.merge import suites
 from flashmoe_science.ops.attention.proof.merge.oracle import merge_oracle
 
 Inputs = Mapping[str, torch.Tensor]
-Results = tuple[torch.Tensor, torch.Tensor]
 
 _FP32 = 2.0**-24
 _LARGE = "log-sum-exps near 3000"
@@ -53,6 +54,9 @@ class AttentionMergeContract(Contract):
     def small_problems(self) -> Sequence[str]:
         return suites.SMALL
 
+    def build_problems(self) -> Sequence[str]:
+        return suites.BUILD
+
     def suites(self) -> Mapping[str, Sequence[str]]:
         return suites.SUITES
 
@@ -77,10 +81,10 @@ class AttentionMergeContract(Contract):
         keyless = (inputs["lses"] == -torch.inf).transpose(1, 2).unsqueeze(-1)
         return {**inputs, "outs": inputs["outs"].masked_fill(keyless, torch.nan)}
 
-    def reference(self, problem: AttentionMergeProblem, inputs: Inputs) -> Results:
+    def reference(self, problem: AttentionMergeProblem, inputs: Inputs) -> Result:
         return merge_oracle(inputs["outs"], inputs["lses"])
 
-    def plain(self, problem: AttentionMergeProblem, inputs: Inputs) -> Results:
+    def plain(self, problem: AttentionMergeProblem, inputs: Inputs) -> Result:
         return at_once(inputs["outs"], inputs["lses"])
 
     def bounds(
@@ -106,6 +110,24 @@ class AttentionMergeContract(Contract):
 
     def for_kernel(self, problem: AttentionMergeProblem, inputs: Inputs) -> MergeInputs:
         return MergeInputs(inputs["outs"], inputs["lses"])
+
+    def planned(self, kernel: MergeKernel, config: Config, like: MergeInputs) -> Callable[[MergeInputs], Result]:
+        if kernel.plan is not None:
+            kernel.plan(like, config)  # it builds, and the build is kept
+        return super().planned(kernel, config, like)
+
+    def user_call(
+        self, kernel: MergeKernel, config: Config, problem: AttentionMergeProblem, device: Device
+    ) -> Callable[[MergeInputs], Result] | None:
+        """The public function, where it would run this config."""
+        from flashmoe_science.dispatch.select import select
+        from flashmoe_science.dispatch.tuned import known_table
+
+        if device is None or kernel.origin != "ours":
+            return None
+        merge = public("flashmoe_science.attention:merge_attention")
+        chosen = select(problem, device, known_table(), [kernel], None, requested=kernel).config
+        return (lambda inputs: merge(*inputs)) if chosen == config else None
 
 
 CONTRACT = AttentionMergeContract()

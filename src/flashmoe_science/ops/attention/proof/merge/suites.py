@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 DEFAULT = ("attnmerge p4 t4096 h32 d128 bf16", "attnmerge p8 t64 h32 d128 bf16")
+# One kernel serves every dtype, head dimension and tile: each a build.
+BUILD = (
+    *DEFAULT, "attnmerge p3 t1000 h5 d80 bf16", "attnmerge p2 t300 h6 d256 fp16", "attnmerge p32 t70 h3 d40 fp32",
+)  # fmt: skip
 SMALL = tuple(
     f"attnmerge {sizes} {dtype}"
     for sizes in (
