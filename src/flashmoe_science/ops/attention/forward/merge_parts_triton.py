@@ -141,7 +141,8 @@ def plan(like: MergeInputs, config: Config) -> Callable[[Sequence[torch.Tensor],
     )  # fmt: skip
     start = build.bound((programs, 1, 1), *tail)
     of_out, of_lse = (
-        (tuple(one.shape), torch.empty(one.shape, device="meta").stride(), one.dtype) for one in (outs[0], lses[0])
+        (shape, tuple([math.prod(shape[n + 1 :]) for n in range(len(shape))]), dtype)
+        for shape, dtype in ((tuple(outs[0].shape), dtype), (tuple(lses[0].shape), torch.float32))
     )  # fmt: skip
 
     def launch(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Result:

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.unit.interpreter import Interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.tolerance import expected
 from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.attention.call.merge import MergeInputs
 from flashmoe_science.ops.attention.front.merge import choose
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 from flashmoe_science.ops.attention.forward import merge_parts_triton
+from flashmoe_science.ops.launch import collect_builds
 
 MERGE = operation("attention_merge")
 NAME = merge_parts_triton.KERNEL.name
@@ -134,6 +137,21 @@ def test_pytorchs_operators_serve_the_rest(outs: Any, lses: Any, why: str, monke
     assert why.replace("\\", "") in str(decision)
     out, lse = fm.merge_attention(outs, lses)
     assert (out.shape, lse.shape) == (outs[0].shape, lses[0].shape)
+
+
+class NoTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is called")
+
+
+def test_a_plan_makes_no_tensor() -> None:
+    """A mode of the harness fills what is made in a call with NaN, as a meta tensor cannot be: each call was refused."""
+    gpu, problem = gpu_named("h200"), parse_problem("attnmerge p2 t3 h4 d8 bf16")
+    inputs = MERGE.contract().inputs(problem, torch.device("meta"), torch.Generator())
+    like = MergeInputs([*inputs["outs"]], [*inputs["lses"]])
+    with collect_builds(gpu) as jobs, NoTensors():
+        merge_parts_triton.plan(like, merge_parts_triton.configs(problem, gpu)[0])
+    assert len(jobs) == 1
 
 
 @pytest.mark.gpu
