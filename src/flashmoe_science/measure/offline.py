@@ -6,6 +6,7 @@ worker in a child with TRITON_INTERPRET=1, checked by the same exam against the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -28,7 +29,7 @@ from flashmoe_science.problem import Problem
 SUITE = "no-gpu"
 GPUS = ("l4", "a100", "h200", "b200", "a10", "rtx5090")  # sm_89, sm_80, sm_90, sm_100, sm_86, sm_120
 MODEL_GPU = "h200"  # the interpreted configs are this GPU's: configs decide the tiles, not the arithmetic
-MAX_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
+MAX_EXPONENTIALS, MAX_PROGRAMS = 2**18, 2**10  # of a problem, and of its launches, that the interpreter can do in seconds
 _TYPICAL = range(2**8 + 1, 2**14)  # exponentials of a problem on which the full exam is meaningful and takes seconds
 _WATCHDOG_S = 300.0
 _INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # the environment of the worker
@@ -129,6 +130,8 @@ class OfflineRun:
         for problem in map(parse_problem, texts) if self.problems is None else self.problems:
             if kernel.cannot(problem, gpu) is None and problem.exponentials() <= MAX_EXPONENTIALS:
                 first, *others = kernel.configs(problem, gpu)
+                if any(math.prod(launch.grid or ()) > MAX_PROGRAMS for launch in kernel.launches(problem, first, gpu)):
+                    continue
                 new = (first, *(config for config in others if config not in tried))
                 tried.update(new)
                 jobs += [(Entry(kernel.name, kernel.name, kernel, str(config)), problem) for config in new]
