@@ -136,9 +136,8 @@ def plan(like: MergeInputs, config: Config) -> Callable[[Sequence[torch.Tensor],
     of_singles = tuple([None if one is None else one >= 2**31 for one in singles])  # integers of 64 bits
     pointers = (tuple(map(stand_in, outs)), tuple(map(element_pointer, lses)), Pointer(dtype), element_pointer(lses[0]))
     guard, new = device_guard(outs[0].get_device()), allocator(outs[0].is_cuda)
-    build = guard(kept_build)(
-        (kinds, stride_class(strides), of_singles, constexprs), flashmoe_merge_parts_triton, (*pointers, *tail), **options
-    )  # fmt: skip
+    key = (kinds, stride_class(strides), of_singles, constexprs)
+    build = guard(lambda: kept_build(key, flashmoe_merge_parts_triton, (*pointers, *tail), **options))()
     start = build.bound((programs, 1, 1), *tail)
     of_out, of_lse = (
         (shape, tuple([math.prod(shape[n + 1 :]) for n in range(len(shape))]), dtype)

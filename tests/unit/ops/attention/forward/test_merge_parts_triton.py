@@ -144,8 +144,9 @@ class NoTensors(TorchDispatchMode):
         raise AssertionError(f"{func} is called")
 
 
-def test_a_plan_makes_no_tensor() -> None:
+def test_a_plan_makes_no_tensor_also_on_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode of the harness fills what is made in a call with NaN, as a meta tensor cannot be: each call was refused."""
+    monkeypatch.setattr(merge_parts_triton, "device_guard", lambda index: lambda call: lambda *args: call(*args))
     gpu, problem = gpu_named("h200"), parse_problem("attnmerge p2 t3 h4 d8 bf16")
     inputs = MERGE.contract().inputs(problem, torch.device("meta"), torch.Generator())
     like = MergeInputs([*inputs["outs"]], [*inputs["lses"]])
