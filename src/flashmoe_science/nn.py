@@ -105,7 +105,7 @@ class FlashMoELayer(nn.Module):
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
         self.router_weight = weight(num_experts, hidden_size)
-        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        bias = torch.empty(num_experts, dtype=torch.float32, device=device) if selection_bias else None
         for name, buffer in {"selection_bias": bias, **dict.fromkeys(OF_WEIGHTS)}.items():
             self.register_buffer(name, buffer)
         self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
@@ -115,7 +115,9 @@ class FlashMoELayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights uniformly, as ``torch.nn.Linear`` draws its own."""
+        """Draw the weights uniformly, as ``torch.nn.Linear`` draws its own; the selection bias becomes zero."""
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
         for parameter in self.parameters():
             bound = parameter.shape[-1] ** -0.5
             nn.init.uniform_(parameter, -bound, bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from typing import Any
 
@@ -437,6 +438,15 @@ def test_a_layer_in_half_precision_chooses_by_an_fp32_bias(dtype: torch.dtype) -
     layer = layer.to("meta", dtype=torch.float32)
     assert (layer.selection_bias.device.type, layer.selection_bias.dtype) == ("meta", torch.float32)
     assert layer.to_empty(device="cpu").selection_bias.device.type == "cpu"
+
+
+def test_a_layer_made_without_memory_is_drawn_anew() -> None:
+    layer = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True, device="meta").to_empty(device="cpu")
+    for tensor in layer.state_dict().values():
+        tensor.fill_(math.nan)
+    layer.reset_parameters()  # as FSDP2 wants it
+    assert not layer.state_dict()["selection_bias"].any()
+    assert all(parameter.isfinite().all() and parameter.any() for parameter in layer.parameters())
 
 
 def test_the_reference_is_not_the_fallback() -> None:
