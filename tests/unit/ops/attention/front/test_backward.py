@@ -157,6 +157,15 @@ def test_pages_are_attended_to_and_refused_when_a_gradient_is_asked_for() -> Non
         out.sum().backward()
 
 
+@pytest.mark.parametrize("scales", [{}, {"k_descale": torch.ones(1, 2), "v_descale": torch.ones(1, 2)}])
+def test_a_cache_in_8_bits_is_refused_when_a_gradient_is_asked_for(scales: dict[str, torch.Tensor]) -> None:
+    q, cache = t(1, 2, 4, 8).bfloat16().requires_grad_(), t(1, 5, 2, 8).to(torch.float8_e4m3fn)
+    out = fm.flash_attn_with_kvcache(q, cache, cache, **scales)
+    assert isinstance(out, torch.Tensor)
+    with pytest.raises(NotImplementedError, match=r"k_cache is e4m3, and a cache in pages or in 8 bits .*torch.no_grad\(\)"):
+        out.sum().backward()
+
+
 def on_h200(**options: Any) -> Any:
     q, k, v = (one.transpose(1, 2) for one in leaves((1, 64, 2, 64), (1, 64, 2, 64), (1, 64, 2, 64), dtype=torch.bfloat16))
     with assume(H200):

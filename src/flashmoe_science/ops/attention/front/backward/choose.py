@@ -17,7 +17,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.operations import kernel_named, operation
 from flashmoe_science.ops.attention.call.backward import backward_problem_of
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, sequences
+from flashmoe_science.ops.attention.call.tensors import E4M3, Options, Tensors, sequences
 from flashmoe_science.ops.attention.front.backward.kernels import FALLBACK, FUSED, SPLIT
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem.backward import AttentionBackwardProblem
@@ -35,13 +35,12 @@ DECISIONS: Cache[Hashable, Decision] = Cache(MAX_PLANS)
 
 def why_no_backward(tensors: Tensors, options: Options) -> str | None:
     """Why no backward serves a call whose forward is served; None if one does."""
-    for one, what in (
-        (tensors.page_table, options.names.page_table),
-        (tensors.k_scale, options.names.k_scale),
-        (tensors.v_scale, options.names.v_scale),
+    for given, what in (
+        (tensors.page_table is not None, f"{options.names.page_table} is given"),
+        (tensors.k.dtype == E4M3, f"{options.names.k} is e4m3"),
     ):
-        if one is not None:
-            return f"{what} is given, and a cache in pages or in 8 bits has no gradients"
+        if given:
+            return f"{what}, and a cache in pages or in 8 bits has no gradients"
     return None
 
 
