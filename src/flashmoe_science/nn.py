@@ -172,7 +172,8 @@ class FlashMoELayer(nn.Module):
         Args:
             router_logits: [..., E], if computed before; computed by default.
         """
-        logits = self.router_logits(hidden_states) if router_logits is None else self._checked_logits(router_logits)
+        ours = router_logits is None
+        logits = self.router_logits(hidden_states) if ours else self._checked_logits(router_logits, hidden_states)
         losses: list[torch.Tensor] = []
         if return_losses:
             weights, ids, *losses = route_with_losses(logits, self.selection_bias, self.top_k, *self._router.values())
@@ -190,11 +191,13 @@ class FlashMoELayer(nn.Module):
         if shape[-1:] != (width,):
             raise ValueError(f"hidden_states has shape {shape}; its last dimension must be hidden_size, {width}")
 
-    def _checked_logits(self, router_logits: object) -> torch.Tensor:
-        """The logits. Raises ValueError: not one for each of the layer's experts."""
-        logits, experts = checked_tensor("router_logits", router_logits), self.router_weight.shape[0]
-        if (shape := tuple(logits.shape))[-1:] != (experts,):
-            raise ValueError(f"router_logits has shape {shape}; its last dimension must be num_experts, {experts}")
+    def _checked_logits(self, router_logits: object, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The logits. Raises ValueError: not one for each token and each of the layer's experts."""
+        self._check_states(hidden_states)
+        logits = checked_tensor("router_logits", router_logits)
+        wanted = *hidden_states.shape[:-1], self.router_weight.shape[0]
+        if (shape := tuple(logits.shape)) != wanted:
+            raise ValueError(f"router_logits has shape {shape}; it must be {wanted}, of tokens by num_experts")
         return logits
 
     def _shared(self, hidden_states: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor) -> torch.Tensor:
