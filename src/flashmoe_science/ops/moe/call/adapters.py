@@ -72,6 +72,8 @@ def _checked(name: str, given: Any, weight: torch.Tensor, dtype: torch.dtype) ->
     a, b, scaling = given
     if isinstance(scaling, bool) or not isinstance(scaling, float | int):
         raise TypeError(f"{name} has scaling {scaling!r}; it must be a number")
+    if not abs(scaling) < float("inf"):  # a comparison, which torch.compile can trace
+        raise ValueError(f"{name} has scaling {scaling!r}; it must be finite")
     experts, out, inner = *weight.shape[:2], columns_of(weight)
     rank = a.shape[1] if isinstance(a, torch.Tensor) and a.dim() == 3 else 0
     for part, one, shape, words in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -256,6 +257,7 @@ def test_leading_dimensions_and_experts_without_a_gate() -> None:
         ((None, (torch.zeros(E, 0, F), torch.zeros(E, H, 0), 1.0)), {}, r"adapters\[1\] has a of shape \(4, 0, 24\)"),
         ((None, (torch.zeros(E, 3, F).int(), torch.zeros(E, H, 3), 1.0)), {}, r"adapters\[1\] has a of torch.int32 on cpu"),
         ((None, (torch.zeros(E, 3, F), torch.zeros(E, H, 3), "1")), {}, r"adapters\[1\] has scaling '1'; it must be a number"),
+        ((None, (torch.zeros(E, 3, F), torch.zeros(E, H, 3), math.nan)), {}, r"adapters\[1\] has scaling nan; it must be f"),
         ((None, None), {"weight_grads": (None, None)}, "adapters and weight_grads are given"),
         (
             (None, None),
