@@ -144,7 +144,9 @@ def backward_by_rows(
     scale = torch.where(rows.inside, weights.flatten()[rows.pair, None].to(wide), 0.0)  # [P, 1]
     of_out, z = rows.of_tokens(dout), torch.where(rows.inside, z, 0.0).to(wide)
     to_z, made = wanted.dx or wanted.dw1 or wanted.dgate_up_bias, dict[str, torch.Tensor]()
-    of_active = _adapted(of_out, w2.mT, second, rows).to(wide) if to_z or wanted.dtopk_weights else None
+    of_active = None
+    if to_z or wanted.dtopk_weights:  # rows that belong to no expert may be NaN, which torch.autograd.detect_anomaly reports
+        of_active = torch.where(rows.inside, _adapted(of_out, w2.mT, second, rows), 0.0).to(wide)
     active, of_z = _activated(z, activation, None if of_active is None or not to_z else of_active * scale)
     if wanted.dw2:
         of_weights("dw2", of_out, (active * scale).to(x.dtype), rows)

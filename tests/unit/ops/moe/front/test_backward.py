@@ -181,6 +181,16 @@ def test_an_expert_without_tokens_and_pairs_without_an_expert_have_gradients_of_
     assert all(one[0].any() for one in (dw1, dw2, *biases))
 
 
+@pytest.mark.usefixtures("uninitialised_is_nan")
+def test_anomaly_detection_meets_no_rows_that_pytorchs_grouped_product_left_unwritten() -> None:
+    given = arguments()
+    given["top_k_ids"][1, 0] = -1
+    every = leaves(given)
+    with torch.autograd.set_detect_anomaly(True):
+        fm.fused_moe(**given).sum().backward()
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in every)
+
+
 def test_no_tokens_give_gradients_of_zero() -> None:
     torch._dynamo.reset()  # other tests compile it too, for eight formats of weights
     given = arguments(bias=True)
