@@ -87,10 +87,10 @@ class Collectives(Transport):
         _, _, top_k, experts, _ = self._sizes
         wide = self._sizes.wide
         # An id of 64 bits may have another's lower half.
-        in_range = ids.clamp(-1, self._ranks * experts).to(_INTEGERS[wide.itemsize])
+        in_range = ids.clamp(-1, self._ranks * experts).to(_INTEGERS[wide.itemsize]) + 1  # in empty places 0, as weights
         routing = torch.cat((in_range, weights.to(wide).view(in_range.dtype)), 1)
-        everyones_x, routing = gathered(self._group, self._padded(x), self._padded(routing, -1))
-        return everyones_x, routing[:, top_k:].contiguous().view(wide), routing[:, :top_k] - self._rank * experts
+        everyones_x, routing = gathered(self._group, self._padded(x), self._padded(routing, 0))
+        return everyones_x, routing[:, top_k:].contiguous().view(wide), routing[:, :top_k] - (self._rank * experts + 1)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return gathered(self._group, self._padded(x, 0))[0]
