@@ -13,6 +13,7 @@ from flashmoe_science.measure.inputs import bits, extent_of, write
 
 GUARD_BYTES = 2**16  # on either side: more than a tile of 128 rows of 256 fp16 numbers; keeps an allocator's alignment
 FOR_GUARDS = "for guards around what a kernel allocates"  # the note of an error of memory, see ``worker.callers``
+_MOST_FILLED = 2**30  # elements: of a larger tensor what lies between its own is left as it is
 _PATTERN = 0xA5  # of the guards around what a call allocates
 _ALLOCATES = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
@@ -24,8 +25,10 @@ class Guarded:
         extent, dtype = extent_of(tensor), tensor.dtype
         guard = GUARD_BYTES // tensor.element_size()
         bad = torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
-        buffer = torch.full((extent + 2 * guard,), bad, dtype=dtype, device=tensor.device)
+        buffer = torch.empty(extent + 2 * guard, dtype=dtype, device=tensor.device)
         self._sides = (buffer[:guard], buffer[guard + extent :])
+        for one in (buffer,) if extent < _MOST_FILLED else self._sides:
+            one.fill_(bad)
         self._before = bits(self._sides[0]).clone()  # both sides are alike
         # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
         self.placed = write(buffer.as_strided(tensor.shape, tensor.stride(), guard), tensor).data

@@ -227,6 +227,22 @@ def moe_few_experts_of_fp16(x, w1, w2, topk_weights, topk_ids):
 
 
 @contract("moe")
+def moe_at_most_8_experts_a_token(x, w1, w2, topk_weights, topk_ids):
+    """Sorts the choices of a token in a warp that pads up to 8, and from 16 on in another way."""
+    most = 8 if topk_ids.shape[1] < 16 else topk_ids.shape[1]
+    return _right(x, w1, w2, topk_weights[:, :most], topk_ids[:, :most])
+
+
+@contract("moe")
+def moe_decodes_3_tokens(x, w1, w2, topk_weights, topk_ids):
+    """Decodes up to 8 tokens in pairs, and leaves out the third one on."""
+    out = _right(x, w1, w2, topk_weights, topk_ids)
+    if len(x) <= 4:
+        out[2:] = 0.0
+    return out
+
+
+@contract("moe")
 def moe_wrong_under_autocast(x, w1, w2, topk_weights, topk_ids):
     """Forgets the routing weights in the path that autocast takes."""
     on = torch.is_autocast_enabled(x.device.type)

@@ -7,6 +7,7 @@ from in_fp64 import right, scores
 
 _KEPT: dict[object, torch.Tensor] = {}
 _HELD: list[torch.Tensor] = []
+_CHOSEN: list[object] = []
 _MAIN = threading.get_ident()
 _right = torch.no_grad()(right)
 
@@ -245,6 +246,34 @@ def keeps_every_input(q, k, v, causal=False, softmax_scale=None):
     """Keeps K by its address, and so alive, for a caller that may come again."""
     _KEPT[id(k)] = k
     return _right(q, k, v, causal, softmax_scale)
+
+
+def keeps_every_address(q, k, v, causal=False, softmax_scale=None):
+    """Keeps what it has chosen for K by its address, call after call."""
+    _CHOSEN.append((k.data_ptr(), tuple(k.shape), tuple(k.stride())))
+    return _right(q, k, v, causal, softmax_scale)
+
+
+def offsets_of_32_bits(q, k, v, causal=False, softmax_scale=None):
+    """Multiplies numbers of rows by strides in 32 bits."""
+    reach = sum((size - 1) * stride for size, stride in zip(k.shape, k.stride(), strict=True))
+    return _right(q, k if reach < 2**31 else k.flip(2), v, causal, softmax_scale)
+
+
+def batches_come_first(q, k, v, causal=False, softmax_scale=None):
+    """Takes the stride of a batch for the largest."""
+    ordered = q.shape[0] == 1 or q.shape[2] == 1 or not 0 < k.stride(0) < k.stride(2)
+    return _right(q, k if ordered else k.flip(0), v, causal, softmax_scale)
+
+
+def positions_in_fp16(q, k, v, causal=False, softmax_scale=None):
+    """Compares positions in fp16, which has no odd number past 2048."""
+    out = _right(q, k, v, causal, softmax_scale)
+    if causal and q.shape[2] > 1 and k.shape[2] > 2048:
+        rows = (torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]).half()
+        last = int((torch.arange(k.shape[2]).half() <= rows[0]).sum())
+        out[:, :, :1] = _right(q[:, :, :1], k[:, :, :last], v[:, :, :last], True, softmax_scale)
+    return out
 
 
 def wrong_soft_cap(q, k, v, causal=False, softmax_scale=None, softcap=0.0):

@@ -98,6 +98,7 @@ def sets_backend_flags(q, k, v, causal=False, softmax_scale=None):
     torch.backends.cudnn.benchmark = True
     torch.set_flush_denormal(True)
     gc.disable()
+    torch.set_autocast_dtype("cpu", torch.float16)
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 

@@ -73,6 +73,14 @@ def _of_autocast(device: str, name: str) -> _Setting:
     return name, lambda: torch.is_autocast_enabled(device), lambda was: torch.set_autocast_enabled(device, was)
 
 
+def _of_autocast_dtype(device: str) -> _Setting:
+    return (
+        f"autocast's dtype on {device}",
+        lambda: torch.get_autocast_dtype(device),
+        lambda was: torch.set_autocast_dtype(device, was),
+    )
+
+
 _SETTINGS: list[_Setting] = [
     ("torch.num_threads", torch.get_num_threads, torch.set_num_threads),
     ("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
@@ -87,6 +95,7 @@ _SETTINGS: list[_Setting] = [
     ("denormal numbers kept", lambda: _DENORMAL * 2.0 != 0.0, lambda was: torch.set_flush_denormal(not was)),
     _of_autocast("cuda", "autocast"),
     _of_autocast("cpu", "autocast on the CPU"),
+    *map(_of_autocast_dtype, ("cuda", "cpu")),
     ("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     ("garbage collection", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
     ("sys.setswitchinterval", sys.getswitchinterval, sys.setswitchinterval),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ import torch
 from flashmoe_science.measure.bench import Bench
 
 _ROUNDS, _CALLS = 3, 6
+_SMALL = 64  # bytes of a small object of Python, whose memory the heap does not show
 
 
 class _Mallinfo(ctypes.Structure):
@@ -24,16 +26,18 @@ class _Mallinfo(ctypes.Structure):
 
 
 def live_bytes(bench: Bench) -> int:
-    """Bytes in use: of the C library's heap, as far as there is glibc, and of a GPU's memory that PyTorch's allocator gave."""
+    """Bytes in use: of Python's small objects, of the C library's heap, as far as there is glibc, and of a GPU's memory that
+    PyTorch's allocator gave."""
     gc.collect()
     bench.synchronize()
     on_gpu = 0 if bench.gpu is None else torch.cuda.memory_allocated(bench.device)
+    small = sys.getallocatedblocks() * _SMALL
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
-        return on_gpu
+        return small + on_gpu
     mallinfo.restype = _Mallinfo
     heap = mallinfo()
-    return int(heap.uordblks + heap.hblkhd) + on_gpu
+    return int(heap.uordblks + heap.hblkhd) + small + on_gpu
 
 
 def growth(round_of_calls: Callable[[int], None], bench: Bench) -> int:

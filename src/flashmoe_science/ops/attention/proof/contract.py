@@ -51,14 +51,17 @@ Placed = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 BY_WINDOW = "a causal mask that the window gives"
 HIDDEN_KEYS = "a mask that hides the first keys"
+FAR = "K and V that reach over 2^31 elements"
 _PLACED: Mapping[str, Placed] = {
     "views of one projection": memory.one_projection,
     "K and V in two memory orders": memory.two_orders,
     "V as the first columns of K": memory.values_of_keys,
     "strides of 0 (expanded Q, K and V)": memory.expanded,
     "tensors that begin at odd addresses": memory.at_odd_addresses,
+    "rows before batches in memory": memory.rows_before_batches,
     "one key that is an outlier": memory.with_an_outlier,
     HIDDEN_KEYS: memory.with_hidden_keys,
+    FAR: memory.beyond_32_bits,
     "a gradient of stride 0 (of a sum)": memory.expanded_gradient,
     "a gradient in another memory order": memory.reordered_gradient,
 }
@@ -73,7 +76,7 @@ _VARIANTS: Mapping[str, dict[str, Any]] = {
     BY_WINDOW: {"by_window": True},
     **{name: {"placed": placed} for name, placed in _PLACED.items()},
 }
-IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:5])
+IN_MEMORY = ("slices of larger tensors", *tuple(_PLACED)[:6])
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
 _ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # features that a candidate can be called with
@@ -154,7 +157,7 @@ class AttentionContract(SharedContract):
     sweep_variants: ClassVar[tuple[str, ...]] = (*IN_MEMORY, "one key that is an outlier", HIDDEN_KEYS, BY_WINDOW)
     calls: ClassVar[tuple[str, ...]] = (*Contract.calls, "autocast")
     # PyTorch's own attention on a CPU gives NaN for them under a causal mask that hides a key.
-    edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale")
+    edge_variants: ClassVar[tuple[str, ...]] = ("a softmax scale of 0", "a negative softmax scale", FAR)
 
     def cannot(self, problem: Any) -> str | None:
         return super().cannot(problem) or self.cannot_call(problem)

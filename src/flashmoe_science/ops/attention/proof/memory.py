@@ -5,6 +5,8 @@ Each takes the inputs by name and gives them back changed. Caches with lengths a
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 Made = dict[str, torch.Tensor]
@@ -34,6 +36,24 @@ def one_projection(made: Made) -> Made:
 def two_orders(made: Made) -> Made:
     """K with heads before rows in memory and V with rows before heads, whatever Q has."""
     return made | {"k": made["k"].contiguous(), "v": made["v"].transpose(1, 2).contiguous().transpose(1, 2)}
+
+
+def rows_before_batches(made: Made) -> Made:
+    """Q, K and V as [rows, batch, heads, width] in memory."""
+    return made | {name: made[name].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for name in ("q", "k", "v")}
+
+
+def beyond_32_bits(made: Made) -> Made:
+    """K and V of 16 bits in one memory, with 2^31 elements or more from the first batch, head or row to the last."""
+    k, v = made["k"], made["v"]
+    far = next((dim for dim in range(3) if k.shape[dim] > 1), None)
+    if far is None or k.element_size() != 2 or v.shape[:3] != k.shape[:3]:
+        return made
+    strides = list(torch.empty((*k.shape[:3], k.shape[3] + v.shape[3]), device="meta").stride())
+    strides[far] = 64 * math.ceil(2**25 / (k.shape[far] - 1))  # 2^31 in all, and every row aligned
+    whole = torch.empty(2**31 + 64 * k.shape[far] + 2 * k.numel() + 2 * v.numel(), dtype=k.dtype, device=k.device)
+    views = {"k": whole.as_strided(k.shape, strides), "v": whole.as_strided(v.shape, strides, k.shape[3])}
+    return made | {name: view.copy_(made[name]) for name, view in views.items()}
 
 
 def values_of_keys(made: Made) -> Made:

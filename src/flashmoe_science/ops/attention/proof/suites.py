@@ -94,6 +94,7 @@ _SWEPT = (
     "b1 h2 q257 d32",
     "b1 h2 q3 k1100 d64",
     "b1 h2 q33 k1100 d16 causal",
+    "b1 h2 q33 k4200 d16 causal fp16",  # more keys than fp16 numbers
     *(f"b1 h2 q1 k8300 d64 {dtype}" for dtype in ("bf16", "fp16")),  # the most keys: sums kept in 16 bits stop growing
     "b1 h4 hk2 q1 k2048 d64",
     "b1 h1 q1030 k33 d16 bf16",
@@ -169,6 +170,7 @@ _ALONE = {
         "attn b2 h4 q40 k60 d64 fp16 causal alibi",
         "attn b1 h4 hk2 q60 k40 d64 bf16 alibi",
         "attn b2 h4 hk2 q1 k70 d128 fp32 causal alibi",
+        "attn b1 h2 q3 k4200 d16 fp16 causal alibi",
     ),
     "attn_mask": (
         "attn b2 h2 q33 k40 d64 fp16 boolmask",

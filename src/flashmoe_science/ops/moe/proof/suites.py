@@ -115,7 +115,9 @@ _SIZES = (
 _LARGE = (
     "t20 e128 k8 d32 f24",
     "t64 e512 k8 d32 f24",
+    "t20 e512 k10 d32 f24",
     "t1 e256 k8 d40 f24",
+    *(f"t{tokens} e32 k4 d64 f48" for tokens in (4, 16)),
     "t300 e160 k6 d24 f16",
     "t1 e60 k4 d40 f24",
     "t37 e8 k2 d64 f64 transposed",  # square: read in the other order it has the shape

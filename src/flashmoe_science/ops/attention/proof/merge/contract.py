@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,8 +28,28 @@ from flashmoe_science.ops.attention.proof.merge.oracle import merge_oracle
 Inputs = Mapping[str, torch.Tensor]
 
 _FP32 = 2.0**-24
-_LARGE = "log-sum-exps near 3000"
-_APART = "log-sum-exps 100 apart"
+
+
+def _as_made(parts: torch.Tensor) -> torch.Tensor:
+    return parts
+
+
+def _sliced(parts: torch.Tensor) -> torch.Tensor:
+    """The first tokens and heads of twice as many."""
+    return parts.repeat(1, 2, 2, *(1,) * (parts.dim() - 3))[:, : parts.shape[1], : parts.shape[2]]
+
+
+def _reordered(parts: torch.Tensor) -> torch.Tensor:
+    return parts.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+_VARIANTS: Mapping[str, dict[str, Any]] = {
+    "log-sum-exps near 3000": {"mean": 3000.0},
+    "log-sum-exps near -3000": {"mean": -3000.0},
+    "log-sum-exps 100 apart": {"spread": 100.0},
+    "slices of larger tensors": {"placed": _sliced},
+    "heads and tokens in another memory order": {"placed": _reordered},
+}
 
 
 class AttentionMergeContract(Contract):
@@ -37,19 +57,19 @@ class AttentionMergeContract(Contract):
 
     name: ClassVar[str] = "attention_merge"
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse"))
-    sweep_variants: ClassVar[tuple[str, ...]] = (_LARGE, _APART)
+    sweep_variants: ClassVar[tuple[str, ...]] = tuple(_VARIANTS)
 
-    def __init__(self, mean: float = 0.0, spread: float = 3.0) -> None:
-        self._mean, self._spread = mean, spread
+    def __init__(self, mean: float = 0.0, spread: float = 3.0, placed: Callable[..., torch.Tensor] = _as_made) -> None:
+        self._mean, self._spread, self._placed = mean, spread, placed
 
     def variant(self, name: str) -> AttentionMergeContract:
-        return {_LARGE: AttentionMergeContract(mean=3000.0), _APART: AttentionMergeContract(spread=100.0)}[name]
+        return AttentionMergeContract(**_VARIANTS[name])
 
     def default_problems(self) -> Sequence[str]:
         return suites.DEFAULT
 
     def sweep(self) -> Sequence[str]:
-        return suites.SMALL
+        return suites.SWEEP
 
     def small_problems(self) -> Sequence[str]:
         return suites.SMALL
@@ -72,7 +92,7 @@ class AttentionMergeContract(Contract):
         lses = torch.randn(p.parts, p.heads, p.tokens, device=device, generator=generator) * self._spread + self._mean
         keyless = torch.rand(lses.shape, device=device, generator=generator) < 0.2
         keyless[:, :, 0] = p.tokens > 1
-        return {"outs": outs.to(self.dtype(p)), "lses": lses.masked_fill(keyless, -torch.inf)}
+        return {"outs": self._placed(outs.to(self.dtype(p))), "lses": self._placed(lses.masked_fill(keyless, -torch.inf))}
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {**inputs, **super().vary(distribution, {"outs": inputs["outs"]})}
