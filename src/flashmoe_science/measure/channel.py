@@ -181,7 +181,7 @@ class Child:
         while b"\n" not in self._pending:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise self._closed(Hung(f"it hung: no answer within {self.watchdog_s:g} s"))
+                raise self._closed(Hung(f"it hung: no answer within {self.watchdog_s:g} s, the watchdog's limit"))
             part = os.read(self._read, 2**16)
             if not part:
                 raise self._died()

@@ -146,7 +146,7 @@ def check_function(
     with closing(WorkerHost(spec, "", watchdog_s)) as host:
         try:
             opened = host.open()
-            swept = problems_of(opened.sweep, "sweep")
+            swept = problems_of(opened.sweep, "sweep") if opened.sweep or not problems else []
             with bench.single_threaded(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 for problem in problems:
                     if (reason := cannot_be_asked(oracle, problem, bench.gpu)) is not None:
@@ -159,7 +159,10 @@ def check_function(
 
 
 def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
-    """The ``sweep`` or default ``problems`` of a contract, parsed. Raises ContractFailed where a text is no problem."""
+    """The ``sweep`` or default ``problems`` of a contract, parsed. Raises ContractFailed where there is none, or a text
+    is no problem."""
+    if not texts:
+        raise ContractFailed(f"its contract's {what} names no problem; name one")
     try:
         return list(dict.fromkeys(map(parse_problem, texts)))
     except ValueError as error:

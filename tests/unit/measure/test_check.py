@@ -18,7 +18,7 @@ from tests.harness.listed_faults import PLANTED, SWEPT, SWEPT_ON_GPU, Fault
 
 from flashmoe_science.contract import built_in, contract_of
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.channel import Died, Hung, InProcess
+from flashmoe_science.measure.channel import Died, Hung, InProcess, Unusable
 from flashmoe_science.measure.check import CheckResult, Sweep, _representative, check_function
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding, contract_mismatch
@@ -33,6 +33,25 @@ from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attent
 from flashmoe_science.problem import Problem
 
 ROOT = Path(__file__).parents[3]
+_OF_NO_PROBLEM = """
+import torch
+from flashmoe_science.contract import Contract, contract
+
+class Double(Contract):
+    name = "double"
+    def inputs(self, problem, device, generator):
+        return {"x": torch.randn(problem["rows"], device=device, generator=generator)}
+    def reference(self, problem, inputs):
+        return inputs["x"] * 2
+    def flops(self, problem):
+        return problem["rows"]
+    def min_bytes(self, problem):
+        return 8 * problem["rows"]
+
+@contract(Double())
+def double(x):
+    return x * 2
+"""
 CPU = Bench(torch.device("cpu"), None)
 HERE = bench_here()
 ATTENTION = built_in("attention")
@@ -141,6 +160,14 @@ def test_a_right_function_is_right_on_everything_that_it_is_asked() -> None:
     assert matrix["keys"].keys() == {"as queries", "more", "fewer"}
     assert matrix["query heads a key head"].keys() >= {"1", "2", "8 (all)"}
     assert result_of(sweep).not_covered() == ("mask causal-topleft",)
+
+
+def test_a_contract_without_problems_is_asked_for_the_one_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(_OF_NO_PROBLEM)
+    spec = f"{tmp_path}/mine.py:double"
+    with pytest.raises(Unusable, match="its contract's sweep names no problem; name one"):
+        check_function(spec)
+    assert check_function(spec, [parse_problem("op double rows8 fp32 flops8 bytes64")]).passed
 
 
 def test_a_wrong_answer_is_wrong_and_one_that_raises_is_not_served() -> None:

@@ -85,7 +85,13 @@ def load(text: str) -> Any:
         assert found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module
-        found.loader.exec_module(module)
+        try:
+            found.loader.exec_module(module)
+        except ImportError as error:
+            if "no known parent package" not in str(error):
+                raise
+            as_module = f"package.{path.stem}:{spec.attribute}"
+            raise ImportError(f"{error}; name it as a module of its package, as in {as_module}") from error
     named: Any = module
     for part in spec.attribute.split("."):
         if not hasattr(named, part):

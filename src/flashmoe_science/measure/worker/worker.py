@@ -94,6 +94,8 @@ class Worker:
         if self.bench.gpu is not None:
             torch.cuda.empty_cache()
         self.problem_now = parse_problem(text)
+        if self.fn is not None and (reason := self.contract.cannot(self.problem_now)) is not None:
+            raise ValueError(reason)
         self._parts = (self, Calls(self, self.contract, self.problem_now), Clocks(self, self.contract, self.problem_now))
         return {}
 

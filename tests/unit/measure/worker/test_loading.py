@@ -34,6 +34,15 @@ def test_what_is_no_function_is_refused_and_a_misspelt_name_told_with_the_one_th
         load("mine.py:attentoin")
 
 
+def test_a_file_that_imports_from_its_package_is_told_to_be_named_as_a_module(tmp_path: Path) -> None:
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "side.py").write_text("SEVEN = 7\n")
+    (tmp_path / "pack" / "kernel.py").write_text("from .side import SEVEN\ndef fn(): return SEVEN\n")
+    with pytest.raises(ImportError, match=r"name it as a module of its package, as in package\.kernel:fn"):
+        load("pack/kernel.py:fn")
+    assert load("pack.kernel:fn")() == 7
+
+
 def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for name in ("mine/__init__.py", "mine/kernel.py", "alone.py"):

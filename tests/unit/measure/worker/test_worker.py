@@ -34,6 +34,14 @@ def test_what_a_problem_held_is_freed_when_the_next_begins() -> None:
         gc.enable()
 
 
+def test_a_function_is_not_called_on_a_problem_of_another_contract() -> None:
+    """Else ``flashmoe diagnose`` told of an AttributeError in the contract."""
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
+    worker.command("open")("examples/cpu_attention.py:attention", "")
+    with pytest.raises(ValueError, match="held to the contract of attention, not of moe"):
+        worker.command("problem")("moe t4 e2 k1 d8 f8 fp32")
+
+
 def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (2**34, 0):
