@@ -29,6 +29,7 @@ from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs
+from flashmoe_science.ops.attention.proof.contract import FAR
 from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 from flashmoe_science.problem import Problem
 
@@ -220,6 +221,21 @@ def test_a_window_that_is_kept_from_the_first_call_is_named() -> None:
     for first in same[:2]:
         result = result_of(swept(PLANTED["window_of_the_first_call"], first, same[2]))
         assert [str(one.problem) for one in result.of("wrong")][:1] == [str(parse_problem(same[2]))]
+
+
+def test_where_memory_for_distant_keys_is_missing_they_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's allocator raises a RuntimeError, which would be the function's."""
+
+    def no_memory(*shape: Any, **how: Any) -> torch.Tensor:
+        if isinstance(shape[0], int) and shape[0] >= 2**31:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return empty(*shape, **how)
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", no_memory)
+    sweep = swept(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention", "attn b1 h2 q9 d16 fp16")
+    (far,) = (one for one in sweep.checked if one.inputs == FAR)
+    assert far.answer == "not asked"
 
 
 def test_a_scale_below_zero_is_asked_of_one_query_too() -> None:

@@ -51,7 +51,11 @@ def beyond_32_bits(made: Made) -> Made:
         return made
     strides = list(torch.empty((*k.shape[:3], k.shape[3] + v.shape[3]), device="meta").stride())
     strides[far] = 64 * math.ceil(2**25 / (k.shape[far] - 1))  # 2^31 in all, and every row aligned
-    whole = torch.empty(2**31 + 64 * k.shape[far] + 2 * k.numel() + 2 * v.numel(), dtype=k.dtype, device=k.device)
+    elements = 2**31 + 64 * k.shape[far] + 2 * k.numel() + 2 * v.numel()
+    try:
+        whole = torch.empty(elements, dtype=k.dtype, device=k.device)
+    except RuntimeError as error:  # which on a CPU does not say that it is of memory
+        raise torch.OutOfMemoryError(str(error)) from error
     views = {"k": whole.as_strided(k.shape, strides), "v": whole.as_strided(v.shape, strides, k.shape[3])}
     return made | {name: view.copy_(made[name]) for name, view in views.items()}
 
