@@ -85,7 +85,9 @@ WRONG = (
     fault("returns_nothing_at_times", "correctness", "left to its default", "NoneType, not a plain tensor"),
     fault("works_on_a_thread", "correctness", "another stream or thread|changed by a later call"),
     fault("burns_the_other_cores", "correctness", "threads of its own go on", "_burn"),
-    fault("changes_the_settings", "correctness", "settings changed", "num_threads", "float32_matmul_precision"),
+    fault(
+        "changes_the_settings", "correctness", "settings changed", "num_threads", "float32_matmul_precision", "autocast.s dtype"
+    ),
     fault("lazy_output", "correctness", "_Lazy, not a plain tensor"),
     fault("not_the_same_twice", "correctness", "promised the same bits"),
     fault("wrong_shape", "correctness", r"shape \[1, 70, 2, 16\]"),
@@ -119,7 +121,7 @@ WRONG = (
     fault("heads_interleaved", "correctness", r"reads key/value head h % heads_kv", problem=GROUPED),
     fault("requires_grad", "correctness", "its output requires gradients"),
     fault("sums_its_input", "correctness", "output of an earlier call", "one element of an input changed"),
-    fault("sets_backend_flags", "correctness", "settings changed", "cudnn.benchmark True", "denormal", "autocast's dtype"),
+    fault("sets_backend_flags", "correctness", "settings changed", "cudnn.benchmark True", "denormal", "garbage collection"),
     fault("drifts", "correctness", "wrong now and then", "error grows from call to call"),
 )
 # Faults that only a clock meets.

@@ -87,9 +87,10 @@ def works_on_a_thread(q, k, v, causal=False, softmax_scale=None):
 
 
 def changes_the_settings(q, k, v, causal=False, softmax_scale=None):
-    """Leaves PyTorch with other settings than it found: one thread and fast, coarse products."""
+    """Leaves PyTorch with other settings than it found: one thread, coarse products, another autocast."""
     torch.set_num_threads(1 + torch.get_num_threads() % 2)
     torch.set_float32_matmul_precision("medium")
+    torch.set_autocast_dtype("cpu", torch.float16)
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 
@@ -98,7 +99,6 @@ def sets_backend_flags(q, k, v, causal=False, softmax_scale=None):
     torch.backends.cudnn.benchmark = True
     torch.set_flush_denormal(True)
     gc.disable()
-    torch.set_autocast_dtype("cpu", torch.float16)
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 
