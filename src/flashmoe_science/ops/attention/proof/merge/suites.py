@@ -12,12 +12,11 @@ SMALL = tuple(
     for sizes in (
         "p1 t1 h1 d1", "p2 t3 h2 d8", "p3 t70 h3 d40", "p2 t1 h5 d256", "p4 t5 h1 d7", "p5 t33 h1 d192", "p8 t2 h64 d16",
         "p9 t20 h4 d80", "p17 t9 h4 d64", "p2 t130 h2 d128", "p3 t300 h1 d24", "p65 t4 h2 d32",
-        "p2 t3 h128 d512",  # latent attention's
     )
     for dtype in ("fp32", "bf16", "fp16")
 )  # fmt: skip
-# And more tokens than a grid's second dimension has.
-SWEEP = (*SMALL, "attnmerge p2 t66000 h2 d4 bf16")
+# And latent attention's heads, and more tokens than a grid's second dimension has.
+SWEEP = (*SMALL, "attnmerge p2 t3 h128 d512 bf16", "attnmerge p2 t66000 h2 d4 bf16")
 MERGE = tuple(
     f"attnmerge p{parts} t{tokens} h{heads} d{width} bf16"
     for heads, width in ((32, 128), (64, 64))
