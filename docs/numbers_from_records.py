@@ -59,6 +59,7 @@ CASES = {  # by title, in the order in which they are shown: the suites whose pr
     "experts of Mixtral-8x7B": ("moe-mixtral",),
     "experts of DeepSeek-V3": ("moe-deepseek-v3",),
     "experts of gpt-oss-20b": ("moe-gpt-oss",),
+    "experts in mxfp4, fp8 and int4": ("moe-formats",),
     "experts drawn at random": ("moe-qwen3-draw", "moe-gpt-oss-draw"),
     "experts, a step of training": ("moe-train",),
     "experts' steps drawn at random": ("moe-train-draw",),
