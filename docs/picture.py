@@ -38,6 +38,7 @@ PEERS = {
     "batched_mm": "PyTorch",
     "sonicmoe": "SonicMoE",
     "humming": "humming",
+    "dequantised_at_load": "bf16 at load",
 }
 
 

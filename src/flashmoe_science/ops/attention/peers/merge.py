@@ -1,9 +1,9 @@
-"""Merges by PyTorch's operators: all parts at once, and one part after the other, as codes of ring attention do."""
+"""Merges by PyTorch's operators: all parts at once, also compiled, and one part after the other, as in ring attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,8 @@ from flashmoe_science.kernel import Device
 from flashmoe_science.ops.attention.call.merge import MergeInputs, MergeKernel, Result
 from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
 from flashmoe_science.ops.peer import launches_of, one_config
+
+_PROBLEMS_COMPILED = 256  # beyond so many torch.compile refuses
 
 
 def merged(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor]) -> Result:
@@ -50,6 +52,17 @@ def _supports_several(problem: AttentionMergeProblem, device: Device) -> str | N
     return None if problem.parts > 1 else "there is one part, and nothing to merge with it"
 
 
+def _supports_compiled(problem: AttentionMergeProblem, device: Device) -> str | None:
+    return "torch.compile is measured on GPUs only" if device is None else None
+
+
+@cache
+def _compiled() -> Callable[..., Result]:
+    """Each problem is compiled for its own sizes, which takes seconds."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROBLEMS_COMPILED)
+    return torch.compile(at_once, dynamic=False, fullgraph=True)
+
+
 _peer = partial(
     MergeKernel, origin="peer", op="attention_merge", configs=one_config, launches=launches_of(), on_cpu=True,
 )  # fmt: skip
@@ -58,6 +71,12 @@ AT_ONCE = _peer(
     about="PyTorch's operators on all parts at once",
     supports=lambda problem, device: None,
     run=lambda inputs, config: at_once(*inputs),
+)
+COMPILED = _peer(
+    name="merge_compiled",
+    about="PyTorch's operators on all parts at once, by torch.compile",
+    supports=_supports_compiled,
+    run=lambda inputs, config: _compiled()(*inputs),
 )
 IN_TURNS = _peer(
     name="merge_in_turns",

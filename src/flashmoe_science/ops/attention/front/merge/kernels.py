@@ -6,10 +6,10 @@ from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.call.merge import MergeKernel
-from flashmoe_science.ops.attention.peers.merge import AT_ONCE, IN_TURNS
+from flashmoe_science.ops.attention.peers.merge import AT_ONCE, COMPILED, IN_TURNS
 
 FALLBACK = AT_ONCE.name
-PEERS: tuple[MergeKernel, ...] = (AT_ONCE, IN_TURNS)
+PEERS: tuple[MergeKernel, ...] = (AT_ONCE, COMPILED, IN_TURNS)
 
 
 @cache
