@@ -22,14 +22,14 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.session import Outcome, Session
+from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.front import kernels
 from flashmoe_science.ops.attention.proof.contract import AttentionContract
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
+from flashmoe_science.records import DoneRow, Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
 
 H200 = gpu_named("h200")
@@ -116,10 +116,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)
 
 
-def measure(tmp_path: Path, **asked: Any) -> tuple[Outcome, Run]:
+def measure(tmp_path: Path, problems: tuple[Problem, ...] = (PROBLEM,), **asked: Any) -> tuple[Outcome, Run]:
     with RunWriter(tmp_path / "run.jsonl") as writer:
         request = Request(against=("all",), command=("flashmoe",), **asked)
-        group = Group("custom", "attention", (PROBLEM,))
+        group = Group("custom", "attention", problems)
         outcome = KernelsRun(Session(Bench(torch.device("cpu"), H200), writer, request, lambda *step: None), group).run()
     return outcome, read_run(tmp_path / "run.jsonl")
 
@@ -177,3 +177,19 @@ def test_a_part_of_the_l2_that_is_set_aside_refuses_the_numbers(
     assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay"
     assert not any(isinstance(row, TimingRow) for row in run.rows)
     assert outcome.exit_code == 3
+
+
+def test_with_a_budget_the_first_problems_are_measured_before_the_next_are_built(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds and call paths of a whole suite may take longer than the budget, which then times nothing."""
+
+    def spent_on_the_second(spec: None, op: str, todo: Sequence[Any], *more: Any) -> Any:
+        if any(problem is not PROBLEM for problem, _ in todo):
+            raise BudgetSpent
+        return device.profile_launches(spec, op, todo, *more)
+
+    monkeypatch.setattr(module, "AT_A_TIME", 1)
+    monkeypatch.setattr(module, "profile_launches", spent_on_the_second)
+    _, run = measure(tmp_path, (PROBLEM, parse_problem("attn b2 h4 q80 d16 bf16")), budget_s=1000.0)
+    assert [row.problem for row in run.rows if isinstance(row, DoneRow)] == [str(PROBLEM)]

@@ -7,7 +7,7 @@ Subjects are the kernels that the run is about; rivals are the kernels that they
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Config
@@ -24,6 +24,7 @@ from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
+AT_A_TIME = 8  # problems, where a budget may end the run
 _PROFILE_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
 _PROFILERS = 6  # processes at once
 _PROFILER_COPIES = 6  # of the largest problem's minimum traffic, that each of them may hold
@@ -64,7 +65,8 @@ class KernelsRun:
         stopped = "; ".join(self._smoke()) or None
         try:
             if stopped is None:
-                stopped = self._problems(self._launches())
+                parts = (self._problems(part, self._launches(part)) for part in self._parts())
+                stopped = "; ".join(filter(None, parts)) or None
         except BudgetSpent:
             return None
         except ProfilerUnavailable as error:
@@ -73,10 +75,15 @@ class KernelsRun:
             self.session.unusable(stopped)
         return stopped
 
-    def _problems(self, launches: Launches) -> str | None:
-        """Measure the problems. Returns which of them could not be. Raises BudgetSpent."""
+    def _parts(self) -> Iterable[Sequence[Problem]]:
+        """The problems; with a budget, which builds and call paths of all might spend, a few at a time."""
+        some = AT_A_TIME if self.request.budget_s else len(self.problems)
+        return (self.problems[first : first + some] for first in range(0, len(self.problems), some))
+
+    def _problems(self, problems: Sequence[Problem], launches: Launches) -> str | None:
+        """Measure problems. Returns which of them could not be. Raises BudgetSpent."""
         failed = []
-        for problem in self.problems:
+        for problem in problems:
             try:
                 ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
             except Failed as error:
@@ -112,26 +119,26 @@ class KernelsRun:
     def _on(self, problem: Problem, launches: Launches) -> OnProblem:
         return OnProblem.begin(self.session, problem, self.worker, self.oracle, launches)
 
-    def _launches(self) -> Launches:
+    def _launches(self, problems: Sequence[Problem]) -> Launches:
         """Build our kernels, then see what every call launches; nothing on a CPU. Raises ProfilerUnavailable, BudgetSpent."""
         if self.gpu is None:
             return {}
         todo = []
-        for problem in self.problems:
+        for problem in problems:
             able = (one for one in (*self._subjects_on(problem), *self.rivals) if one.cannot(problem, self.gpu) is None)
             entries = (entry for one in able for entry in one.with_configs(problem, self.gpu, self.request))
             todo.append((problem, [(entry.who, entry.config) for entry in entries]))
         prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.show_progress)
-        processes = self._profiler_count()
+        processes = self._profiler_count(problems)
         return profile_launches(None, self.op.name, todo, self.request.seed, _PROFILE_WATCHDOG_S, self.session.step, processes)
 
-    def _profiler_count(self) -> int:
+    def _profiler_count(self, problems: Sequence[Problem]) -> int:
         """The number of processes that profile call paths at once: one where a peer may autotune, as load would distort its
         times."""
         if any(one.kernel is not None and one.kernel.slow for one in self.rivals):
             return 1
-        most_bytes = max(problem.min_bytes() for problem in self.problems)
-        return max(1, min(_PROFILERS, len(self.problems), room_for(self.session.bench, _PROFILER_COPIES * most_bytes)))
+        most_bytes = max(problem.min_bytes() for problem in problems)
+        return max(1, min(_PROFILERS, len(problems), room_for(self.session.bench, _PROFILER_COPIES * most_bytes)))
 
     def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
         """The subjects; on a drawn problem only the automatic choice, which is what a user gets."""
