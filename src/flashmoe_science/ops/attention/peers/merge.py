@@ -59,7 +59,9 @@ def _supports_compiled(problem: AttentionMergeProblem, device: Device) -> str | 
 @cache
 def _compiled() -> Callable[..., Result]:
     """Each problem is compiled for its own sizes, which takes seconds."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROBLEMS_COMPILED)
+    from torch.compiler import config  # here: calls of merge_attention need no such module
+
+    config.recompile_limit = max(config.recompile_limit, _PROBLEMS_COMPILED)
     return torch.compile(at_once, dynamic=False, fullgraph=True)
 
 
