@@ -24,7 +24,7 @@ from flashmoe_science.measure.channel import Child, Died, Failed, Hung, Tampered
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import CALL_MODES, DISTRIBUTIONS, HARD_DISTRIBUTIONS, ON_A_STREAM, REPEATEDLY, Finding
 from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
-from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request
+from flashmoe_science.measure.request import Request, is_too_much_for_a_cpu
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.operations import parse_problem
@@ -171,7 +171,7 @@ def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
 
 def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
     """Begin a problem in the oracle. Returns why a function cannot be run on it here, or None. Raises ContractFailed."""
-    if gpu is None and problem.flops() > MAX_CPU_FLOPS:  # before its inputs are made
+    if gpu is None and is_too_much_for_a_cpu(problem):  # before its inputs are made
         return "too much for a CPU, and there is no GPU here"
     try:
         cannot = oracle.ask("problem", text=str(problem))["cannot"]

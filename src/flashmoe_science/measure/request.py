@@ -18,7 +18,7 @@ from flashmoe_science.operations import OPERATIONS, first_words, is_operation, k
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Origin
 
-MAX_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
+_MAX_CPU_FLOPS, _MAX_CPU_BYTES = 2e10, 6e8  # of a problem that a CPU core does in seconds
 _MAX_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
 _MAX_WATCHDOG_S = 24 * 3600.0
 _MAX_DRAW = 1000
@@ -98,6 +98,10 @@ class Group:
     problems: tuple[Problem, ...]
 
 
+def is_too_much_for_a_cpu(problem: Problem) -> bool:
+    return problem.flops() > _MAX_CPU_FLOPS or problem.min_bytes() > _MAX_CPU_BYTES
+
+
 def groups(request: Request, device: Device) -> tuple[Group, ...]:
     """The groups that are named, by default the suite of each operation for this machine ("quick" on a GPU, "cpu" without one).
     Raises ValueError as ``named_groups`` does, and for a problem that is too much for a CPU where there is no GPU."""
@@ -111,7 +115,7 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
     if not found and not request.functions:
         raise ValueError(f"--shard is {part}/{parts}, and there are fewer problems than shards; nothing is left to measure")
     for name, problem in ((group.name, problem) for group in found for problem in group.problems):
-        if device is None and problem.flops() > MAX_CPU_FLOPS:
+        if device is None and is_too_much_for_a_cpu(problem):
             what = "problem" if name == "custom" else f"suite {name!r}"
             raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)

@@ -54,6 +54,13 @@ def test_shards_have_each_problem_of_a_suite_once() -> None:
         groups(Request(targets=(TINY,), shard=(1, 2)), H200)
 
 
+@pytest.mark.parametrize("suite", ["long", "merge"])
+def test_without_a_gpu_a_suite_is_refused_that_takes_a_cpu_minutes(suite: str) -> None:
+    """By its arithmetic, or by the bytes that it moves."""
+    with pytest.raises(ValueError, match=f"suite '{suite}' needs a GPU, and there is none here: attn.* is too much for a CPU"):
+        groups(Request(targets=(suite,)), None)
+
+
 def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
     (one,), (again,), (other,) = (groups(Request(targets=("long",), draw=12, seed=seed), H200) for seed in (1, 1, 2))
     assert (one.name, len(one.problems)) == ("long-draw", 12)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.measure.request import MAX_CPU_FLOPS, Request, distributed_suites
+from flashmoe_science.measure.request import Request, distributed_suites, is_too_much_for_a_cpu
 from flashmoe_science.measure.session import Outcome, Session, Watch
 from flashmoe_science.measure.world.checks import Checks
 from flashmoe_science.measure.world.ranks import World, world_size
@@ -42,7 +42,7 @@ class WorldPlan:
         if custom := tuple(_distributed(word) for word in words if word not in named):
             self.groups["custom"] = custom
         for one in (one for problems in self.groups.values() for one in problems):
-            if current_gpu() is None and one.flops() > MAX_CPU_FLOPS:
+            if current_gpu() is None and is_too_much_for_a_cpu(one):
                 raise ValueError(f"{one} is too much for a CPU, and there is no GPU here")
         self.world = World()
         self.writes = self.world.rank == 0
