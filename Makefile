@@ -43,7 +43,7 @@ test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: torch sees no CUDA device here")'
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-honest: $(STAMP) ## how many of 10,000 whole runs condemn an honest kernel, at most 3: ten minutes on two cores (ARGS="200": of so many)
+honest: $(STAMP) ## how many of 10,000 whole runs condemn an honest kernel, at most 3: half an hour on two cores (ARGS="200": of so many)
 	@$(BIN)/python -m tests.harness.honest $(or $(ARGS),10000)
 
 $(NEWEST_STAMP): | $(PIP)

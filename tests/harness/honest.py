@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import torch
-from tests.harness.honest_kernels import ATTENTION, EXPERTS, EXPERTS_IN_FORMATS
+from tests.harness.honest_kernels import ATTENTION, EXPERTS, EXPERTS_IN_FORMATS, MERGES
 
 from flashmoe_science.contract import Contract, built_in
 from flashmoe_science.measure import oracle
@@ -74,6 +74,16 @@ def attention(chance: Random) -> str:
     return f"attn b{batch} h{heads_kv * group} hk{heads_kv} q{rows} k{keys} d{width} {dtype}{mask}"
 
 
+def backward(chance: Random) -> str:
+    return attention(chance).replace("attn", "attnbwd")
+
+
+def merges(chance: Random) -> str:
+    parts, tokens, heads = (round(2 ** chance.uniform(*log2)) for log2 in ((1, 5), (0, 7), (0, 4)))
+    width, dtype = chance.choice((1, 8, 40, 64, 128, 256)), chance.choice(("fp32", "fp16", "bf16"))
+    return f"attnmerge p{parts} t{tokens} h{heads} d{width} {dtype}"
+
+
 def experts(chance: Random) -> str:
     tokens, count = round(2 ** chance.uniform(0, 6)), round(2 ** chance.uniform(0, 4))
     top_k, dim, hidden = chance.randint(1, min(4, count)), chance.choice((8, 16, 64, 100)), chance.choice((8, 24, 64))
@@ -89,13 +99,15 @@ def experts_in_formats(chance: Random) -> str:
 
 DRAWS = (  # those in formats take twenty times as long
     *(("attention", ATTENTION, attention), ("moe", EXPERTS, experts)) * 4,
+    ("attention_backward", ATTENTION, backward),
+    ("attention_merge", MERGES, merges),
     ("moe", EXPERTS_IN_FORMATS, experts_in_formats),
 )
 
 
 def runs(first: int, count: int) -> Iterator[tuple[str, list[str]]]:
     """The draws from ``first`` on: what each was, and why it was condemned."""
-    judges = {op: Judge(op) for op in ("attention", "moe")}
+    judges = {op: Judge(op) for op, _, _ in DRAWS}
     for number in range(first, first + count):
         chance = Random(number)
         op, kernels, drawn = chance.choice(DRAWS)

@@ -1,5 +1,5 @@
-"""Kernels that are right, each adding up in an order of its own: attention as ``fn(q, k, v, causal, softmax_scale)``, and
-experts. Beside them the examples and PyTorch's own are honest."""
+"""Kernels that are right, each adding up in an order of its own: attention as ``fn(q, k, v, causal, softmax_scale)``,
+merges as ``fn(outs, lses)``, and experts. Beside them the examples and PyTorch's own are honest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.nn.functional import silu
 
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.moe import dequantize_experts, fused_moe
+from flashmoe_science.ops.attention.call.merge import MergeInputs
+from flashmoe_science.ops.attention.peers.merge import at_once, in_turns
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOG2E = 1.4426950408889634
@@ -86,6 +88,17 @@ def pytorch(
     _, seen = _scores(q, k, causal, softmax_scale)
     out = pytorch_attention(q, k, v, attn_mask=seen if causal else None, scale=softmax_scale, enable_gqa=True)
     return out.nan_to_num(nan=0.0)
+
+
+def in_base_2(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts merged as FlashDecoding's kernels do it: powers of 2 below the highest."""
+    powers = lses.transpose(-1, -2) * LOG2E
+    highest = powers.amax(0)
+    weights = torch.exp2(powers - highest.masked_fill(highest == -torch.inf, 0.0)).unsqueeze(-1)
+    total = weights.sum(0)
+    out = (outs.float().masked_fill(weights == 0.0, 0.0) * weights).sum(0) / total.masked_fill(total == 0.0, 1.0)
+    lse = (torch.log2(total.squeeze(-1)) + highest) / LOG2E
+    return out.to(outs.dtype), lse.transpose(-1, -2)
 
 
 def _of_experts(topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +191,11 @@ ATTENTION: dict[str, Callable[..., Any]] = {
     "8 splits": partial(splits, 8),
     "reordered": reordered,
     "pytorch": pytorch,
+}
+MERGES: dict[str, Callable[..., Any]] = {
+    "at once": at_once,
+    "in turns": lambda outs, lses: in_turns(MergeInputs(outs, lses)),
+    "in base 2": in_base_2,
 }
 EXPERTS: dict[str, Callable[..., Any]] = {
     "moe_grouped": of_examples("moe_grouped", "experts"),
