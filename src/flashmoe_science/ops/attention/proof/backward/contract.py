@@ -9,12 +9,12 @@ as zero.
 The cap is derived. An element of dS is P (dP - delta), in size at most T = P (|dP| + |delta|), with dLSE in delta. A kernel
 may round six times to the input dtype (``u``): P, dS, O in delta, a scaled operand, dP, the result; a soft cap and a bias add
 one each. Scores accumulated in fp32 err by ``s`` as in the forward, the log-sum-exp by ``l = 2^-24 |lse|``, its rounding to
-fp32, and sums of fp32 by ``f = 4 sqrt(max(D, Dv)) 2^-24``. With ``e = 6 u + 2 s + l + f`` an element of dQ errs by ``e scale
-max|K|`` times the largest sum of T over a row, of dK by ``e scale max|Q|`` times that over a column, of dV by ``e max|dO|``
-times that of P over a column; the oracle knows the sums. A sink's gradient, of which there may be one, is a sum of products
-P dO O that may cancel: its size is at least their 2-norm, with which the error of a rounded O goes. RMS and mean are held to
-half of it. Each P, dS and result errs by half of the dtype's least number too, which of fp16 counts: gradients as small as that
-are lost without a loss scale.
+fp32, and sums of fp32 by ``f = 4 sqrt(n) 2^-24``, of at most n terms: D, Dv, the keys, or the queries of a key head. With
+``e = 6 u + 2 s + l + f`` an element of dQ errs by ``e scale max|K|`` times the largest sum of T over a row, of dK by ``e scale
+max|Q|`` times that over a column, of dV by ``e max|dO|`` times that of P over a column; the oracle knows the sums. A sink's
+gradient, of which there may be one, is a sum of products P dO O that may cancel: its size is at least their 2-norm, with which
+the error of a rounded O goes. RMS and mean are held to half of it. Each P, dS and result errs by half of the dtype's least
+number too, which of fp16 counts: gradients as small as that are lost without a loss scale.
 
 What is lost is added to the cap and to the rounding floor, a term at a time, and is never more than the term. A GPU may flush
 fp32 numbers below F = 2^-126 to zero, as ``ex2.approx.ftz`` does: P loses at most ``min(P, F)``; dS, by its P or by itself, at
@@ -199,7 +199,8 @@ def _is_differentiable_lse(others: list[Any], dlse: torch.Tensor) -> bool:
 
 
 def _sums(problem: AttentionBackwardProblem) -> float:
-    return 4 * math.sqrt(max(problem.head_dim, problem.head_dim_v)) * _FP32
+    queries = problem.seqlen_q * problem.heads // problem.heads_kv
+    return 4 * math.sqrt(max(problem.head_dim, problem.head_dim_v, problem.seqlen_k, queries)) * _FP32
 
 
 def _errors(given: BackwardInputs, mass: Mass, relative: float) -> tuple[float, ...]:
