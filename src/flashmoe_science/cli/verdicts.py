@@ -94,17 +94,17 @@ def _print_summary(out: Console, found: Sequence[Group]) -> None:
     """A line a suite and cache, two GPUs side by side; then where ours, or yours, lose most."""
     every = sorted({group.gpu for group in found})
     for gpus in (every[at : at + _SIDE_BY_SIDE] for at in range(0, len(every), _SIDE_BY_SIDE)):
-        by_suite: dict[tuple[str, str], dict[tuple[str, Clock], Group]] = defaultdict(dict)
+        by_suite: dict[tuple[tuple[str, ...], str, str], dict[tuple[str, Clock], Group]] = defaultdict(dict)
         for group in sorted(found, key=lambda one: (bool(one.tried), one.suite)):
             if group.gpu in gpus:
-                name = "\n".join(one.rpartition("/")[2] for one in group.tried) or group.suite
-                by_suite[name, group.cache][group.gpu, group.clock] = group
+                by_suite[group.tried, group.suite, group.cache][group.gpu, group.clock] = group
         grid = Grid(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         grid.add_column("\nsuite", overflow="fold", min_width=19)
         for gpu in gpus:
             for heading in (f"{gpu}\ngraph", "\nmean", "\nleast", "\neager"):
                 grid.add_column(heading, justify="right", no_wrap=True)
-        for (name, cache), one in by_suite.items():
+        for (tried, suite, cache), one in by_suite.items():
+            name = "\n".join(kernel.rpartition("/")[2] for kernel in tried) or suite
             cells = [cell for gpu in gpus for cell in _cells(one.get((gpu, "graph")), one.get((gpu, "eager")))]
             grid.add_row(f"{name}{' warm' * (cache == 'warm')}", *cells)
         out.print(grid)

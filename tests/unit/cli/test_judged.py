@@ -176,6 +176,20 @@ def test_many_verdicts_are_a_line_a_suite_and_rows_on_request(large: Path, flash
     assert sum("attn b1 h1" in line for line in rows) == 40
 
 
+def test_a_users_kernel_has_a_line_for_each_suite_that_it_was_proved_on(tmp_path: Path, flashmoe: Flashmoe) -> None:
+    (tmp_path / "mine").mkdir()
+    for suite in ("documents", "long"):
+        run = Fabricate(suite, suite=suite)
+        for length in range(1, 41):
+            problem = f"attn b1 h1 q{64 * length} d64 fp16"
+            run.control("mine.py:fn", problem=problem).timed("mine.py:fn", 20_000, "fa3", 24_000, problem=problem)
+        with RunWriter(tmp_path / "mine" / f"{suite}.jsonl") as writer:
+            for row in (run.header, *run.done().rows):
+                writer.append(row)
+    shown = lines_of(flashmoe, "verdicts", "--evidence", tmp_path / "mine")
+    assert [line.split()[1] for line in shown if line.startswith("mine.py:fn")] == ["40/0/0/0"] * 2
+
+
 def test_versions_are_a_line_each_and_rows_on_request(large: Path, flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = lines_of(flashmoe, "compare", "fa3", "sdpa", "--evidence", large)
