@@ -67,6 +67,7 @@ class KernelsRun:
             if stopped is None:
                 parts = (self._problems(part, self._launches(part)) for part in self._parts())
                 stopped = "; ".join(filter(None, parts)) or None
+                self.session.show_progress("measured")
         except BudgetSpent:
             return None
         except ProfilerUnavailable as error:
@@ -92,7 +93,6 @@ class KernelsRun:
             except TooLittleMemory as error:
                 self._refuse(problem, str(error))
             self.session.finish(problem)
-        self.session.show_progress("measured")
         return "; ".join(failed) or None
 
     def _refuse(self, problem: Problem, reason: str) -> None:

@@ -27,7 +27,7 @@ from flashmoe_science.parallel import (
 KILLED, CALLS = 20, 40  # the call before which rank 1 ends, of so many
 
 
-def experts(group: dist.ProcessGroup, rank: int) -> Callable[[], object]:
+def experts(group: dist.ProcessGroup) -> Callable[[], object]:
     workspace = ExpertWorkspace(group, 64, 256, 4, 16, transport="symmetric")
     x, weights = torch.randn(64, 256, device="cuda").bfloat16(), torch.rand(64, 4, device="cuda")
     ids = torch.randint(16, (64, 4), device="cuda", dtype=torch.int32)
@@ -35,13 +35,13 @@ def experts(group: dist.ProcessGroup, rank: int) -> Callable[[], object]:
     return lambda: expert_parallel_moe(x, up, down, weights, ids, workspace=workspace)
 
 
-def context(group: dist.ProcessGroup, rank: int) -> Callable[[], object]:
+def context(group: dist.ProcessGroup) -> Callable[[], object]:
     workspace = ContextWorkspace(group, 2 * 256 * 2 * 64 * 2)
     qkv = [torch.randn(1, 256, heads, 64, device="cuda").bfloat16() for heads in (4, 2, 2)]
     return lambda: context_attention(*qkv, group=group, causal=True, workspace=workspace)
 
 
-def decoding(group: dist.ProcessGroup, rank: int) -> Callable[[], object]:
+def decoding(group: dist.ProcessGroup) -> Callable[[], object]:
     workspace = DecodeWorkspace(group, 1, 8, 64)
     q, *caches = (torch.randn(1, tokens, heads, 64, device="cuda").bfloat16() for tokens, heads in ((1, 8), (300, 2), (300, 2)))
     lengths = torch.full((1,), 500, device="cuda", dtype=torch.int32)
@@ -57,7 +57,7 @@ def main(what: str, rank: int, file: str, limit_ms: int) -> None:
     dist.init_process_group("nccl", init_method=f"file://{file}", rank=rank, world_size=2)
     group = dist.group.WORLD
     assert group is not None
-    call = WHATS[what](group, rank)
+    call = WHATS[what](group)
     for one in range(CALLS):
         if (one, rank) == (KILLED, 1):
             os.kill(os.getpid(), signal.SIGKILL)
