@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.problem import Problem
 
+_PROBLEMS_COMPILED = 256  # beyond this many shapes torch.compile refuses, and never falls back, as fullgraph=True
 ONLY_CONFIG = (Config(),)  # a peer that chooses its own tiles
 
 
 def one_config(problem: Problem, device: Device) -> tuple[Config, ...]:
     return ONLY_CONFIG
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function by torch.compile, anew for the sizes of each problem, which takes seconds: its fastest form."""
+    import torch
+    from torch.compiler import config
+
+    config.recompile_limit = max(config.recompile_limit, _PROBLEMS_COMPILED)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def launches_of(*names: str) -> Callable[[Problem, Config, Gpu], tuple[Launch, ...]]:

@@ -18,7 +18,6 @@ from flashmoe_science.ops import private
 
 # Looked up where they are used, as they are: by a peer, by the harness where a call left a mode on, and names of operators.
 ELSEWHERE = {
-    "ops/attention/peers/flex.py": {"_dynamo.config.recompile_limit"},
     "ops/attention/peers/sdpa_backward.py": {"_fused_sdp_choice"},
     "measure/sandbox/settings.py": {"_C._pop_torch_function_stack"},
     "measure/worker/clocks.py": {"_foreach_copy_", "_foreach_mul_"},

@@ -16,13 +16,12 @@ from flashmoe_science.ops.attention.call.kernel import AttentionInputs, Attentio
 from flashmoe_science.ops.attention.peers import peer_kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import unsupported
-from flashmoe_science.ops.peer import launches_of
+from flashmoe_science.ops.peer import compiled, launches_of
 
 if TYPE_CHECKING:
     import torch
 
 _SERVED = ("window", "softcap", "alibi", "prefix")
-_PROBLEMS_COMPILED = 256  # beyond this many shapes torch.compile refuses, and never falls back, as fullgraph=True
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -33,16 +32,6 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if min(problem.head_dim, problem.head_dim_v) < 16:
         return "FlexAttention needs head dimensions of 16 or more"
     return unsupported(problem.features, _SERVED, "FlexAttention, as it is measured here,")
-
-
-@functools.cache
-def _compiled() -> Callable[..., Any]:
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROBLEMS_COMPILED)
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    return compiled
 
 
 @functools.lru_cache(maxsize=16)
@@ -90,11 +79,13 @@ def _score(inputs: AttentionInputs) -> Callable[..., torch.Tensor] | None:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    from torch.nn.attention.flex_attention import flex_attention
+
     problem = inputs.problem
     mask = None
     if problem.causal or problem.features.window:
         mask = _block_mask(replace(problem, batch=1, heads=1, heads_kv=1), str(inputs.q.device))
-    out = _compiled()(
+    out = compiled(flex_attention)(
         *inputs.tensors[:3],
         score_mod=_score(inputs),
         block_mask=mask,

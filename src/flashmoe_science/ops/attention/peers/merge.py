@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from flashmoe_science.kernel import Device
 from flashmoe_science.ops.attention.call.merge import MergeInputs, MergeKernel, Result
 from flashmoe_science.ops.attention.problem.merge import AttentionMergeProblem
-from flashmoe_science.ops.peer import launches_of, one_config
-
-_PROBLEMS_COMPILED = 256  # beyond so many torch.compile refuses
+from flashmoe_science.ops.peer import compiled, launches_of, one_config
 
 
 def merged(outs: Sequence[torch.Tensor] | torch.Tensor, lses: Sequence[torch.Tensor]) -> Result:
@@ -56,15 +54,6 @@ def _supports_compiled(problem: AttentionMergeProblem, device: Device) -> str | 
     return "torch.compile is measured on GPUs only" if device is None else None
 
 
-@cache
-def _compiled() -> Callable[..., Result]:
-    """Each problem is compiled for its own sizes, which takes seconds."""
-    from torch.compiler import config  # here: calls of merge_attention need no such module
-
-    config.recompile_limit = max(config.recompile_limit, _PROBLEMS_COMPILED)
-    return torch.compile(at_once, dynamic=False, fullgraph=True)
-
-
 _peer = partial(
     MergeKernel, origin="peer", op="attention_merge", configs=one_config, launches=launches_of(), on_cpu=True,
 )  # fmt: skip
@@ -78,7 +67,7 @@ COMPILED = _peer(
     name="merge_compiled",
     about="PyTorch's operators on all parts at once, by torch.compile",
     supports=_supports_compiled,
-    run=lambda inputs, config: _compiled()(*inputs),
+    run=lambda inputs, config: compiled(at_once)(*inputs),
 )
 IN_TURNS = _peer(
     name="merge_in_turns",
