@@ -43,6 +43,13 @@ def choose_fallback(op: str, requested: str | None, required: str | None) -> Dec
     return Decision(fallback, Config(), required, "required")
 
 
+def would_run(kernel: AnyKernel, config: Config, problem: Problem, device: Device) -> bool:
+    """Whether a call that names a kernel of ours runs this config of it; never without a GPU."""
+    if device is None or kernel.origin != "ours":
+        return False
+    return select(problem, device, known_table(), [kernel], None, requested=kernel).config == config
+
+
 def choose(
     problem: Problem,
     device: Device,

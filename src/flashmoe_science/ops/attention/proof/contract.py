@@ -254,13 +254,9 @@ class AttentionContract(SharedContract):
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device
     ) -> Callable[[AttentionInputs], AttentionOutput] | None:
         """The public function, where it would run this config. None has a bottom-right mask for [B, H, S, D] views."""
-        from flashmoe_science.dispatch.select import select
-        from flashmoe_science.dispatch.tuned import known_table
+        from flashmoe_science.ops.choose import would_run
 
-        if device is None or kernel.origin != "ours":
-            return None
-        chosen = select(problem, device, known_table(), [kernel], None, requested=kernel).config
-        return public_call(problem, kernel.name) if chosen == config else None
+        return public_call(problem, kernel.name) if would_run(kernel, config, problem, device) else None
 
 
 def _negative(keys: torch.Tensor, reach: float) -> torch.Tensor:

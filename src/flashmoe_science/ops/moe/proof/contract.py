@@ -308,12 +308,9 @@ class MoEContract(SharedContract):
         self, kernel: MoEKernel, config: Config, problem: MoEProblem, device: Device
     ) -> Callable[[Any], torch.Tensor] | None:
         """``fused_moe``, after ``route`` where it starts from logits, if it would run this config."""
-        from flashmoe_science.dispatch.select import select
-        from flashmoe_science.dispatch.tuned import known_table
+        from flashmoe_science.ops.choose import would_run
 
-        if device is None or kernel.origin != "ours":
-            return None
-        if select(problem.from_ids(), device, known_table(), [kernel], None, requested=kernel).config != config:
+        if not would_run(kernel, config, problem.from_ids(), device):
             return None
         top_k, route = problem.top_k, public("flashmoe_science.moe:route")
         experts = partial(public("flashmoe_science.moe:fused_moe"), kernel=kernel.name, **_options(problem))

@@ -140,14 +140,10 @@ class AttentionMergeContract(Contract):
         self, kernel: MergeKernel, config: Config, problem: AttentionMergeProblem, device: Device
     ) -> Callable[[MergeInputs], Result] | None:
         """The public function, where it would run this config."""
-        from flashmoe_science.dispatch.select import select
-        from flashmoe_science.dispatch.tuned import known_table
+        from flashmoe_science.ops.choose import would_run
 
-        if device is None or kernel.origin != "ours":
-            return None
         merge = public("flashmoe_science.attention:merge_attention")
-        chosen = select(problem, device, known_table(), [kernel], None, requested=kernel).config
-        return (lambda inputs: merge(*inputs)) if chosen == config else None
+        return (lambda inputs: merge(*inputs)) if would_run(kernel, config, problem, device) else None
 
 
 CONTRACT = AttentionMergeContract()
